@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,10 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
         trainer.model.train()
         batch = trainer.data_collator([trainer.train_dataset[0], trainer.train_dataset[1]])
         with torch.no_grad():
-            packed = trainer.compute_loss(trainer.model, dict(batch))
+            packed = trainer.compute_loss(trainer.model, copy(batch))
         trainer.restore_padding()
         with torch.no_grad():
-            padded = trainer.compute_loss(trainer.model, dict(batch))
+            padded = trainer.compute_loss(trainer.model, copy(batch))
         torch.testing.assert_close(packed, padded, rtol=1e-4, atol=1e-5)
     trainer.restore_padding()
     # Where layers are checkpointed, attention stays able to recompute until the graph of the broken step is gone. A

@@ -145,7 +145,8 @@ def test_prefixes_with_images_are_computed_once(tmp_path):
     callback, args = PaddingRemovalCallback(prefix_sharing=True), TrainingArguments(
         str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False
     )  # fmt: skip
-    given = {"train_dataset": [{}] * 8, "data_collator": lambda rows: batch | {"labels": batch["input_ids"]}}
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    given = {"train_dataset": [{}] * 8, "data_collator": lambda rows: batch | {"labels": labels}}
     Trainer(vision.model, args, callbacks=[callback], **given).train()
     assert [report.ok for report in callback.reports] == [True]
     assert callback.stats.packed_tokens < callback.stats.real_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import torch
 from simulated_gpu.simulated_cuda import CUDA, Counts, to_simulated
 
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
-from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT
+from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of
 
 
 __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
@@ -20,15 +21,16 @@ __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
 def on_simulated(value: Any) -> Any:
     """Place a batch, or a part of one, as accelerate does."""
     if isinstance(value, Mapping):
-        placed = {k: on_simulated(v) for k, v in value.items()}
-        batch_metadata = value.get(BATCH_LAYOUT)
+        placed = BatchWithMetadata({k: on_simulated(v) for k, v in value.items()})
+        batch_metadata = batch_metadata_of(value)
         if batch_metadata is not None:  # perhaps placed already, on the CPU that the trainer took for its device
             flat = (
                 batch_metadata.forward_metadata
                 if isinstance(batch_metadata.forward_metadata, FlatIndexMaps)
                 else FlatIndexMaps.of(batch_metadata.forward_metadata)
             )
-            placed[BATCH_LAYOUT] = replace(batch_metadata, forward_metadata=flat).for_device(placed, "cuda:0")
+            metadata = replace(batch_metadata, forward_metadata=flat).for_device(placed, "cuda:0")
+            placed = BatchWithMetadata(placed, metadata)
         return placed
     if isinstance(value, list):
         return [on_simulated(v) for v in value]
@@ -46,7 +48,7 @@ def step(trainer: Any, batch: dict[str, Any], training: bool = True) -> torch.Te
     trainer.model.train(training)
     device = mock.patch.object(type(trainer.accelerator), "device", CUDA)  # some trainers move their batches there
     with device, torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(training):
-        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss = trainer.compute_loss(trainer.model, copy(batch))
     if training:
         loss.backward()
     return loss.detach().cpu()

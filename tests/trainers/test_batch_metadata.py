@@ -6,6 +6,7 @@ Each is counted on the simulated device, beside the same batch without its layou
 
 from __future__ import annotations
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES, to_equal_count
-from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, LayoutCollator, batch_metadata_of, pop_metadata
 from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
 from trl_padfix.trainers.metrics.exact_eval_means import drop_duplicate_rows
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
@@ -65,11 +66,12 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
     every_second(
         once_each(
             [
-                # Ids and mask are read once for each batch of rows; each forward looks for its labels.
-                ("KTO", {}, 6),
-                ("SFT", {}, 2),
+                # For each batch of rows, ids and mask are read once, and labels after padding, too; each forward
+                # looks for its labels.
+                ("KTO", {}, 8),
+                ("SFT", {}, 4),
                 ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
-                ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 2),
+                ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 3),
                 ("Reward", {}, 2),  # ids and mask, and which token of a row is scored
                 ("Reward", {"padding_side": "left"}, 2),
                 ("Reward", {"pool_last_token": True}, 1),
@@ -85,7 +87,7 @@ def test_a_step_waits_for_nothing_of_ours(kind, config, without, sharing, gpu, t
 
 
 @pytest.mark.parametrize(
-    ("kind", "without"), slow_but([("DPO", 3)], [("DPO", 3), ("KTO", 6), ("Reward", 2), ("SFT", 2)])
+    ("kind", "without"), slow_but([("DPO", 4)], [("DPO", 4), ("KTO", 8), ("Reward", 2), ("SFT", 4)])
 )
 def test_an_evaluation_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = make(kind, tmp_path, prefix_sharing=True)
@@ -107,7 +109,7 @@ def test_the_steps_of_a_generation_wait_for_nothing_of_ours(kind, sharing, gpu, 
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     batches = [pop_metadata(batch)[0] for batch in trainer._buffered_inputs]
-    assert all(BATCH_LAYOUT in batch for batch in trainer._buffered_inputs)
+    assert all(batch_metadata_of(batch) is not None for batch in trainer._buffered_inputs)
     place_models(trainer)
     plain = [on_simulated(batch) for batch in batches]
     gpu.reset()
@@ -146,7 +148,7 @@ def vision(kind: str, tmp_path, data: Dataset, family: str = "llava", **given: A
     ("kind", "without"),
     # Mask, labels, and whether images repeat themselves: of captions the tower and what follows it look, of pairs the
     # tower alone. The reference looks for images and labels, too.
-    slow_but([("SFT", 4)], [("SFT", 4), ("DPO", 7)]),
+    slow_but([("SFT", 6)], [("SFT", 6), ("DPO", 8)]),
 )
 def test_a_step_on_images_waits_for_nothing_of_ours(kind, without, gpu, tmp_path):
     trainer = vision(kind, tmp_path, (build_captions if kind == "SFT" else build_image_pairs)(4))
@@ -181,7 +183,7 @@ def test_images_repeat_only_if_their_grids_do():
 
     def repeat(**more: torch.Tensor) -> bool:
         collated = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)([batch | more])
-        return collated.to("cpu")[BATCH_LAYOUT].forward_metadata[""].halves_equal
+        return batch_metadata_of(collated.to("cpu")).forward_metadata[""].halves_equal
 
     grids = torch.tensor([[1, 2, 4], [1, 4, 2]])
     assert repeat()
@@ -210,7 +212,7 @@ def test_a_stream_brings_the_layouts_of_its_batches(kind, tmp_path, monkeypatch)
     stream = DEFAULTS[kind]["train_dataset"]().to_iterable_dataset()
     settings = {"prefix_sharing": True, "parity_check": False}
     ours = make(kind, tmp_path, train_dataset=stream, **settings)
-    assert BATCH_LAYOUT in next(iter(ours.get_train_dataloader()))
+    assert batch_metadata_of(next(iter(ours.get_train_dataloader()))) is not None
     built.clear()
     trajectory = curve(ours)
     forwards = 2 if kind == "KTO" else 1
@@ -239,13 +241,13 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     assert bring_layouts() == [False, True]  # accelerate's default
     config.dispatch_batches = True
     assert bring_layouts() == [False, False]
-    assert BATCH_LAYOUT not in next(iter(trainer.get_train_dataloader()))
+    assert batch_metadata_of(next(iter(trainer.get_train_dataloader()))) is None
 
 
 def test_a_stream_in_one_process_is_not_dispatched_to_itself(tmp_path):
     trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
     trainer.accelerator.dataloader_config.dispatch_batches = None
-    assert BATCH_LAYOUT in next(iter(trainer.get_train_dataloader()))
+    assert batch_metadata_of(next(iter(trainer.get_train_dataloader()))) is not None
     assert trainer.accelerator.dataloader_config.dispatch_batches is None
 
 
@@ -257,11 +259,11 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     batch = next(iter(trainer.get_train_dataloader()))
     assert len(batch[MICRO_BATCHES]) > 1
     for micro_batch in batch[MICRO_BATCHES]:
-        assert isinstance(micro_batch[BATCH_LAYOUT].layouts[""], Layout)
+        assert isinstance(batch_metadata_of(micro_batch).layouts[""], Layout)
     batches = [(b, 1.0) for b in batch[MICRO_BATCHES]]
     cut = [b for b, _ in to_equal_count(batches, len(batches) + 1, 1)]
-    assert sum(BATCH_LAYOUT in b for b in cut) == len(batches) - 1
-    assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=2)
+    assert sum(batch_metadata_of(b) is not None for b in cut) == len(batches) - 1
+    assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=4)
 
 
 def test_rows_that_are_left_out_of_an_evaluation_leave_the_layout_behind():
@@ -271,7 +273,7 @@ def test_rows_that_are_left_out_of_an_evaluation_leave_the_layout_behind():
     state = SimpleNamespace(end_of_dataloader=True, remainder=2)
     accelerator: Any = SimpleNamespace(gradient_state=state, num_processes=2, process_index=0)
     own, has_own = drop_duplicate_rows(accelerator, batch, 1)
-    assert (own["input_ids"].shape[0], BATCH_LAYOUT in own, has_own) == (2, False, True)
+    assert (own["input_ids"].shape[0], batch_metadata_of(own) is not None, has_own) == (2, False, True)
     state.remainder = 4
     whole, _ = drop_duplicate_rows(accelerator, batch, 1)
     assert whole is batch
@@ -284,10 +286,10 @@ def test_a_layout_of_another_shape_is_not_taken(tmp_path):
 
     def loss(batch: dict[str, Any]) -> float:
         with torch.no_grad():
-            return trainer.compute_loss(trainer.model, dict(batch)).item()
+            return trainer.compute_loss(trainer.model, copy(batch)).item()
 
     want = loss(pop_metadata(batch)[0])
-    half = {k: v if k == BATCH_LAYOUT else v[:4] for k, v in batch.items()}
+    half = BatchWithMetadata({k: v[:4] for k, v in batch.items()}, batch_metadata_of(batch))
     assert loss(half) == loss(pop_metadata(half)[0]) != want
 
 
@@ -319,8 +321,8 @@ def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch[BATCH_LAYOUT].forward_metadata, FlatIndexMaps)
-    assert batch.to("cpu")[BATCH_LAYOUT].layouts.keys() == {"", "KL_"}
+    assert isinstance(batch_metadata_of(batch).forward_metadata, FlatIndexMaps)
+    assert batch_metadata_of(batch.to("cpu")).layouts.keys() == {"", "KL_"}
 
 
 def test_a_collator_that_raises_stop_iteration_does_not_end_the_epoch_in_silence():

@@ -17,7 +17,7 @@ from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutInputs
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
-from trl_padfix.trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of, pop_metadata
 
 
 def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:
@@ -50,9 +50,10 @@ def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
         waits.append(gpu.ours())
         assert len(gpu.varlen) == 2 * trainer.model.config.num_hidden_layers
     assert waits[0] == {}
-    # Without a layout: the host reads ids and mask once, and each forward where its labels are.
-    assert sum(waits[1].values()) == 3
-    assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero"]
+    # Without a layout: the host reads ids and mask once, whether labels follow padding, and in each forward where its
+    # labels are.
+    assert sum(waits[1].values()) == 4
+    assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero", "tolist()"]
     assert losses[0] == losses[1] == first
 
 
@@ -133,7 +134,7 @@ def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     assert (layout.cu_seqlens_k is layout.cu_seqlens_q) is (not sharing)
     labels = plain["completion_mask"][:, 1:] * plain["attention_mask"][:, :-1]
     assert torch.equal(batch_metadata.forward_metadata[""].label_positions, labels.flatten().nonzero().squeeze(1))
-    assert BATCH_LAYOUT not in plain
+    assert batch_metadata_of(plain) is None
 
 
 def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
@@ -152,7 +153,7 @@ def sft_batch_layout():
     batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
         [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
     )
-    return batch[BATCH_LAYOUT].forward_metadata.to("cpu")[""].layout
+    return batch_metadata_of(batch).forward_metadata.to("cpu")[""].layout
 
 
 @pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])
@@ -171,4 +172,5 @@ def test_ids_alone_do_not_say_what_rows_of_images_share(more):
     assert LayoutInputs.read(text, prefix_sharing=True).shares
     inputs = LayoutInputs.read(text | more, prefix_sharing=True)
     assert inputs.shares == ("token_type_ids" in more)  # then they are compared, too
-    assert BATCH_LAYOUT not in LayoutCollator(lambda rows: text | more, prefix_sharing=True)([])  # the forward says it
+    collate = LayoutCollator(lambda rows: text | more, prefix_sharing=True)
+    assert batch_metadata_of(collate([])) is None  # the forward says it

@@ -1,5 +1,6 @@
 """What reward modelling has of its own: which token is scored. `test_every_method.py` has the trajectories."""
 
+from copy import copy
 from functools import cache
 
 import pytest
@@ -98,18 +99,18 @@ def test_which_tokens_are_scored_comes_with_the_batch(mode, make, trl_with_pad, 
 def test_batches_of_somebody_else_are_looked_at(make, looks):
     trainer = make(config=MODES["padding-free"] | {"parity_check": False})
     batch = next(iter(trainer.get_train_dataloader()))
-    trainer.compute_loss(trainer.model, dict(batch))
+    trainer.compute_loss(trainer.model, copy(batch))
     assert not looks
     own = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
     trainer.compute_loss(trainer.model, dict(own))
     assert len(looks) == 1
     trainer.model.config.pad_token_id = 38
     with pytest.raises(PaddingRemovalError, match="scores the last token that is not `pad_token_id=38`"):
-        trainer.compute_loss(trainer.model, dict(batch))
+        trainer.compute_loss(trainer.model, copy(batch))
     assert len(looks) == 2
     trainer.padding.task.model_for_loss = lambda model: lambda input_ids, **inputs: model(input_ids.clone(), **inputs)
     trainer.model.config.pad_token_id = 39
-    trainer.compute_loss(trainer.model, dict(batch))
+    trainer.compute_loss(trainer.model, copy(batch))
     assert len(looks) == 3
 
 

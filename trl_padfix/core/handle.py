@@ -207,6 +207,28 @@ class PaddingRemoval(Attachment):
         finally:
             self.context_parallel = config
 
+    def say_once(self, message: str) -> None:
+        """Log a warning, if this handle has not logged it before."""
+        self.report_once(message, message)
+
+    @contextmanager
+    def padded(self, reason: str) -> Iterator[None]:
+        """
+        Compute one forward of the block as it came, padded, because it has `reason`: said once, and counted.
+
+        Raises:
+            UnpackableCallError: If the handle is `strict`.
+        """
+        if self.strict:
+            raise UnpackableCallError("labels", f"The call has {reason}.")
+        self.say_once(
+            f"This call of {type(self.anatomy.pretrained).__name__} is computed padded, as it came, since it has "
+            f"{reason}. Said once; `stats.padded_forwards` counts such calls."
+        )
+        self.stats.add_padded()
+        with self.disabled():
+            yield
+
     @contextmanager
     def strictly(self) -> Iterator[None]:
         """Raise an error for each call of a block that cannot be packed."""

@@ -25,6 +25,12 @@ from .call.batch_metadata import (
     share_layouts_in_call,
 )
 from .call.calls import ModelCall, model_call
+from .call.labels import (
+    FIRST_TOKENS_DROPPED,
+    SCORED_FROM_PADDING,
+    LabelsAfterPadding,
+    find_labels_after_padding,
+)
 from .context import within
 from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.flat_maps import inverse_permutation
@@ -48,12 +54,15 @@ logger = logging.get_logger(__name__)
 
 class LMHeadPatch(ForwardPatch):
     """
-    Runs a fused LM head on the labelled positions of a batch only, and drops labels that follow padding.
+    Runs a fused LM head on the labelled positions of a batch only.
 
     Without Triton TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.10) scores every padded
     position. It also takes `shift_labels`, labels that need no shift. The patch passes the labelled positions as one
     row with `shift_labels`. It scatters the values of the row into `(B, L - 1)`, zero elsewhere, which is the shape
     that the fused head returns for the batch.
+
+    Labels that are predicted from padding cannot be scored packed. Those of first tokens are dropped from the loss of
+    the model, and from its count. With any others the call is computed padded.
     """
 
     attachment: PaddingRemoval
@@ -70,15 +79,23 @@ class LMHeadPatch(ForwardPatch):
         labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
             call = bind(self.wrapped, args, kwargs)
+            if (predicted := self._predicted_labels(call)) is None:
+                with self.attachment.padded(SCORED_FROM_PADDING):
+                    return self.wrapped(*args, **kwargs)
             selects_columns = isinstance(call.get("logits_to_keep"), torch.Tensor)
-            arguments, labels = _row_arguments(call), self._drop_labels_after_padding(call)
-            both = (labels, call["labels"]) if labels is not None else None
+            both = (predicted["labels"], call["labels"]) if "labels" in predicted else None
+            arguments = _row_arguments(call)
             outer = ModelCall(decoder, model_arguments=arguments, selects_columns=selects_columns, labels=both)
             with within(model=outer):
-                return self.wrapped(**(call if labels is None else call | {"labels": labels}))
+                return self.wrapped(**(call | predicted))
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
+        if (selected := self._label_positions(call, labels)) is None:
+            with self.attachment.padded(SCORED_FROM_PADDING):
+                return self.wrapped(*args, **kwargs)
+        index, counts = selected
+        kwargs |= counts
         with share_layouts_in_call():  # the decoder reuses the layout that is built here
             try:
                 layout = self._layout_of(call)
@@ -86,7 +103,6 @@ class LMHeadPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)  # the decoder will say why it runs padded, or raise this error
             if not self._can_select_states(call, labels, layout):
                 return self.wrapped(*args, **kwargs)
-            index = self._label_positions(labels, call.get("input_ids"), call.get("attention_mask"))
             if index.numel() == 0:
                 return self.wrapped(*args, **kwargs)
             # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
@@ -116,21 +132,41 @@ class LMHeadPatch(ForwardPatch):
         return loss + getattr(config, "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
     def _label_positions(
-        self, labels: torch.Tensor, ids: torch.Tensor | None, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Flat indices `(n,)` into `(B, L - 1)` of the positions that predict a label; from metadata if possible."""
-        # A label is predicted from the column before it. If that column is padding, the label is dropped.
-        target = labels[:, 1:] != -100
-        if mask is not None:
-            target = target & mask[:, :-1].bool()
-        metadata = metadata_of(ids, mask)
-        if metadata is not None and metadata.label_positions is not None:
+        self, call: dict[str, Any], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, Any]] | None:
+        """
+        Flat indices `(n,)` into `(B, L - 1)` of the positions that predict a label, from metadata if possible, and the
+        number of labels as an argument, if it changes. `None` if the call must be computed padded.
+        """
+        target = labels[:, 1:] != -100  # a label is predicted from the column before it
+        metadata = metadata_of(call.get("input_ids"), call.get("attention_mask"))
+        if (
+            metadata is not None
+            and metadata.label_positions is not None
+            and not any(metadata.labels_after_padding or ())
+        ):
             positions = metadata.label_positions
             expected = target.new_zeros(target.numel()).index_fill(0, positions, True).view_as(target)
             assumption = "The labels of the batch are at the positions that its collator recorded"
             if self.verified_metadata.verify(assumption, (expected != target).any(1)):
-                return positions
-        return target.flatten().nonzero().squeeze(1)  # the host waits here, to learn how many there are
+                return positions, {}
+        if (mask := self._mask_of(call, labels)) is None:
+            return target.flatten().nonzero().squeeze(1), {}  # the host waits here, to learn how many there are
+        first, others = find_labels_after_padding(labels, mask)
+        flags = torch.stack([first.any(), others.any(), others.any()])
+        # One wait tells the host three things: behind the positions, each flag adds more entries than there can be.
+        room = target.numel() + 1
+        index = torch.cat([(target & ~first[:, 1:]).flatten(), flags.repeat_interleave(room)]).nonzero().squeeze(1)
+        code, count = divmod(len(index), room)
+        arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(code % 2 == 1, code > 1), first)
+        return None if arguments is None else (index[:count], arguments)
+
+    def _mask_of(self, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
+        """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
+        mask: Any = call.get("attention_mask")
+        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+        has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+        return None if cached or not has_both or not self.attachment.packs_padded else mask
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only."""
@@ -148,17 +184,46 @@ class LMHeadPatch(ForwardPatch):
             check_call(self.attachment, call, layout)
         return layout
 
-    def _drop_labels_after_padding(self, call: dict[str, Any]) -> torch.Tensor | None:
-        """A copy of the labels without those that follow padding; `None` for calls that run unpacked."""
+    def _predicted_labels(self, call: dict[str, Any]) -> dict[str, Any] | None:
+        """
+        The labels that a packed forward predicts, and their number, as arguments that replace those of the call.
+
+        `None` if the call must be computed padded.
+        """
         labels: Any = call.get("labels")
-        mask: Any = call.get("attention_mask")
-        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-        has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
-        has_both = has_both and mask.dim() == 2
-        if cached or not has_both or not self.attachment.packs_padded:
+        if (mask := self._mask_of(call, labels)) is None:
+            return {}
+        metadata = metadata_of(call.get("input_ids"), mask)
+        after_padding = metadata.labels_after_padding if metadata is not None else None
+        first, others = find_labels_after_padding(labels, mask)
+        if after_padding is not None and not any(after_padding):
+            defer_check("No label of the batch is predicted from padding", (first | others).any(1))
+            return {}
+        after_padding = LabelsAfterPadding.of(labels, mask)  # the host waits here
+        return self._arguments_without_first(call, labels, after_padding, first)
+
+    def _arguments_without_first(
+        self, call: dict[str, Any], labels: torch.Tensor, after_padding: LabelsAfterPadding, first: torch.Tensor
+    ) -> dict[str, Any] | None:
+        """
+        The labels of a call and their number without those of first tokens; empty if it has none of these.
+
+        `None` if the call must be computed padded: labels would be lost that the padded forward scores, or the labels
+        of the call are only some of those that its trainer has counted.
+        """
+        if after_padding.others:
             return None
-        follows_padding = torch.nn.functional.pad(mask[:, :-1], (1, 0), value=1) == 0
-        return labels.masked_fill(follows_padding, -100)
+        if not after_padding.first_tokens:
+            return {}
+        num_items, arguments = call.get("num_items_in_batch"), {"labels": labels.masked_fill(first, -100)}
+        if num_items is not None:
+            # Some versions of transformers count column 0, too, although nothing predicts it.
+            predicted = (labels[:, 1:] != -100).sum()
+            if int(num_items) not in (int(predicted), int((labels != -100).sum())):
+                return None
+            arguments["num_items_in_batch"] = predicted - first.sum()
+        self.attachment.say_once(FIRST_TOKENS_DROPPED)
+        return arguments
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from .towers import MultimodalPatch, TowerPatch, towers
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "remove_padding"]
+__all__ = ["attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding"]
 
 
 def remove_padding(
@@ -168,6 +168,12 @@ def attachments_of(model: nn.Module) -> list[Attachment]:
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
     return _padding_removal_of(find_decoder(find_pretrained(model)))
+
+
+def packs_now(model: nn.Module) -> bool:
+    """Whether calls of `model` in this thread are packed: padding removal is attached, and not disabled."""
+    handle = attachment_of(model)
+    return handle is not None and handle.enabled
 
 
 def attachments_on(decoder: nn.Module) -> list[Attachment]:

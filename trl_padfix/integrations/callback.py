@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,16 +16,19 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
+from ..core.call.labels import FIRST_TOKENS_DROPPED, SCORED_FROM_PADDING
 from ..core.call.layout_of import PrefixSharing, check_prefix_sharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityReport
 from ..trainers.attach_models import attach_to_models
+from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import TokenCounter, forward_counts, report_of, summed_over_processes
 from ..trainers.neftune import prefix_sharing_with_neftune
 from ..trainers.parity import compare, first_call, print_reports
+from ..trainers.parts import entered
 
 
 __all__ = ["PaddingRemovalCallback", "settings_in"]
@@ -127,6 +130,8 @@ class PaddingRemovalCallback(TrainerCallback):
         except BaseException:
             self.remove()
             raise
+        if self.handles[0].anatomy.head is not None:
+            self._score_no_padding(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted, self._is_evaluating, self._has_stepped = [0] * 5, False, False
         if self.parity_check:
@@ -134,6 +139,41 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _register(self, handle: PaddingRemoval) -> None:
         self.handles.append(self._undo.enter_context(handle))
+
+    def _score_no_padding(self, trainer: Any) -> None:
+        """Keep labels that are predicted from padding out of the loss and its count, or compute their batch padded."""
+        prepare, compute, count = trainer._prepare_inputs, trainer.compute_loss, trainer._get_num_items_in_batch
+
+        def prepare_inputs(inputs: Any) -> Any:
+            prepared = prepare(inputs)
+            predicted = without_first_labels(prepared) if isinstance(prepared, MutableMapping) else prepared
+            if predicted is not prepared:
+                self.handles[0].say_once(FIRST_TOKENS_DROPPED)
+            return predicted
+
+        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            is_padded = isinstance(inputs, Mapping) and scores_padding(inputs)
+            with entered(handle.padded(SCORED_FROM_PADDING) for handle in self.handles if is_padded):
+                return compute(model, inputs, *args, **kwargs)
+
+        def count_items(batches: list[Any], *args: Any) -> Any:
+            return count([with_counted_labels(x) if isinstance(x, MutableMapping) else x for x in batches], *args)
+
+        hooks = {
+            "_prepare_inputs": prepare_inputs,
+            "compute_loss": compute_loss,
+            "_get_num_items_in_batch": count_items,
+        }
+        saved = {name: vars(trainer)[name] for name in hooks if name in vars(trainer)}
+        vars(trainer).update(hooks)
+
+        def restore() -> None:
+            for name, hook in hooks.items():
+                if vars(trainer).get(name) is hook:  # not what somebody has set since
+                    del vars(trainer)[name]
+                    vars(trainer).update({name: saved[name]} if name in saved else {})
+
+        self._undo.callback(restore)
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""

@@ -37,6 +37,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_metadata import with_known_batch
+from ..core.call.labels import SCORED_FROM_PADDING
 from .attention_choice import AttentionChoice
 from .batching.micro_batches import micro_batches_of
 from .batching.sampler import StepDataset, StepOrder
@@ -46,7 +47,7 @@ from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
 from .custom_loss import observe_loss
-from .data.batch_metadata import pop_metadata
+from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
 from .metrics.exact_eval_means import ExactMeans
@@ -232,7 +233,10 @@ class PaddingFreeMixin:
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any
         # `compute_loss`: also before one that a user has set on the trainer itself, which nothing wraps.
-        return self.padding.task.loss_inputs(super()._prepare_inputs(inputs))
+        prepared = super()._prepare_inputs(inputs)
+        if (metadata := batch_metadata_of(inputs)) is not None and batch_metadata_of(prepared) is None:
+            prepared = BatchWithMetadata(prepared, metadata)  # transformers makes a new dictionary of the same tensors
+        return self.padding.task.loss_inputs(prepared)
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +262,8 @@ class PaddingFreeMixin:
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         # `_prepare_inputs` has done `loss_inputs` already, except for a batch that a user took from the data loader.
-        plain, batch_metadata = pop_metadata(padding.task.loss_inputs(inputs))
+        scored = padding.task.loss_inputs(inputs)
+        plain, batch_metadata = pop_metadata(scored)
         if running is None:  # another trainer may have evaluated the model since the last step
             self._follow_models()
         else:  # a subclass may have edited the batch of the outer block
@@ -271,7 +276,10 @@ class PaddingFreeMixin:
         blocks = (
             (part.around_step(step) for part in padding.parts) if running is None else map(with_known_batch, known)
         )
-        with temporarily_set(padding, "running", step), entered(blocks):
+        # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
+        is_padded = running is None and padding.task.predicts_next_tokens() and scores_padding(scored)
+        padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
+        with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
             yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -77,7 +77,7 @@ def check_arguments(
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
     for name in ("model", "teacher_model"):
-        _check_model(init_kwargs.get(name), settings.padding_free)
+        _check_model(init_kwargs.get(name), settings.padding_free, type(task.trainer))
     check_tokenizer(init_kwargs.get("processing_class"))
     data = init_kwargs.get("train_dataset")
     require_rows(data, "train")
@@ -124,12 +124,13 @@ def runs_triton(config: Any) -> bool:
     return config.device.type != "cpu"
 
 
-def _check_model(model: Any, removes_padding: bool) -> None:
+def _check_model(model: Any, removes_padding: bool, trainer_class: type) -> None:
     """Refuse models that no trainer of this package can train. Ids and paths are checked after loading."""
     if model is None or isinstance(model, str):
         return
     config = getattr(model, "config", None)
-    if config is None:
+    # A Trainer of transformers trains any module; `remove_padding` finds the transformers model in it.
+    if config is None and any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__):
         raise TypeError(
             f"The model is a `{type(model).__name__}`, which has no `config`: TRL's trainers take a model id, a "
             "transformers model or a PEFT model. Of a wrapper, such as one with a value head, pass the model inside "

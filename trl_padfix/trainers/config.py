@@ -253,7 +253,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
         max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer, exact_eval_means,
-        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples, generation_rows_shown:
+        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples,
+        generation_rows_shown:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row of each turn of the assistant in `messages`: rendered by the chat template at that turn, and

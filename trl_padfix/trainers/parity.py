@@ -94,7 +94,10 @@ def compare(
         ParityError: If packed and padded differ.
     """
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+    # `fp16=True` on a CPU computes in float32: accelerate puts no autocast around the forward there.
+    accelerator, precisions = trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    casts = sharded or accelerator.native_amp
+    dtype = precisions.get(accelerator.mixed_precision) if casts else None
     for model in models:
         # Sharded weights are gathered by the hooks of the wrapper, so the check has to call the wrapped model.
         trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model

@@ -144,7 +144,7 @@ class SFTTask(Task):
 
     def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
-            return inputs
+            return super().loss_inputs(inputs)
         return with_labels(inputs, drop_first_labels(inputs)["labels"])
 
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ class SFTTask(Task):
     def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # transformers counts the labels of right-padded rows: `labels[:, 1:]` for most models, else all of them.
         if not self._labels_begin_rows:
-            return batches
+            return super().label_count_inputs(batches)
         return [pad_right(batch) if "attention_mask" in batch else batch for batch in batches]
 
 

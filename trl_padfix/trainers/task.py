@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset
 
+from ..core.call.labels import FIRST_TOKENS_DROPPED
 from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import has_custom_loss
+from .data.batch_metadata import with_counted_labels, without_first_labels
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .data.turns import check_tool_messages
@@ -167,7 +169,7 @@ class Task:
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy in a step on `inputs`; an empty list if they are not in it."""
-        if not isinstance(inputs.get("input_ids"), torch.Tensor):
+        if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
 
@@ -191,7 +193,16 @@ class Task:
 
     def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The batch that the loss gets, made of a batch of the data loader. A second call must change nothing."""
-        return inputs
+        # Without padding the first token of a row has nothing that predicts it, as if padding were on the right.
+        if not self.predicts_next_tokens() or (predicted := without_first_labels(inputs)) is inputs:
+            return inputs
+        self.trainer.padding.handles[0].say_once(FIRST_TOKENS_DROPPED)
+        return predicted
+
+    def predicts_next_tokens(self) -> bool:
+        """Whether the model predicts each label from the token before it, and its padding is removed."""
+        padding = self.trainer.padding
+        return padding.is_removed and padding.handles[0].anatomy.head is not None
 
     def needs_all_rows(self) -> bool:
         """Whether the loss needs the outputs of all rows at once (splitting then recomputes forwards in backward)."""
@@ -230,7 +241,7 @@ class Task:
 
     def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The batches in the form in which transformers counts their labels (`num_items_in_batch`)."""
-        return batches
+        return list(map(with_counted_labels, batches)) if self.predicts_next_tokens() else batches
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Number of items (pairs, tokens) that the loss of a batch is a mean over; `None` if unknown."""

@@ -81,8 +81,8 @@ def test_the_fused_head_scores_the_labels_and_nothing_else(name, side, items, sh
 
 
 @SHARING
-@pytest.mark.parametrize("side", ["left", "both", "holes"])
-def test_labels_behind_padding_are_not_scored(side, sharing):
+@pytest.mark.parametrize("side", ["left", "both"])
+def test_labels_of_first_tokens_are_not_scored(side, sharing):
     ids, mask = batch(side)
     model = fused("qwen2")
     expected = fused_numbers(model, ids, mask, answers(ids, mask, prompt=0))
@@ -92,6 +92,21 @@ def test_labels_behind_padding_are_not_scored(side, sharing):
         got = fused_numbers(model, ids, mask, ids.masked_fill(mask == 0, -100))
 
     assert_same_fused_numbers(got, expected)
+
+
+@SHARING
+def test_labels_behind_a_hidden_span_are_scored_padded(sharing):
+    ids, mask = batch("holes")
+    labels = ids.masked_fill(mask == 0, -100)
+    model = fused("qwen2")
+    expected = fused_numbers(model, ids, mask, labels)
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
+        assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 0)
+        other = fused_numbers(model, ids, mask, answers(ids, mask, prompt=0))
+    with pytest.raises(AssertionError):
+        assert_same_fused_numbers(other, expected)
+    assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 1)
 
 
 @SHARING

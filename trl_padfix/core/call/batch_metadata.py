@@ -20,6 +20,7 @@ import torch
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from .labels import LabelsAfterPadding
 
 
 if TYPE_CHECKING:
@@ -87,12 +88,14 @@ class ForwardMetadata:
             that predict a label.
         halves_equal (`bool`, *optional*): Whether both halves of the batch have the same images.
         pooled ([`PooledTokens`], *optional*): The tokens that a sequence classifier scores.
+        labels_after_padding ([`LabelsAfterPadding`], *optional*): Which labels follow a masked token.
     """
 
     layout: Layout
     label_positions: torch.Tensor | None = None
     halves_equal: bool | None = None
     pooled: PooledTokens | None = None
+    labels_after_padding: LabelsAfterPadding | None = None
 
 
 @dataclass(frozen=True, eq=False)

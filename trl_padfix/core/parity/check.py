@@ -10,6 +10,7 @@ its mask differently or has a wrong backward.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,7 +126,7 @@ def check_parity(
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
-        sample = _prepare(batch, handle)
+        sample = _prepare(model, batch, handle)
         stack.enter_context(handle.separate_stats())  # the comparison must not count among the user's forwards
         stack.enter_context(handle.reenabled())
         # A reason why short rows cannot be packed holds in every step. The comparison itself judges hooks of modules.
@@ -181,9 +182,12 @@ class Outcome:
     long_row: torch.Tensor | None = None  # differences of the scores of a row that several processes compute
 
 
-def _prepare(batch: dict[str, Any], handle: PaddingRemoval) -> _Sample:
+def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> _Sample:
     """Choose the rows and columns to compare."""
-    pretrained, is_packed = handle.anatomy.pretrained, "attention_mask" not in batch
+    pretrained, has_mask = handle.anatomy.pretrained, batch.get("attention_mask") is not None
+    is_packed = not has_mask and ("position_ids" in batch or "cu_seq_lens_q" in batch)
+    if not has_mask and not is_packed:  # rows of one length
+        batch = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
     if not is_packed and len(batch) > 2 and handle.multimodal is not None:
         inputs, columns = select_columns(with_padding(batch), pretrained)
         obstacle = "all rows of a batch with images would have to be kept for them"
@@ -191,8 +195,19 @@ def _prepare(batch: dict[str, Any], handle: PaddingRemoval) -> _Sample:
     ids, mask = unpack_batch(batch) if is_packed else (batch["input_ids"], batch["attention_mask"])
     padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
     ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk)
-    inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, ids, mask)
     return _Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), is_packed)
+
+
+def _other_arguments(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """`use_cache=False` if the forward of a model takes it, and labels if it cannot be called without."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments: dict[str, Any] = {"use_cache": False} if takes_any or "use_cache" in parameters else {}
+    if "labels" in parameters and parameters["labels"].default is inspect.Parameter.empty:
+        follows_real = torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()
+        arguments["labels"] = ids.masked_fill(~(follows_real & mask.bool()), -100)
+    return arguments
 
 
 @contextlib.contextmanager
@@ -305,8 +320,10 @@ def _judge(outcome: Outcome, sample: _Sample, handle: PaddingRemoval, dtype: tor
 
 def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> torch.Tensor:
     """Differences `(n,)` of the scores of the longest row: distributed over the processes, and whole on each."""
-    longest = batch["attention_mask"].sum(1).argmax()
-    row = batch["input_ids"][longest, batch["attention_mask"][longest].bool()][None, :LONG_ROW_TOKENS]
+    padding_mask = batch.get("attention_mask")
+    padding_mask = torch.ones_like(batch["input_ids"]) if padding_mask is None else padding_mask
+    longest = padding_mask.sum(1).argmax()
+    row = batch["input_ids"][longest, padding_mask[longest].bool()][None, :LONG_ROW_TOKENS]
     if row.shape[1] < 2:
         return row.new_zeros(0, dtype=torch.float32)
     mask = torch.ones_like(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,7 +38,15 @@ def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) ->
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    return output.logits if hasattr(output, "logits") else output[0]
+    """The logits of a model's output; without any its largest tensor, such as the states of an embedding model."""
+    if isinstance(output, torch.Tensor):
+        return output
+    values = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "logits") else None
+    if values is not None and isinstance(values.get("logits"), torch.Tensor):
+        return values["logits"]
+    # Not the loss, which is one number: a difference in one token hardly shows in it.
+    tensors = [x for x in (output if values is None else values.values()) if isinstance(x, torch.Tensor)]
+    return max((x for x in tensors if x.is_floating_point()), key=torch.Tensor.numel)
 
 
 def with_padding(batch: dict[str, Any]) -> dict[str, Any]:

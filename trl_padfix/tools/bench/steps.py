@@ -19,7 +19,7 @@ from ...core.heads import trust_metadata
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import number_padded_rows, remove_padding
-from ...trainers.data.batch_metadata import BATCH_LAYOUT, LayoutCollator
+from ...trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 from .peak import wait
 
@@ -133,7 +133,7 @@ class BenchStep:
         worker; here its cost is part of the step.
         """
         batch_metadata = (
-            LayoutCollator(lambda _: host, variant.shares)([]).get(BATCH_LAYOUT) if variant.packed else None
+            batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([])) if variant.packed else None
         )
         known_batches = (
             batch_metadata.for_device(batch, self.settings.device).known_batches(batch)

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..data.batch_metadata import LayoutCollator, image_tensors, label_positions, pop_metadata
+from ...core.errors import PaddingRemovalError
+from ..data.batch_metadata import (
+    LayoutCollator,
+    image_tensors,
+    label_positions,
+    pop_metadata,
+    rows_with_labels_of_padding,
+)
 from .bin_packing import StepPlan, halve_largest, pack_by_budget, pack_depth_first
 from .measures import RowMeasure, batch_costs
 from .prefix_schedule import ids_and_masks, plan_on_host
@@ -114,6 +121,7 @@ class BudgetCollator:
         parts = [rows[part].tolist() for rows in same_weight for part in self._pack(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
+            _refuse_labels_of_padding(batch, [numbers[i] for i in rows])
             self.measure.check([numbers[i] for i in rows], batch)
         return batches, [float(weights[rows].sum()) for rows in parts]
 
@@ -150,6 +158,20 @@ class BudgetCollator:
         """A batch with the metadata that the collator adds, if it does."""
         is_laid = isinstance(self.collator, LayoutCollator)
         return replace(self.collator, collator=lambda _: batch)([]) if is_laid else batch
+
+
+def _refuse_labels_of_padding(batch: dict[str, Any], numbers: list[int]) -> None:
+    """
+    Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels: rows are padded to other lengths in it than
+    in the batch of TRL, so the loss would be another one. `numbers` are those of the items in the dataset.
+    """
+    rows = rows_with_labels_of_padding(batch)
+    if rows:
+        raise PaddingRemovalError(
+            f"Padding has labels in rows {sorted({numbers[row % len(numbers)] for row in rows})} of the dataset, and "
+            "`max_tokens_per_batch` pads rows to other lengths than TRL: the loss would depend on it. Let your "
+            "collator set labels to -100 where the attention mask is 0, or leave the budget out."
+        )
 
 
 def micro_batches_of(batch: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ...core.call.batch_metadata import BatchVersion, defer_check
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
+from ...core.context import within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatIndexMaps
@@ -29,6 +30,7 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shar
 from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
+from ...core.remove import packs_now
 from ..data.batch_metadata import pop_metadata
 
 
@@ -249,7 +251,8 @@ class MicroBatchRunner:
         if self.plan is None:
             return None
         ids, mask, batch = call.get("input_ids"), call.get("attention_mask"), self.batches[self.index]
-        is_unmodified = batch.matches(ids, mask)
+        # A micro-batch that is computed padded reads no prefix: it ends the schedule like one that was modified.
+        is_unmodified = batch.matches(ids, mask) and packs_now(model)
         is_micro_batch = is_unmodified or (ids is batch.ids.tensor and mask is batch.mask.tensor)
         self.modified |= is_micro_batch and not is_unmodified
         # Positions distinguish tokens as well; the plan compared ids only.
@@ -273,10 +276,11 @@ class MicroBatchRunner:
                     flat = prefix_ids.flatten().index_copy(0, prefix.new.packed_index, tokens)
                     prefix_ids = flat.view_as(prefix_ids)
                 inputs = call | {"input_ids": prefix_ids, "attention_mask": prefix_mask}
-            if self.with_head:
-                run_prefix_forward(forward, inputs, prefix, logits_to_keep=1)
-            else:
-                run_prefix_forward(find_decoder(model), inputs, prefix)
+            with within(disabled=frozenset()):
+                if self.with_head:
+                    run_prefix_forward(forward, inputs, prefix, logits_to_keep=1)
+                else:
+                    run_prefix_forward(find_decoder(model), inputs, prefix)
 
         if not is_unmodified:
             schedule.finish_early(run_prefix)

@@ -25,8 +25,10 @@ from transformers.models.mixtral import modeling_mixtral
 from ...core.call.batch_metadata import BatchVersion, defer_check
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates
+from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder
+from ...core.remove import packs_now
 from ..data.batch_metadata import image_tensors
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
 from .prefix_groups import sort_by_prefix
@@ -170,11 +172,12 @@ class _ModelForward:
     model: Any
     forward: Callable[..., Any]
     with_router_logits: bool
+    disabled: frozenset[Any] = field(default_factory=lambda: context().disabled)
 
     def layouts(self, plan: PrefixPlan | None, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
         """The layouts of sub-batches with the states of the prefixes that they share, which are computed here."""
         # The plan compared ids only, and positions distinguish tokens as well.
-        if plan is None or calls[0].get("position_ids") is not None:
+        if plan is None or calls[0].get("position_ids") is not None or not packs_now(self.model):
             return [None] * len(calls)
         states: list[ForwardStates] = []
         for prefix in plan.prefixes.values():
@@ -202,7 +205,9 @@ class _ModelForward:
 
     def run(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, RouterLogits]:
         """The output of a sub-batch, and its router logits."""
-        with with_prefix_states(call, layout) if layout is not None else nullcontext():
+        prefixes = with_prefix_states(call, layout) if layout is not None else nullcontext()
+        # Recomputed in backward, when the block that disabled an attachment has ended.
+        with within(disabled=self.disabled), prefixes:
             if not self.with_router_logits:
                 return self.forward(**call), None
             with record_router_logits(self.model) as recorded:

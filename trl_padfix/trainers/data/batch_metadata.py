@@ -9,14 +9,17 @@ a tensor is replaced or modified later, the forward builds a new layout, which c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from transformers import BatchEncoding, BatchFeature
 
 from ...core.call.batch_metadata import ForwardMetadata, KnownBatch, PooledTokens, TensorVersion
+from ...core.call.labels import LabelsAfterPadding, find_labels_after_padding
 from ...core.call.layout_of import LayoutInputs, PrefixSharing
 from ...core.errors import PaddingRemovalError
 from ...core.layout.flat_maps import FlatIndexMaps
@@ -24,20 +27,22 @@ from ...core.layout.layout import Layout
 
 
 __all__ = [
-    "BATCH_LAYOUT",
     "BatchMetadata",
     "BatchWithMetadata",
     "LayoutCollator",
     "attach_metadata",
+    "batch_metadata_of",
     "build_forward_metadata",
     "image_tensors",
     "label_positions",
+    "labels_after_padding",
     "pop_metadata",
+    "rows_with_labels_of_padding",
+    "scores_padding",
+    "with_counted_labels",
     "with_labels",
+    "without_first_labels",
 ]
-
-BATCH_LAYOUT = "padfix_layout"
-"""Key of a batch under which its [`BatchMetadata`] travels."""
 
 PREFIXES = ("", "KL_")
 """Prefixes of the names in a batch, one for each forward of the policy: `KL_` are KTO's mismatched completions."""
@@ -65,7 +70,9 @@ class LayoutCollator:
                 f"{type(self.collator).__name__} raised StopIteration, which a data loader takes for the end of the "
                 "data: the epoch would end here without a message. Look for a `next()` on an empty iterator."
             ) from error
-        if not isinstance(batch, Mapping):  # and not `dict`: processors return a `BatchFeature`, which is no dict
+        # `BatchEncoding` and `BatchFeature` are dictionaries with attributes, as batches with metadata are. Types of a
+        # user's own stay what they are; their layouts are built in the forward.
+        if type(batch) not in (dict, BatchEncoding, BatchFeature):
             return batch
         metadata = {prefix: self._forward_metadata(_inputs_of_forward(batch, prefix)) for prefix in PREFIXES}
         metadata = {prefix: of_forward for prefix, of_forward in metadata.items() if of_forward is not None}
@@ -73,7 +80,7 @@ class LayoutCollator:
             return batch
         # Flat, because a worker hands each tensor to the main process by a file descriptor: one instead of dozens.
         flat = FlatIndexMaps.of(metadata)
-        return BatchWithMetadata({**batch, BATCH_LAYOUT: BatchMetadata(flat, self.prefix_sharing)})
+        return BatchWithMetadata(batch, BatchMetadata(flat, self.prefix_sharing))
 
     def _forward_metadata(self, inputs: dict[str, Any]) -> ForwardMetadata | None:
         if inputs.get("attention_mask") is not None and not self.packs_padded:
@@ -107,7 +114,13 @@ def build_forward_metadata(
         return None
     pools = mask is not None and pooling_pad_id is not None
     pooled = PooledTokens.of(ids, mask, pooling_pad_id) if pools else None
-    return ForwardMetadata(layout_inputs.build(), label_positions(inputs), _halves_are_equal(inputs), pooled)
+    return ForwardMetadata(
+        layout_inputs.build(),
+        label_positions(inputs),
+        _halves_are_equal(inputs),
+        pooled,
+        labels_after_padding(inputs),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +166,7 @@ class BatchMetadata:
         if layout_inputs is None:
             return
         if not self.unmodified(batch, prefix + "labels", prefix + "completion_mask"):
-            metadata = replace(metadata, label_positions=None)
+            metadata = replace(metadata, label_positions=None, labels_after_padding=None)
         image_names = _image_names(original)
         if not self.unmodified(batch, *image_names):
             metadata = replace(metadata, halves_equal=None)
@@ -169,7 +182,23 @@ class BatchMetadata:
 
 
 class BatchWithMetadata(dict):
-    """A dict that records identity and version of its tensors in `.to(device)`, to detect stale layouts."""
+    """
+    A batch with its [`BatchMetadata`], which is an attribute: user code finds nothing but tensors in the dictionary.
+
+    The attribute survives copies, pickling by workers, and `.to(device)`, which records identity and version of the
+    tensors to detect stale layouts. A new dictionary made of the values (`{**batch}`) has no metadata. Keys are also
+    attributes (`batch.input_ids`), as in a `BatchEncoding`.
+    """
+
+    def __init__(self, batch: Mapping[str, Any] | Iterable[Any] = (), metadata: BatchMetadata | None = None):
+        super().__init__(batch)
+        self._metadata = metadata
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for names that are no attribute. Underscores: `copy` and `pickle` ask before there is any.
+        if name.startswith("_") or name not in self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self[name]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchWithMetadata:
         """The batch on a device. accelerate calls this method instead of moving the values of a dict itself."""
@@ -177,27 +206,39 @@ class BatchWithMetadata(dict):
 
     def moved(self, move: Callable[[Any], Any], device: torch.device | str) -> BatchWithMetadata:
         """The batch with each value moved to `device` by `move`."""
-        batch = BatchWithMetadata({k: move(v) for k, v in self.items() if k != BATCH_LAYOUT})
-        if BATCH_LAYOUT in self:
-            batch[BATCH_LAYOUT] = self[BATCH_LAYOUT].for_device(batch, device)
-        return batch
+        batch = {k: move(v) for k, v in self.items()}
+        return BatchWithMetadata(batch, self._metadata and self._metadata.for_device(batch, device))
 
 
-def pop_metadata(batch: dict[str, Any]) -> tuple[dict[str, Any], BatchMetadata | None]:
+def batch_metadata_of(batch: Any) -> BatchMetadata | None:
+    """The metadata that travels with a batch."""
+    return batch._metadata if isinstance(batch, BatchWithMetadata) else None
+
+
+def pop_metadata(batch: Any) -> tuple[Any, BatchMetadata | None]:
     """The batch without its metadata, as a model takes it, and the metadata. The argument itself is not changed."""
-    batch_metadata = batch.get(BATCH_LAYOUT)
-    if batch_metadata is None:
-        return batch, None
-    return {k: v for k, v in batch.items() if k != BATCH_LAYOUT}, batch_metadata
+    batch_metadata = batch_metadata_of(batch)
+    return (batch if batch_metadata is None else BatchWithMetadata(batch)), batch_metadata
 
 
 def with_labels(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
-    """The batch with other labels at the same label positions; its metadata stays valid for them."""
-    batch_metadata = batch.get(BATCH_LAYOUT)
+    """
+    The batch without labels of first tokens, or with other labels at the same positions.
+
+    Its metadata stays valid.
+    """
+    batch_metadata = batch_metadata_of(batch)
     if batch_metadata is None or not batch_metadata.unmodified(batch, "labels"):
-        return {**batch, "labels": labels}
-    versions = batch_metadata.versions | {"labels": TensorVersion.of(labels)}
-    return {**batch, "labels": labels, BATCH_LAYOUT: replace(batch_metadata, versions=versions)}
+        return _updated(batch, labels=labels)
+    versions, of_forwards = (
+        batch_metadata.versions | {"labels": TensorVersion.of(labels)},
+        batch_metadata.forward_metadata,
+    )
+    if isinstance(of_forwards, dict) and (known := of_forwards[""].labels_after_padding) is not None:
+        known = known._replace(first_tokens=False)
+        of_forwards = {**of_forwards, "": replace(of_forwards[""], labels_after_padding=known)}
+    batch_metadata = replace(batch_metadata, versions=versions, forward_metadata=of_forwards)
+    return BatchWithMetadata({**batch, "labels": labels}, batch_metadata)
 
 
 def attach_metadata(
@@ -232,7 +273,7 @@ def attach_metadata(
             result.append(batch)
             continue
         batch_metadata = BatchMetadata(FlatIndexMaps.of({"": metadata}), prefix_sharing)
-        result.append({**batch, BATCH_LAYOUT: batch_metadata.for_device(batch, stacked.device)})
+        result.append(BatchWithMetadata(batch, batch_metadata.for_device(batch, stacked.device)))
     return result
 
 
@@ -282,14 +323,89 @@ def label_positions(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
     Flat positions in `(B, L - 1)` from which a label is predicted, `(n,)`; `None` without labels or completion mask.
 
-    Token `j + 1` is predicted at column `j`: labels `[[-100, 5, 6]]` without padding give `[0, 1]`.
+    Token `j + 1` is predicted at column `j`: labels `[[-100, 5, 6]]` without padding give `[0, 1]`. Labels of first
+    tokens are left out, unless the batch has other labels that follow padding: it is computed padded then.
     """
-    labels, completion, mask = (batch.get(name) for name in ("labels", "completion_mask", "attention_mask"))
-    if labels is not None:
-        is_label = labels[:, 1:] != -100
-    elif completion is not None:
-        is_label = completion[:, 1:] == 1
-    else:
+    labels, mask = _token_labels(batch), batch.get("attention_mask")
+    if labels is None:
         return None
-    # A label behind padding is scored from a masked position; packed rows have no such position.
-    return (is_label if mask is None else is_label & mask[:, :-1].bool()).flatten().nonzero().squeeze(1)
+    is_label = labels != -100
+    if mask is not None:
+        first, others = find_labels_after_padding(labels, mask)
+        is_label = is_label if others.any() else is_label & ~first
+    return is_label[:, 1:].flatten().nonzero().squeeze(1)
+
+
+def labels_after_padding(batch: Mapping[str, Any]) -> LabelsAfterPadding | None:
+    """Which labels of a batch follow padding; `None` without labels or mask."""
+    labels, mask = _token_labels(batch), batch.get("attention_mask")
+    if labels is None or mask is None:
+        return None
+    return LabelsAfterPadding.of(labels, mask)
+
+
+def rows_with_labels_of_padding(batch: Mapping[str, Any]) -> list[int]:
+    """Rows of a batch on the host with labels of padding: before the first real token, or after the last one."""
+    labels, mask = _token_labels(batch), batch.get("attention_mask")
+    if labels is None or mask is None:
+        return []
+    is_real = mask.bool()
+    is_padding = (is_real.cumsum(1) == 0) | (is_real.flip(1).cumsum(1).flip(1) == 0)
+    # Column 0 is never scored.
+    return (is_padding & (labels != -100))[:, 1:].any(1).nonzero().flatten().tolist()
+
+
+def without_first_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch without labels of first tokens that follow padding, if its other labels follow real tokens."""
+    has_labels = isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor)
+    known = _known_labels_after_padding(batch) if has_labels else None
+    if known is None or known.others or not known.first_tokens:
+        return batch
+    first, _ = find_labels_after_padding(batch["labels"], batch["attention_mask"])
+    return with_labels(batch, batch["labels"].masked_fill(first, -100))
+
+
+def with_counted_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch as transformers counts its labels: as if padded right, if first tokens have labels."""
+    if without_first_labels(batch) is batch:
+        return batch
+    labels, mask = batch["labels"], batch["attention_mask"]
+    # Some versions count `labels[:, 1:]`, others all of them. Column 0 is where right padding has first tokens.
+    columns = torch.arange(labels.shape[1], device=labels.device) + mask.argmax(1, keepdim=True)
+    return _updated(batch, labels=labels.gather(1, columns % labels.shape[1]))
+
+
+def _updated(batch: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """A copy of a batch with other values; it stays a `BatchEncoding`, say, which has its keys as attributes."""
+    batch = copy(batch)
+    batch.update(values)
+    return batch
+
+
+def scores_padding(batch: Mapping[str, Any]) -> bool:
+    """Whether a loss over the labels or completion masks of a batch scores tokens from padding."""
+    if not isinstance(batch, Mapping):  # tuples and the like: only their loss knows what is in them
+        return False
+    known = (_known_labels_after_padding(batch, prefix) for prefix in PREFIXES)
+    return any(any(after_padding) for after_padding in known if after_padding is not None)
+
+
+def _known_labels_after_padding(batch: Mapping[str, Any], prefix: str = "") -> LabelsAfterPadding | None:
+    """[`labels_after_padding`] from the metadata of a batch; without metadata the host waits for the device."""
+    batch_metadata = batch_metadata_of(batch)
+    names = (prefix + name for name in ("labels", "completion_mask", "input_ids", "attention_mask"))
+    if batch_metadata is not None and batch_metadata.unmodified(batch, *names):
+        of_forwards = batch_metadata.forward_metadata
+        if isinstance(of_forwards, dict) and prefix in of_forwards:
+            return of_forwards[prefix].labels_after_padding
+    return labels_after_padding(_inputs_of_forward(batch, prefix))
+
+
+def _token_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """Labels `(B, L)` of the tokens of a batch, from its labels or its completion mask; `None` if it has neither."""
+    labels, completion, ids = (batch.get(name) for name in ("labels", "completion_mask", "input_ids"))
+    if not isinstance(labels, torch.Tensor) and isinstance(completion, torch.Tensor):
+        labels = torch.where(completion == 1, 0, -100)
+    # A classifier has one label for each row, `(B,)`, or one for each class, `(B, K)`.
+    has_tokens = isinstance(labels, torch.Tensor) and isinstance(ids, torch.Tensor) and labels.shape == ids.shape
+    return labels if has_tokens else None

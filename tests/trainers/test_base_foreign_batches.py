@@ -1,0 +1,227 @@
+"""`padding_free_trainer` on batches and models of a user's own: the figures of the padded trainer."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import UserDict
+from copy import copy
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from kit.observe import entered_tokens
+from kit.trainer_runs import (
+    assert_same,
+    break_mode,
+    build_model,
+    build_tokenizer,
+    make_plain_trainer,
+    trained,
+    words,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DataCollatorWithPadding, Trainer
+
+from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
+
+
+PAD = 39
+
+
+def build_rows(count: int = 16) -> Dataset:
+    draw, tokenizer = random.Random(0), build_tokenizer()
+    return Dataset.from_list([{"input_ids": tokenizer(words(draw, 3, 12))["input_ids"]} for _ in range(count)])
+
+
+def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    rows = [torch.tensor(example["input_ids"]) for example in examples]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+def labelled(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(examples)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+class Own(UserDict):
+    """A mapping with a method of its own."""
+
+    def ids_and_mask(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self["input_ids"], self["attention_mask"]
+
+
+class Read(Trainer):
+    """A loss that takes ids and mask from a batch in a way of its own."""
+
+    @staticmethod
+    def read(inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs["input_ids"], inputs["attention_mask"]
+
+    def forward(self, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        output = model(input_ids=ids, attention_mask=mask)
+        return output.logits if hasattr(output, "logits") else output.last_hidden_state
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = self.read(inputs)
+        return (self.forward(model, ids, mask).float() * mask[..., None]).square().mean()
+
+
+class ByAttribute(Read):
+    @staticmethod
+    def read(inputs):
+        return inputs.input_ids, inputs.attention_mask
+
+
+class FromTuple(Read):
+    @staticmethod
+    def read(inputs):
+        ids, mask = inputs
+        return ids, mask
+
+
+class ByMethod(Read):
+    @staticmethod
+    def read(inputs):
+        return inputs.ids_and_mask()
+
+
+class Checkpointed(Read):
+    def forward(self, model, ids, mask):
+        return checkpoint(super().forward, model, ids, mask, use_reentrant=False)
+
+
+class Pooled(nn.Module):
+    """A module around a decoder that takes no `use_cache`, and whose output is a dictionary without logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = build_model().model
+        self.head = nn.Linear(self.inner.config.hidden_size, 2)
+
+    def states(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        real = attention_mask[..., None].float()
+        scores = self.head((self.states(input_ids, attention_mask) * real).sum(1) / real.sum(1))
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+class NeedsLabels(Pooled):
+    """The same, and its forward has labels without a default."""
+
+    def forward(self, input_ids, attention_mask, labels):
+        states = self.states(input_ids, attention_mask)
+        return {"loss": self.head(states[labels != -100]).square().mean(), "states": states}
+
+
+def classifier() -> Any:
+    return build_model("reward", num_labels=2, pad_token_id=PAD)
+
+
+def with_labels(labels: torch.Tensor) -> Any:
+    return lambda examples: collate(examples) | {"labels": labels}
+
+
+CASES = {
+    "classes": (Trainer, classifier, with_labels(torch.tensor([0, 1, 1, 0]))),
+    "several classes": (Trainer, classifier, with_labels(torch.ones(4, 2))),
+    "a BatchEncoding": (ByAttribute, build_model, lambda rows: DataCollatorWithPadding(build_tokenizer())(rows)),
+    "a tuple": (FromTuple, build_model, lambda rows: tuple(collate(rows).values())),
+    "a mapping": (ByMethod, build_model, lambda rows: Own(collate(rows))),
+    "an embedding model": (Read, lambda: build_model().model, collate),
+    "a module around a decoder": (Trainer, Pooled, collate),
+    "a forward that needs labels": (Trainer, NeedsLabels, labelled),
+    "a user's checkpoint": (Checkpointed, build_model, collate),
+}
+
+
+def make(case: str, folder: Any, trainer_class: Any = None, **given: Any) -> Any:
+    kind, model, collator = CASES[case]
+    own = {"data_collator": collator, "train_dataset": build_rows(), "remove_unused_columns": False, "max_steps": 3}
+    return make_plain_trainer(folder, trainer_class or kind, model=model(), **own | given)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_the_figures_are_those_of_the_padded_trainer(case, sharing, tmp_path):
+    expected = trained(make(case, tmp_path / "theirs"))
+    ours = make(case, tmp_path / "ours", padding_free_trainer(CASES[case][0], prefix_sharing=sharing))
+    computed = entered_tokens(ours.model if not isinstance(ours.model, Pooled) else ours.model.inner)
+    assert_same(trained(ours), expected, rtol=1e-3)
+    (report,) = ours.padding.parity["train"]
+    assert report.ok
+    assert report.compared
+    stats = ours.padding.stats
+    assert (stats.padded_forwards, stats.packed_tokens < stats.padded_tokens) == (0, True)
+    assert computed
+
+
+@pytest.mark.parametrize("case", ["an embedding model", "a module around a decoder", "a forward that needs labels"])
+def test_a_leak_between_rows_is_found(case, tmp_path, monkeypatch):
+    break_mode(monkeypatch, "padding-free")
+    ours = make(case, tmp_path, padding_free_trainer(CASES[case][0]))
+    with pytest.raises(ParityError):
+        ours.train()
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_collator_without_a_mask_is_compared(sharing, tmp_path):
+    def same_length(examples):
+        ids = torch.tensor([(example["input_ids"] * 4)[:9] for example in examples])
+        return {"input_ids": ids, "labels": ids}
+
+    def run(trainer_class):
+        return make_plain_trainer(
+            tmp_path, trainer_class, train_dataset=build_rows(), data_collator=same_length, max_steps=3
+        )
+
+    ours = run(padding_free_trainer(Trainer, prefix_sharing=sharing))
+    assert_same(trained(ours), trained(run(Trainer)))
+    assert all(report.ok for report in ours.padding.parity.get("train", []))
+
+
+def test_half_precision_that_does_not_run_is_not_reported(tmp_path):
+    given = {"data_collator": labelled, "train_dataset": build_rows(), "max_steps": 1, "fp16": True}
+    ours = make_plain_trainer(tmp_path, padding_free_trainer(Trainer), **given)
+    ours.train()
+    (report,) = ours.padding.parity["train"]
+    assert report.dtype == next(ours.model.parameters()).dtype == torch.float32
+
+
+# -- what is in a batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_holds_tensors_only_and_its_layout_still_travels(workers, tmp_path):
+    ours = make_plain_trainer(
+        tmp_path,
+        padding_free_trainer(Trainer),
+        data_collator=labelled,
+        train_dataset=build_rows(),
+        dataloader_num_workers=workers,
+    )
+    batch = next(iter(ours.get_train_dataloader()))
+    assert {k: v.to("cpu").shape for k, v in batch.items()}.keys() == {"input_ids", "attention_mask", "labels"}
+    assert batch.keys() == dict(batch).keys() == {**batch}.keys()
+    assert torch.equal(batch.input_ids, batch["input_ids"])
+    with pytest.raises(AttributeError, match="no attribute 'pixel_values'"):
+        batch.pixel_values  # noqa: B018
+    metadata = batch_metadata_of(batch)
+    assert metadata is not None
+    assert metadata.layouts.keys() == {""}
+    assert batch_metadata_of(ours._prepare_inputs(batch)) is metadata
+    assert batch_metadata_of({**batch}) is None
+
+
+@pytest.mark.parametrize("passed_on", [copy, lambda batch: pickle.loads(pickle.dumps(batch))], ids=["copy", "pickle"])
+def test_the_metadata_of_a_batch_survives(passed_on):
+    batch = passed_on(LayoutCollator(lambda rows: collate(rows), prefix_sharing=True)(list(build_rows(4))))
+    metadata = batch_metadata_of(batch.to("cpu"))
+    assert metadata.layouts[""].packed_tokens < batch["input_ids"].numel()

@@ -1,0 +1,274 @@
+"""Labels that follow padding: TRL's number, or that of right padding; never a mean over labels that nobody scored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit.cells import slow_but
+from kit.methods import make_trainer
+from kit.observe import entered_tokens
+from kit.rows import build_rows
+from kit.trainer_runs import (
+    assert_same,
+    build_model,
+    build_tokenizer,
+    make_plain_trainer,
+    trained,
+    trajectory,
+)
+from torch import nn
+from transformers import DataCollatorForLanguageModeling, Trainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+import trl_padfix
+from trl_padfix import PaddingRemovalCallback, padding_free_trainer
+
+
+PAD = 39
+MODES = {
+    "padding-free": {},
+    "prefix sharing": {"prefix_sharing": True},
+    "budget": {"prefix_sharing": True, "max_tokens_per_batch": 64},
+}
+
+
+# -- batches of a collator that somebody wrote
+
+
+def padded(rows: list[list[int]], side: str) -> dict[str, torch.Tensor]:
+    length = max(map(len, rows))
+    before = [length - len(row) if side == "left" else 0 for row in rows]
+    ids = torch.full((len(rows), length), PAD)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, before[i] : before[i] + len(row)] = torch.tensor(row)
+        mask[i, before[i] : before[i] + len(row)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+class Cloned:
+    """`labels = input_ids.clone()`: padding has labels, too."""
+
+    def __init__(self, side: str = "right"):
+        self.side = side
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = padded([example["input_ids"] for example in examples], self.side)
+        return batch | {"labels": batch["input_ids"].clone()}
+
+
+class Hidden(Cloned):
+    """A span in each row is hidden by the mask, and the token after it has a label."""
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(examples)
+        labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        for row, real in enumerate(batch["attention_mask"]):
+            if real.sum() > 4:
+                begin = int(real.argmax()) + 2
+                batch["attention_mask"][row, begin : begin + 1] = 0
+                labels[row, begin] = -100
+        if self.side == "left":  # the labels of first tokens are another matter, see below
+            pass
+        labels[:, 1:][batch["attention_mask"].cumsum(1)[:, 1:] == 1] = -100
+        return batch | {"labels": labels}
+
+
+class HiddenPrompts(DataCollatorForPreference):
+    """DPO: the last token of each prompt is hidden, and the completion begins behind it."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        begins = batch["completion_mask"].argmax(1)
+        batch["attention_mask"][torch.arange(len(begins)), begins - 1] = 0
+        return batch
+
+
+class HidesSome(HiddenPrompts):
+    """The same in some pairs only: other batches are packed."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = super().torch_call(examples)
+        shown = torch.tensor([sum(example["prompt_ids"]) % 8 > 0 for example in examples]).repeat(2)
+        begins = batch["completion_mask"].argmax(1)[shown]
+        batch["attention_mask"][shown.nonzero().flatten(), begins - 1] = 1
+        return batch
+
+
+def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels after padding are dropped without a word, as they were."""
+
+    def find(labels: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(labels, dtype=torch.bool), torch.zeros_like(labels, dtype=torch.bool)
+
+    for module in ("trl_padfix.core.heads", "trl_padfix.core.call.labels"):
+        monkeypatch.setattr(f"{module}.find_labels_after_padding", find)
+
+
+SFT = {"max_length": None, "per_device_train_batch_size": 4, "max_steps": 3}
+SFT_CELLS = [(kind, side, mode) for kind in (Cloned, Hidden) for side in ("right", "left") for mode in MODES
+             if (kind, mode) != (Cloned, "budget")]  # fmt: skip
+FAST = [(Cloned, "right", "padding-free"), (Hidden, "right", "budget"), (Hidden, "left", "prefix sharing")]
+
+
+@pytest.mark.parametrize(("collator", "side", "mode"), slow_but(FAST, SFT_CELLS))
+def test_sft_on_labels_of_padding_is_trls(collator, side, mode, tmp_path):
+    given = SFT | {"data_collator": collator(side), "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
+    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
+    ours = make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given, **MODES[mode])
+    computed = entered_tokens(ours.model)
+    run = trained(ours)
+    assert_same(run, theirs)
+    assert ours.padding.stats.padded_forwards >= 3
+    assert computed
+
+
+def test_labels_of_padding_that_are_dropped_are_found_wrong(tmp_path, monkeypatch):
+    given = SFT | {"data_collator": Cloned()}
+    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
+    drop_them_silently(monkeypatch)
+    ours = trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given))
+    with pytest.raises(AssertionError):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_budget_refuses_labels_of_padding_before_the_first_step(side, tmp_path):
+    ours = make_trainer(
+        trl_padfix, "SFT", tmp_path, padding_free=True, max_tokens_per_batch=64, data_collator=Cloned(side), **SFT
+    )
+    with pytest.raises(trl_padfix.PaddingRemovalError, match=r"Padding has labels in rows .* of the dataset"):
+        ours.train()
+    assert ours.state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"label_smoothing_factor": 0.1},
+        pytest.param({"compute_loss_func": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_loss_on_logits_scores_them_as_trls_does(extra, tmp_path):
+    given = SFT | {"data_collator": Hidden()} | extra
+    if "compute_loss_func" in extra:
+        given["compute_loss_func"] = mean_loss
+    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
+    ours = trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given))
+    assert_same(ours, theirs)
+
+
+def mean_loss(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    total = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
+
+
+DPO_CELLS = [(collator, mode, loss) for collator in (HiddenPrompts, HidesSome) for mode in MODES
+             for loss in ("sigmoid", "aot", "ipo")]  # fmt: skip
+DPO_FAST = [
+    (HiddenPrompts, "padding-free", "ipo"),
+    (HidesSome, "budget", "sigmoid"),
+    (HidesSome, "prefix sharing", "sigmoid"),
+    (HiddenPrompts, "budget", "aot"),
+]
+
+
+@pytest.mark.parametrize(("collator", "mode", "loss"), slow_but(DPO_FAST, DPO_CELLS))
+def test_dpo_behind_hidden_prompts_is_trls_in_every_step(collator, mode, loss, tmp_path):
+    given = {"per_device_train_batch_size": 4, "max_steps": 4, "loss_type": [loss]}
+    figures = []
+    for library, modes in ((trl, {}), (trl_padfix, {"padding_free": True, "parity_check": False} | MODES[mode])):
+        trainer = make_trainer(
+            library, "DPO", tmp_path / library.__name__, data_collator=collator(pad_token_id=PAD), **given, **modes
+        )
+        figures.append(trained(trainer))
+    assert_same(figures[1], figures[0])
+    assert trainer.padding.stats.padded_forwards >= 1
+    assert (trainer.padding.stats.forwards > 0) == (collator is HidesSome)
+
+
+# -- first tokens of rows that are padded on the left
+
+
+def language_modeling(side: str) -> DataCollatorForLanguageModeling:
+    return DataCollatorForLanguageModeling(build_tokenizer(padding_side=side), mlm=False)
+
+
+def token_rows(count: int = 24):
+    tokenizer = build_tokenizer()
+    ids = [tokenizer(row["prompt"] + row["completion"])["input_ids"] for row in build_rows(count)]
+    return Dataset.from_list([{"input_ids": row} for row in ids])
+
+
+def plain(folder, side: str, trainer_class: type = Trainer, **given: Any) -> Trainer:
+    return make_plain_trainer(
+        folder, trainer_class, data_collator=language_modeling(side), train_dataset=token_rows(), **given
+    )
+
+
+WAYS = ["callback", "class", "attached", "class with sharing"]
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_first_tokens_are_neither_scored_nor_counted(way, evaluates, tmp_path, caplog):
+    given = {"max_steps": 3, "gradient_accumulation_steps": 1 if way == "attached" else 2}
+    given |= {"eval_dataset": token_rows(8)} if evaluates else {}
+    expected = trained(plain(tmp_path / "right", "right", **given))
+    left = trained(plain(tmp_path / "left", "left", **given))
+    ours, callbacks = Trainer, []
+    if way.startswith("class"):
+        ours = padding_free_trainer(Trainer, prefix_sharing="sharing" in way)
+    if way == "callback":
+        callbacks = [PaddingRemovalCallback()]
+    trainer = plain(tmp_path / "ours", "left", ours, callbacks=callbacks, **given)
+    handle = trl_padfix.remove_padding(trainer.model) if way == "attached" else None
+    computed = entered_tokens(trainer.model)
+    if way == "callback" and evaluates:
+        trainer.train()  # a callback removes no padding after the training
+        got, expected = trajectory(trainer), expected[:-1]
+    else:
+        got = trained(trainer)
+    assert_same(got, expected)
+    with pytest.raises(AssertionError):  # the padded number is another one
+        assert_same(got, left[: len(got)])
+    assert computed
+    if handle is not None:
+        assert handle.stats.padded_forwards == 0
+
+
+def test_a_count_of_other_batches_leaves_the_call_as_it_came(tmp_path):
+    given = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    expected = trained(plain(tmp_path / "theirs", "left", **given))
+    trainer = plain(tmp_path / "ours", "left", **given)
+    with trl_padfix.remove_padding(trainer.model) as handle:
+        assert_same(trained(trainer), expected)
+    assert handle.stats.padded_forwards == 6
+
+
+def test_a_callback_leaves_the_hooks_of_the_trainer_as_they_were(tmp_path):
+    trainer = plain(tmp_path, "left", callbacks=[PaddingRemovalCallback()], max_steps=1)
+    trainer.train()
+    assert not {"compute_loss", "_prepare_inputs", "_get_num_items_in_batch"} & vars(trainer).keys()
+
+
+# -- a plain loop
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("collator", [Cloned, Hidden])
+def test_a_loop_gets_the_loss_of_the_padded_model(collator, sharing):
+    rows = [{"input_ids": row} for row in ([3, 4, 5, 6, 7, 8], [3, 4, 5, 9], [3, 4])]
+    model = build_model().eval()
+    batch = collator("right")(rows)
+    expected = model(**batch, use_cache=False).loss
+    with trl_padfix.remove_padding(model, prefix_sharing=sharing) as handle:
+        assert abs(model(**batch).loss - expected) < 1e-5
+        assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 0)
+        model(**batch | {"labels": None})
+        assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 1)
