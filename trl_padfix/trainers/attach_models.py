@@ -20,6 +20,7 @@ def attach_to_models(
     *,
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
+    strict: bool = False,
 ) -> None:
     """
     Attach to each model of a trainer, the policy first.
@@ -29,7 +30,7 @@ def attach_to_models(
             The trainer.
         register (`Callable`):
             Called with each new handle before anything else can fail, so that the caller can remove it.
-        prefix_sharing, pool_last_token:
+        prefix_sharing, pool_last_token, strict:
             As in [`remove_padding`].
 
     Raises:
@@ -37,7 +38,7 @@ def attach_to_models(
     """
     check_launch(trainer)
     for model in models_of(trainer):
-        handle = remove_padding(model, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token)
+        handle = remove_padding(model, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token, strict=strict)
         register(handle)
         if is_sharded(trainer):
             refuse_whole_rows(handle)

@@ -55,7 +55,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for data that TRL trains on and that is doubtful: empty or equal completions,
             tool calls that the chat template leaves out, other numbers of images than placeholders, weights that are
-            not finite. In a stream, stop at the first such row. By default they are counted in a warning.
+            not finite. In a stream, stop at the first such row. By default they are counted in a warning. With
+            `padding_free` also stop at a call that cannot be packed; by default it is computed padded, with a warning.
         cp_attention (`str`, *optional*, defaults to `"heads"`):
             With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
             packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of

@@ -190,6 +190,7 @@ class RemovePadding(Part):
             register,
             prefix_sharing=self._prefix_sharing,
             pool_last_token=self.settings.pool_last_token,
+            strict=self.settings.strict,
         )
 
     def _attach_to_packed_rows(self) -> None:

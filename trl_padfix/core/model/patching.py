@@ -197,7 +197,8 @@ def _is_one_graph(attachment: Attachment) -> bool:
     # Loaded already: dynamo calls this. An import at the top of the file would take seconds.
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if not InstructionTranslator.current_tx().output.root_tx.one_graph:
+    root = InstructionTranslator.current_tx().output.root_tx
+    if root is None or not root.one_graph:
         return False
     attachment.on_one_graph()
     return True
