@@ -42,7 +42,7 @@ PEFT = {"0.17.0": "peft<0.18"}
 TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
     "tests/test_versions.py",
-    *(f"tests/core/test_{name}.py" for name in ("stacks", "reward_models")),
+    *(f"tests/core/test_{name}.py" for name in ("stacks", "heads_reward_models")),
 )
 STORIES = "tests/end_to_end/stories"
 CELLS = ("-m", "not slow or matrix")  # all cells of the matrices that `pytest` thins out
