@@ -55,7 +55,9 @@ def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, shari
         with remove_padding(model, prefix_sharing=sharing), entered_tokens(model) as entered:
             found = scores_of(model)(ids, mask)
             gradient = backward(model, found)
-        assert entered == [DISTINCT if sharing else REAL]
+        # Before transformers 5, recomputation of a checkpointed layer runs its hooks again, on the same tokens.
+        tokens = DISTINCT if sharing else REAL
+        assert entered in ([tokens], [tokens] * (1 + checkpointing))
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert relative_error(gradient, expected_gradient) < 1e-5
 
