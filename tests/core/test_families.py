@@ -187,5 +187,5 @@ def test_models_of_the_families_are_the_same_each_time():
         assert torch.equal(parameter, second.state_dict()[name])
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # arguments: "--write", then types of models
     write(RECORD, TABLE, families(), family_outcomes, table)

@@ -122,5 +122,5 @@ def test_a_type_is_exact_or_refused_as_recorded(family):
             assert all(outcome.get(name, 0) <= TOLERANCE for name in ("logps", "gradients"))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # arguments: "--write", then types of models
     write(RECORD, TABLE, vision_families(), vision_outcomes, table)

@@ -107,7 +107,7 @@ def run(target: str, *arguments: str) -> None:
         from accelerate.utils import DistributedType
 
         PartialState._prepare_backend = lambda *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
-    if not target.startswith("kit."):
+    if target.endswith(".py"):
         sys.argv = [target, *arguments]
         runpy.run_path(target, run_name="__main__")
         return

@@ -60,7 +60,7 @@ class OperationCounter(TorchDispatchMode):
     ) -> Any:
         start = time.perf_counter()
         output = func(*args, **(kwargs or {}))
-        seconds, name = time.perf_counter() - start, func._schema.name.split("::")[1]
+        seconds, name = time.perf_counter() - start, func.overloadpacket.__name__
         if not (func.is_view or name in NO_KERNELS):
             inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
             outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
