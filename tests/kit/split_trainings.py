@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "DPO",
         "short",
         {"predict_with_generate": True},
-        "NotImplementedError: `predict_with_generate=True` gives every process prompts of its own, and `cp_size`",
+        "NotImplementedError: `predict_with_generate=True` gives every process different prompts, and `cp_size`",
     ),
     "groups cut": (
         "GRPO",
