@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from zoo.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
 from zoo.models import SUPPORTED, batch, build, real_logps
 
-from trl_padfix import PaddingRemovalError, check_parity, packed_layout, remove_padding
+from trl_padfix import check_parity, packed_layout, remove_padding
 
 
 def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -192,17 +192,16 @@ def test_a_mask_beside_bounds_is_left_to_the_model():
     assert handle_layout is None
 
 
-def test_sharing_needs_ids():
+def test_embeddings_are_packed_and_not_shared():
     ids, mask = batch("mixed")
     model = build("qwen2")
     call = without_bounds(packed(ids, mask))
     call = {"inputs_embeds": model.get_input_embeddings()(call.pop("input_ids")), **call}
-    with remove_padding(model, prefix_sharing=True), pytest.raises(PaddingRemovalError, match="compares token ids"):
-        model(**call)
     expected = padded_numbers("qwen2", model, ids, mask)
-    with remove_padding(model):
+    with remove_padding(model, prefix_sharing=True) as handle:
         call["inputs_embeds"] = call["inputs_embeds"].detach()
         assert (numbers(model, call, ids, mask)[0] - expected[0]).abs().max() <= TOLERANCE
+    assert handle.stats.packed_tokens == handle.stats.real_tokens == int(mask.sum())
 
 
 @SHARING

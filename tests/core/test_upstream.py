@@ -79,6 +79,7 @@ def of_trainers(name: str, why: str, fits: Callable, *methods: str, needs: str =
 
 
 MASKS = "transformers.masking_utils"
+ASYNC = "trl.experimental.async_grpo"
 MODELS = "transformers.models"
 INTERFACE = "an attention module that goes through the interface is known by this name in its forward"
 EAGER = "the eager function of a module is found by the name that its forward uses"
@@ -90,6 +91,12 @@ TRANSFORMERS = [
              "switches the attention of a forward without the checks of the setter, and puts it back", says),
     Upstream("_attn_implementation", "transformers.PretrainedConfig", "which attention a model runs with",
              lambda owner, name: isinstance(getattr(owner, name), property)),
+    Upstream("_name_or_path", "transformers.PretrainedConfig",
+             "the name that TRL loads the reference by; empty for a model that was made from a configuration",
+             lambda owner, name: getattr(owner(), name) == ""),
+    Upstream("_set_signature_columns_if_needed", "transformers.Trainer", "finds the columns that are kept", has),
+    Upstream("_signature_columns", "transformers.Trainer", "the columns of a dataset that are kept",
+             partial(is_set, "")),
     Upstream("_global_mapping", f"{MASKS}.ALL_MASK_ATTENTION_FUNCTIONS",
              "the mask functions look only here for the name of an attention",
              lambda owner, name: {"sdpa", "eager"} <= getattr(owner, name).keys(), "transformers>=4.53"),
@@ -228,6 +235,15 @@ TRL = [
     Upstream("flash attention variant", "trl.trainer.sft_trainer",
              "TRL's warning that packing needs FlashAttention, which is filtered out by these words", says,
              "trl<1.16"),
+    *(
+        Upstream(name, f"{ASYNC}.async_rollout_worker.AsyncRolloutWorker", why, partial(is_set, ""), "trl>=1.16")
+        for name, why in {
+            "_loop_kwargs": "holds the model that the rollouts come from, to compare it with the policy",
+            "_process": "the process of the rollouts, whose end is noticed while a batch is waited for",
+        }.items()
+    ),
+    Upstream("_lora_sync", f"{ASYNC}.AsyncGRPOTrainer", "whether adapters alone are sent",
+             partial(is_set, ""), "trl>=1.16"),
 ]  # fmt: skip
 
 OTHERS = [
@@ -242,6 +258,13 @@ OTHERS = [
     Upstream("_BatchNorm", "torch.nn.modules.batchnorm", "a module with statistics of its batch", has),
     Upstream("_hf_hook", "accelerate.hooks.add_hook_to_module", "the hook that moves a module's inputs to its device",
              lambda owner, name: says(owner, f"module.{name} = ")),
+    *(
+        Upstream(name, "torch.nn.Module", "hooks that a module has, by which backward hooks are noticed",
+                 lambda owner, name: name in vars(owner()))
+        for name in ("_backward_hooks", "_backward_pre_hooks")
+    ),
+    Upstream("_in_backward_optimizers", "torch.distributed.optim.apply_optimizer_in_backward",
+             "an optimizer that steps within the backward", says),
     Upstream("_modules", "torch.nn.Module", "the children of a module, by name",
              lambda owner, name: name in vars(owner())),
     Upstream("_buffers", "torch.nn.Module", "the buffers of a module, by name",

@@ -259,6 +259,7 @@ def check_nox(words: list[str]) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_word_of_a_command_is_known(command, here, monkeypatch):
     monkeypatch.chdir(here)
+    monkeypatch.setattr("trl_padfix.files.is_missing_path", lambda path: False)  # an earlier command leaves it
     check(filled(command, STAND_FOR))
 
 

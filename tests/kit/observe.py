@@ -31,11 +31,15 @@ def entered_tokens(model: nn.Module) -> EnteredTokens:
     """
     layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     entered = EnteredTokens(layers[0])
+    accept_hooks(model)
+    return entered
+
+
+def accept_hooks(model: nn.Module) -> None:
+    """Let calls stay packed although hooks that only count were registered after the attachment."""
     for module in model.modules():
-        # A hook that only counts: calls stay packed, although it comes after the attachment.
         if isinstance(patch := vars(module).get("forward"), DecoderPatch):
             patch.attachment.accept_hooks()
-    return entered
 
 
 def each_row_alone(

@@ -19,7 +19,7 @@ from kit.printed import ROOT, of_text  # nothing of the package, which the first
 
 HUB = "a model from the Hub: test_printed_commands.py runs it with a tiny one"
 LEFT_OUT = {
-    r"pip install torch$": "named to say that it brings gigabytes",
+    r"pip install -e \.$": "named to say what it leaves as it is",
     r'pip install -e "\.\[dev\]"|pytest ': "the tests, which CI runs",
     r".*[Qq]wen": HUB,
     r".*--device cuda": "needs a GPU: test_printed_commands.py runs it on a CPU",

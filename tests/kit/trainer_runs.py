@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.loss_watchers import before_loss
+from kit.observe import accept_hooks
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -181,6 +182,7 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
 
     layer = next(m for m in trainer.model.modules() if isinstance(m, nn.ModuleList))[0]
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
+    accept_hooks(trainer.model)
     if watch is not None:
         watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)

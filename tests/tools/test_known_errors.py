@@ -52,7 +52,7 @@ def attend_without_layout() -> None:
 
 def share_embeddings() -> None:
     model, mask = build("qwen2"), torch.ones(2, 3, dtype=torch.int64)
-    with remove_padding(model, prefix_sharing=True):
+    with remove_padding(model, prefix_sharing=True, strict=True):
         model(inputs_embeds=torch.zeros(2, 3, 32), attention_mask=mask)
 
 

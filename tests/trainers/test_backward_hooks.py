@@ -83,7 +83,7 @@ def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):
     assert "clamp.<locals>.<lambda>, a gradient hook of " in backward_hooks.gradient_hook_name(trainer)
     with caplog.at_level("WARNING", logger="trl_padfix"):
         trainer.get_train_dataloader()
-    assert "acts in the backward pass, on the gradient of all rows of a step" in caplog.text
+    assert "acts in the backward pass, on the gradient of a micro-batch" in caplog.text
 
 
 def test_a_layerwise_optimizer_is_one(tmp_path):

@@ -39,7 +39,7 @@ EVERY = {
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "evaluate", "train", "log"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler"),
     *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_get_grad_norm", "_prepare_inputs"),
-    *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "create_model_card"),
+    *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "create_model_card", "_save"),
 }
 GENERATING = {"_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
 OWN = {
@@ -71,7 +71,7 @@ def test_configurations_are_trls_with_our_fields(name):
     with_reference = {"teacher_attn_implementation"} if name == "DistillationTrainer" else with_reference
     both = {*EvaluationConfig.__dataclass_fields__}
     both = both if name in ("DPOTrainer", "SFTTrainer") else set()
-    both |= {"max_tokens_per_batch"}
+    both |= {"max_tokens_per_batch"} | ({"loss_reduction"} if sided else set())
     both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     both |= {"expand_turns"} if name == "SFTTrainer" else set()

@@ -55,7 +55,7 @@ def two_processes(monkeypatch):
 @pytest.mark.parametrize("attention", ["heads", "keys"])
 def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
     split = part(cp_attention=attention)
-    split.attach()
+    split.attach_to_models()
     groups = [h.context_parallel for h in split.trainer.padding.handles]
     assert [(group.group.size, group.attention) for group in groups] == [(2, attention)]
 
@@ -63,7 +63,7 @@ def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
 @pytest.mark.parametrize("given", [{"cp_size": 1}, {"padding_free": False}])
 def test_without_context_parallelism_or_packing_nothing_is_split(given, two_processes):
     split = part(**given)
-    split.attach()
+    split.attach_to_models()
     assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
@@ -80,7 +80,7 @@ def test_without_context_parallelism_or_packing_nothing_is_split(given, two_proc
 def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
     split = part(**given)
     with pytest.raises(PaddingRemovalError, match=f"{says}.*`cp_size=1`"):
-        split.attach()
+        split.attach_to_models()
     assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
@@ -93,8 +93,8 @@ def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
 )
 def test_completions_of_a_prompt_have_to_meet(own, says, two_processes):
     with pytest.raises(ValueError, match=says):
-        part(generates=True, own=own).attach()
-    part(generates=True, own={"num_generations": 4}).attach()
+        part(generates=True, own=own).attach_to_models()
+    part(generates=True, own={"num_generations": 4}).attach_to_models()
 
 
 class Trainer:

@@ -58,7 +58,8 @@ def test_steps_of_grouped_rows_are_trls_steps_of_these_rows(name, tmp_path):
     with pytest.raises(AssertionError, match="not close"):
         assert_same(figures(ours), figures(mixed))
     # With `max_tokens_per_batch` and with accumulation the steps have the same rows and the same loss.
-    split = grouped(name, tmp_path, max_steps=2, max_tokens_per_batch=60, **ACCUMULATED)
+    # Of KTO the KL term compares the rows of a micro-batch, so accumulation makes it another loss.
+    split = grouped(name, tmp_path, max_steps=2, max_tokens_per_batch=60, **({} if name == "kto" else ACCUMULATED))
     assert [sorted(step) for step in np.reshape(order_of(split), (4, 8)).tolist()] == [
         sorted(step) for step in np.reshape(order, (4, 8)).tolist()
     ]

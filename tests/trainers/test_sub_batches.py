@@ -5,7 +5,7 @@ import torch
 import trl
 from kit.cells import slow_but
 from kit.methods import make_trainer
-from kit.observe import entered_tokens
+from kit.observe import accept_hooks, entered_tokens
 from kit.online_runs import admitted, load_policy, save_policy
 from kit.rows import build_prompts
 from kit.trainer_runs import assert_same, build_model, run
@@ -149,6 +149,7 @@ def train(name, policy, folder, forwards, ours, trainer_class=None, **config):
     layer.register_forward_pre_hook(lambda m, args: forwards.append(args[0].shape[:2].numel()))
     with_graph = trainer.with_graph = []
     layer.register_forward_pre_hook(lambda m, args: with_graph.append(args[0].shape[1] * torch.is_grad_enabled()))
+    accept_hooks(trainer.model)
     return run(trainer, lambda *args: None)
 
 

@@ -419,7 +419,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
 def test_no_budget_leaves_batches_alone(tmp_path):
     trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=None, max_steps=1)
     batch = next(iter(trainer.get_train_dataloader()))
-    assert {"input_ids", "attention_mask", "completion_mask", "padfix_layout"} == set(batch)
+    assert {"input_ids", "attention_mask", "completion_mask"} == set(batch)
     assert trainer.args.per_device_train_batch_size == GLOBAL_BATCH
 
 

@@ -237,7 +237,7 @@ def test_other_images_than_placeholders_are_found_before_the_first_step(kind, tm
     data = DATA[kind](4)
     data = data.remove_columns("prompt").map(ask_for_one, with_indices=True)
     with pytest.raises(ValueError, match=r"Example 2 of the train dataset has 2 images and 1 placeholders"):
-        build_trainer(trl_padfix, kind, "llava", tmp_path, train_dataset=data)
+        build_trainer(trl_padfix, kind, "llava", tmp_path, train_dataset=data, strict=True)
 
 
 @pytest.mark.parametrize("kind", DATA)
@@ -258,7 +258,7 @@ def test_text_alone_trains_a_vision_model(mode, tmp_path):
 def test_images_in_the_evaluation_alone_are_refused(tmp_path):
     data = Dataset.from_list([{"prompt": "w3 w4", "completion": "w6 <eos>"}] * 4)
     with pytest.raises(ValueError, match=r"eval dataset has images .* and the train dataset has none"):
-        build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data)
+        build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data, strict=True)
 
 
 @pytest.mark.parametrize("kind", DATA)

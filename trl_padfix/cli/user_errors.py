@@ -154,7 +154,8 @@ def describe(error: BaseException) -> str | None:
     if package in _READERS and not isinstance(error, bugs):
         return reason(error)
     worded = (ImportError, NotImplementedError, ValueError, *((TypeError,) if package == "trl_padfix" else ()))
-    if package in _CHECKERS and isinstance(error, worded) and defined_in == "builtins" and _on_purpose(error):
+    is_worded = isinstance(error, worded) and defined_in in ("builtins", "trl_padfix")
+    if package in _CHECKERS and is_worded and _on_purpose(error):
         return str(error).strip() or None
     return _known(error)
 

@@ -191,7 +191,8 @@ class LMHeadPatch(ForwardPatch):
         `None` if the call must be computed padded.
         """
         labels: Any = call.get("labels")
-        if (mask := self._mask_of(call, labels)) is None:
+        mask = self._mask_of(call, labels)
+        if mask is None or mask.dim() != 2:  # other calls run as they came, padded
             return {}
         metadata = metadata_of(call.get("input_ids"), mask)
         after_padding = metadata.labels_after_padding if metadata is not None else None

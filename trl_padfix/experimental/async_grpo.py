@@ -230,7 +230,7 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
     """
 
     task_class = AsyncGRPOTask
-    part_classes = (TreePolicy, *PARTS[1:])
+    part_classes = tuple(TreePolicy if part is AttentionChoice else part for part in PARTS)
 
     _counts_flops = True
 

@@ -133,7 +133,8 @@ class PaddingRemovalCallback(TrainerCallback):
         if self.handles[0].anatomy.head is not None:
             self._score_no_padding(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._counted, self._is_evaluating, self._has_stepped = [0] * 5, False, False
+        self._counted = forward_counts(None)
+        self._is_evaluating, self._has_stepped = False, False
         if self.parity_check:
             self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -258,9 +259,15 @@ class RemovePadding(Part):
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
-                if isinstance(dataset, Dataset):  # of the columns that reach the model or the collator
-                    dataset = trainer._remove_unused_columns(dataset)
-                check_ids(dataset, name, size)
+                check_ids(dataset, name, size, self._used_columns())
+
+    def _used_columns(self) -> Iterable[str] | None:
+        """The columns that Trainer leaves for the collator; `None` if it removes none."""
+        trainer = self.trainer
+        if not trainer.args.remove_unused_columns:
+            return None
+        trainer._set_signature_columns_if_needed()
+        return trainer._signature_columns
 
     def on_init_end(self) -> None:
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedModel, TrainingArguments
@@ -29,7 +30,7 @@ class ReferenceCopy(Part):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
-        if not isinstance(model, PreTrainedModel) or model.config._name_or_path:
+        if not isinstance(model, PreTrainedModel) or model.config._name_or_path or not self._trl_modules():
             return
         if init_kwargs.get("processing_class") is None:
             raise ValueError(
@@ -43,8 +44,7 @@ class ReferenceCopy(Part):
         if policy is None:
             return contextlib.nullcontext()
         # Each trainer of TRL imports the function that loads a model into its own module.
-        modules = [sys.modules[c.__module__] for c in type(self.trainer).__mro__ if c.__module__.startswith("trl.")]
-        loading = [module for module in modules if hasattr(module, "create_model_from_path")]
+        loading = [module for module in self._trl_modules() if hasattr(module, "create_model_from_path")]
 
         def patched(module: Any) -> contextlib.AbstractContextManager[Any]:
             load = module.create_model_from_path
@@ -56,3 +56,8 @@ class ReferenceCopy(Part):
             return temporarily_set(module, "create_model_from_path", load_or_copy)
 
         return entered(map(patched, loading))
+
+    def _trl_modules(self) -> list[ModuleType]:
+        """The modules of TRL that define classes of this trainer; none for a plain `transformers.Trainer`."""
+        names = (c.__module__ for c in type(self.trainer).__mro__)
+        return [sys.modules[name] for name in names if name.startswith("trl.")]

@@ -22,7 +22,7 @@ __all__ = ["ModuleChanges"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_padfix"}
+_HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_padfix", "wandb"}
 """Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"

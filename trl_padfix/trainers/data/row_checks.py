@@ -106,11 +106,15 @@ def worth_a_warning(count: int, added: int = 1) -> bool:
     return before == 0 or len(str(before)) < len(str(count))
 
 
-def check_ids(dataset: Any, name: str, size: int) -> None:
-    """Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model."""
+def check_ids(dataset: Any, name: str, size: int, used: Iterable[str] | None = None) -> None:
+    """
+    Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model.
+
+    `used` are the columns that training reads; all are checked without it.
+    """
     for column in dataset.column_names if isinstance(dataset, Dataset) else ():
-        is_labels = column == "labels"
-        if not column.endswith("_ids") and not is_labels:
+        is_labels, is_used = column == "labels", used is None or column in used
+        if not is_used or not (column.endswith("_ids") or is_labels):
             continue
         if outside := ids_outside(dataset, column, size, ignored=(-100,) if is_labels else ()):
             row, value = outside
