@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -37,6 +37,11 @@ with of_trl("async_grpo"):
 
 from .rollout_checks import RolloutQueue, check_server, check_tokenizer, stop_without_waiting  # noqa: E402
 from .rollout_rows import FixedCountBatcher, TokenBudgetBatcher  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import TrainingArguments
 
 
 __all__ = ["AsyncGRPOConfig", "AsyncGRPOTrainer"]
@@ -72,7 +77,7 @@ class AsyncGRPOTask(Task):
     needs = "Completions are generated from `prompt`"
     layout_policy = False  # the layout is in the batch: TRL's `tree_*` tensors
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if config is not None and str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":
             raise ValueError(
                 f"`eval_strategy={config.eval_strategy!r}`: TRL's asynchronous GRPO has no evaluation. Leave it out, "
@@ -123,7 +128,7 @@ class TreePolicy(AttentionChoice):
     """Loads the policy with the attention of the configuration, where TRL names its own kernel for trees."""
 
     @contextlib.contextmanager
-    def around_init(self, config: Any) -> Iterator[None]:
+    def around_init(self, config: TrainingArguments) -> Iterator[None]:
         if not self.settings.padding_free:
             yield  # TRL's kernel, with TRL's errors
             return
@@ -145,7 +150,7 @@ class TreePolicy(AttentionChoice):
             yield
 
     @contextlib.contextmanager
-    def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
+    def around_dataloader(self, dataset: Dataset | IterableDataset, is_training: bool) -> Iterator[None]:
         trainer = self.trainer
         if not self.settings.padding_free or trainer.rollout_worker is None:  # other processes get rows from the first
             yield
@@ -165,7 +170,7 @@ class TreePolicy(AttentionChoice):
 
 
 @contextlib.contextmanager
-def _passing_kernel_checks(model: Any) -> Iterator[None]:
+def _passing_kernel_checks(model: torch.nn.Module) -> Iterator[None]:
     """
     Let a model pass TRL's checks of what its tree kernel cannot compute: kinds of layers, and attention sinks.
 
@@ -245,7 +250,7 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
             return
         count = trl_async.compute_flops_per_token
 
-        def count_or_skip(config: Any, seq_len: int) -> float:
+        def count_or_skip(config: TrainingArguments, seq_len: int) -> float:
             try:
                 return count(config, seq_len)
             except (AttributeError, TypeError, ZeroDivisionError) as error:

@@ -1,7 +1,7 @@
 """Online DPO without padding, in the forwards of both models."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.settings import PackingConfig, ReferenceAttentionConfig
@@ -11,6 +11,11 @@ from .tasks import PromptTask
 
 with of_trl("online_dpo"):
     import trl.experimental.online_dpo as trl_online_dpo
+
+
+if TYPE_CHECKING:
+    import torch
+
 
 __all__ = ["OnlineDPOConfig", "OnlineDPOTrainer"]
 
@@ -25,7 +30,7 @@ class OnlineDPOTrainer(PaddingFreeMixin, trl_online_dpo.OnlineDPOTrainer):
 
     task_class = PromptTask
 
-    def _forward(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
             return super()._forward(model, *args, **kwargs)
         with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`

@@ -6,12 +6,16 @@ import copy
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 from accelerate.logging import get_logger
 from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+
+if TYPE_CHECKING:
+    from ..trainers.parts import PaddingFreeTrainer
 
 
 __all__ = ["RolloutQueue", "check_server", "check_tokenizer", "stop_without_waiting"]
@@ -25,7 +29,7 @@ POLL_SECONDS = 1.0
 """How long the queue is waited for before the worker's health is checked."""
 
 
-def check_server(trainer: Any) -> None:
+def check_server(trainer: PaddingFreeTrainer) -> None:
     """
     Wait for the server, as TRL does, and check that it serves the model of the trainer.
 
@@ -104,7 +108,7 @@ class RolloutQueue(RolloutQueueDataset):
             As TRL's class.
     """
 
-    def __init__(self, trainer: Any, *, check_health_fn: Any, **kwargs: Any) -> None:
+    def __init__(self, trainer: PaddingFreeTrainer, *, check_health_fn: Any, **kwargs: Any) -> None:
         self._trainer, self._check_worker = trainer, check_health_fn
         self._waits_since, self._has_warned = time.monotonic(), False
         super().__init__(check_health_fn=self._check, poll_interval_s=POLL_SECONDS, **kwargs)

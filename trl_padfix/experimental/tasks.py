@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..trainers.base import PaddingFreeMixin
 from ..trainers.checks import require_columns, require_teacher
 from ..trainers.distributed import datasets_of
 from ..trainers.task import Task
+
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import TrainingArguments
 
 
 __all__ = ["JoinedPairTask", "MessagesTask", "PairTrainer", "PromptTask"]
@@ -19,7 +24,7 @@ class _OwnData(Task):
 
     layout_policy = False  # a step joins, generates or shuffles what comes from the data loader
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         names = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
         for name, dataset in datasets_of(names).items() if init_kwargs.get("data_collator") is None else ():
             require_columns(dataset, name, self.columns, self.needs)
@@ -35,7 +40,7 @@ class JoinedPairTask(_OwnData):
 class PairTrainer(PaddingFreeMixin):
     """A mixin in front of a TRL trainer that computes loss and metrics in `get_batch_loss_metrics`."""
 
-    def get_batch_loss_metrics(self, model: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
             return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
 
@@ -53,7 +58,7 @@ class MessagesTask(_OwnData):
     columns = [{"messages"}, {"prompt", "completion"}]
     needs = "A conversation is in `messages`"
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         if not getattr(config, "use_teacher_server", False):
             require_teacher(init_kwargs)

@@ -7,7 +7,7 @@ Plug-in of axolotl: padding removal by two lines of YAML.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, model_validator
 
@@ -18,6 +18,10 @@ from .callback import PaddingRemovalCallback, settings_in
 require_stack("axolotl")
 
 from axolotl.integrations.base import BasePlugin  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 __all__ = ["PaddingRemovalArgs", "PaddingRemovalPlugin"]
@@ -51,7 +55,7 @@ class PaddingRemovalPlugin(BasePlugin):
     def get_input_args(self) -> str:
         return f"{__name__}.{PaddingRemovalArgs.__name__}"
 
-    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+    def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
         callback = PaddingRemovalCallback(**settings_in(cfg))
         callback.attach(trainer)
         trainer.add_callback(callback)

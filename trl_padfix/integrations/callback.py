@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -29,6 +29,10 @@ from ..trainers.metrics.token_counts import TokenCounter, forward_counts, report
 from ..trainers.neftune import prefix_sharing_with_neftune
 from ..trainers.parity import compare, first_call, print_reports
 from ..trainers.parts import entered
+
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
 
 
 __all__ = ["PaddingRemovalCallback", "settings_in"]
@@ -141,7 +145,7 @@ class PaddingRemovalCallback(TrainerCallback):
     def _register(self, handle: PaddingRemoval) -> None:
         self.handles.append(self._undo.enter_context(handle))
 
-    def _score_no_padding(self, trainer: Any) -> None:
+    def _score_no_padding(self, trainer: Trainer) -> None:
         """Keep labels that are predicted from padding out of the loss and its count, or compute their batch padded."""
         prepare, compute, count = trainer._prepare_inputs, trainer.compute_loss, trainer._get_num_items_in_batch
 
@@ -152,7 +156,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 self.handles[0].say_once(FIRST_TOKENS_DROPPED)
             return predicted
 
-        def compute_loss(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             is_padded = isinstance(inputs, Mapping) and scores_padding(inputs)
             with entered(handle.padded(SCORED_FROM_PADDING) for handle in self.handles if is_padded):
                 return compute(model, inputs, *args, **kwargs)
@@ -184,7 +188,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     # -- events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = _trainer_with(self) if self._trainer is None else self._trainer
         decoders = [find_decoder(find_pretrained(model)) for model in models_of(trainer)]
         # `model_init` has made another model since, or a trial of a search was cut off before its training ended.
@@ -194,10 +198,10 @@ class PaddingRemovalCallback(TrainerCallback):
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._counters["train"].start()
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         call = self._first_call
         if not call:
             return
@@ -215,7 +219,7 @@ class PaddingRemovalCallback(TrainerCallback):
             self.remove()  # Trainer calls no further event after an error
             raise
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._count("train")
         if not self._has_stepped and not self.handles[0].stats.forwards:
             logger.warning(
@@ -229,7 +233,7 @@ class PaddingRemovalCallback(TrainerCallback):
             )
         self._has_stepped = True
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer is not None:
             self._counters["train"].pause()
             self._is_evaluating = True
@@ -242,7 +246,14 @@ class PaddingRemovalCallback(TrainerCallback):
         self._counters[mode].add(summed_over_processes(torch.tensor([new[1], *new]), self._trainer))
         self._counted = counts
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if self._trainer is None or logs is None:
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train")
@@ -252,7 +263,7 @@ class PaddingRemovalCallback(TrainerCallback):
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # Trainer has put a copy of `logs` there before this event
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.remove()
 
 
@@ -270,7 +281,7 @@ def settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(PREFIX): value for key, value in settings.items()}
 
 
-def _refuse_taken_over(trainer: Any) -> None:
+def _refuse_taken_over(trainer: Trainer) -> None:
     """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: neither would call our forward."""
     for module in (m for model in (trainer.model, trainer.model_wrapped) for m in model.modules()):
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)

@@ -8,7 +8,7 @@ Plug-in of ms-swift: callbacks named `padfix` (padding removal) and `padfix_shar
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..versions import require_stack
 from .callback import PaddingRemovalCallback
@@ -17,6 +17,10 @@ from .callback import PaddingRemovalCallback
 require_stack("ms-swift")
 
 from swift.callbacks import callbacks_map  # noqa: E402
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState
 
 
 __all__ = ["PaddingRemoval", "PadfixCallback", "PrefixSharing"]
@@ -33,11 +37,11 @@ class PadfixCallback(PaddingRemovalCallback):
 
     sharing = False
 
-    def __init__(self, args: Any, trainer: Any):
+    def __init__(self, args: Any, trainer: Trainer):
         super().__init__(self.sharing)
         self._new_trainer = trainer  # it has no model yet
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.attach(self._new_trainer)
 
 

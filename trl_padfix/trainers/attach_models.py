@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.call.layout_of import PrefixSharing
 from ..core.handle import PaddingRemoval
@@ -11,11 +11,15 @@ from ..core.remove import remove_padding
 from .distributed import check_launch, is_sharded, models_of, refuse_whole_rows
 
 
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
+
+
 __all__ = ["attach_to_models"]
 
 
 def attach_to_models(
-    trainer: Any,
+    trainer: PaddingFreeTrainer,
     register: Callable[[PaddingRemoval], Any],
     *,
     prefix_sharing: PrefixSharing = False,

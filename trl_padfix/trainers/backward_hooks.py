@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .custom_loss import module_of
+
+
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = ["gradient_hook_name", "module_hook_names"]
@@ -19,7 +23,7 @@ LIBRARIES = (
 """Modules whose hooks reduce, gather or unscale gradients, which is linear. Their optimizers are told by `optim`."""
 
 
-def gradient_hook_name(trainer: Any) -> str | None:
+def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     What changes gradients or weights of the policy within a backward, by name; `None` if nothing does.
 

@@ -64,6 +64,11 @@ from .temporary_attributes import temporarily_set
 
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
@@ -206,7 +211,9 @@ class PaddingFreeMixin:
         with self._loading(test_dataset):
             return super().get_test_dataloader(test_dataset)
 
-    def _loading(self, dataset: Any, is_training: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _loading(
+        self, dataset: Dataset | IterableDataset, is_training: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)

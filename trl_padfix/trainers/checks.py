@@ -88,7 +88,7 @@ def check_arguments(
         )
 
 
-def _check_loss_type(config: Any, trainer_class: type) -> None:
+def _check_loss_type(config: TrainingArguments, trainer_class: type) -> None:
     """Refuse a misspelt `loss_type`, which TRL finds in the first step only, after model and data are loaded."""
     given = getattr(config, "loss_type", None)
     if given is None or not is_dataclass(config):
@@ -119,12 +119,12 @@ def _loss_types(module: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def runs_triton(config: Any) -> bool:
+def runs_triton(config: TrainingArguments) -> bool:
     """Whether the device of a configuration runs Triton's kernels."""
     return config.device.type != "cpu"
 
 
-def _check_model(model: Any, removes_padding: bool, trainer_class: type) -> None:
+def _check_model(model: torch.nn.Module, removes_padding: bool, trainer_class: type) -> None:
     """Refuse models that no trainer of this package can train. Ids and paths are checked after loading."""
     if model is None or isinstance(model, str):
         return
@@ -143,7 +143,7 @@ def _check_model(model: Any, removes_padding: bool, trainer_class: type) -> None
         )
 
 
-def require_rows(dataset: Any, dataset_name: str) -> None:
+def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
     """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
     is_stream = isinstance(dataset, IterableDataset)
     if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
@@ -151,7 +151,9 @@ def require_rows(dataset: Any, dataset_name: str) -> None:
         raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
 
 
-def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]], needs: str) -> None:
+def require_columns(
+    dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
+) -> None:
     """Raise a `ValueError` if a dataset has all columns of none of the `alternatives`; it names those of the first."""
     columns = column_names(dataset)
     if all(alternative - columns for alternative in alternatives):
@@ -162,7 +164,7 @@ def require_columns(dataset: Any, dataset_name: str, alternatives: list[set[str]
         )
 
 
-def image_columns(dataset: Any) -> str:
+def image_columns(dataset: Dataset | IterableDataset) -> str:
     """The names of the image columns of a dataset, joined for a message; empty if it has none."""
     return ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
 

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -27,6 +27,12 @@ from ..core.split_rows import split_rows
 from .distributed import splitting_parallelism
 from .parts import Evaluation, Part, Step
 from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = ["ContextParallel"]
@@ -45,12 +51,12 @@ class ContextParallel(Part):
         parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)  # accelerate 1.10
         return (parallelism.cp_size or 1) if parallelism is not None and self.settings.padding_free else 1
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if self.settings.cp_attention not in (HEADS, KEYS):
             raise ValueError(f"`cp_attention` is {HEADS!r} or {KEYS!r}, got {self.settings.cp_attention!r}.")
 
     @contextlib.contextmanager
-    def around_init(self, config: Any) -> Iterator[None]:
+    def around_init(self, config: TrainingArguments) -> Iterator[None]:
         original = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
@@ -216,7 +222,7 @@ class ContextParallel(Part):
             yield
 
 
-def _replace_ring_attention(trainer: Any, size: int) -> None:
+def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
     """Switch accelerate's ring attention off, and count the processes of a group as under tensor parallelism."""
     trainer.accelerator._prepare_cp = lambda *args: args  # it would add hooks that drop masks, and the ring
     flops = trainer.floating_point_ops
@@ -228,7 +234,7 @@ def _replace_ring_attention(trainer: Any, size: int) -> None:
     )
 
 
-def _obstacle(trainer: Any) -> str | None:
+def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
     """Why this trainer cannot distribute packed rows, or `None` if it can."""
     args, task = trainer.args, trainer.padding.task
     if not (task.layout_policy or task.supports_cp_generation):
@@ -247,7 +253,7 @@ def _obstacle(trainer: Any) -> str | None:
     return None
 
 
-def _check_completions_per_prompt(trainer: Any, size: int) -> None:
+def _check_completions_per_prompt(trainer: PaddingFreeTrainer, size: int) -> None:
     """
     Raises:
         ValueError: If the completions of a prompt are not together in the batches of the groups of processes.
@@ -283,7 +289,7 @@ def _value_checksum(tensors: list[torch.Tensor]) -> Any:
     return checksum
 
 
-def _check_sizes(config: Any) -> None:
+def _check_sizes(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If processes share rows and the product of the sizes is not their number; on each of them.

@@ -8,9 +8,15 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache, wraps
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = [
@@ -29,12 +35,12 @@ DECORATORS = ("trl.extras.profiling", "torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
 
 
-def has_custom_loss(trainer: Any) -> bool:
+def has_custom_loss(trainer: PaddingFreeTrainer) -> bool:
     """Whether code of a user computes the loss, or a part of it."""
     return custom_loss_name(trainer) is not None
 
 
-def custom_loss_name(trainer: Any) -> str | None:
+def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
 
@@ -106,7 +112,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss
 
     @wraps(compute_loss)
-    def in_step(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def in_step(self: Any, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
         with self.observe_step(model, inputs, returns_outputs) as step:
             step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
@@ -116,7 +122,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_own_loss(trainer: Any) -> contextlib.AbstractContextManager[None]:
+def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (own := vars(trainer).get("compute_loss")) is None:
         return contextlib.nullcontext()

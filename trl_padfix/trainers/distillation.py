@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -13,6 +13,10 @@ from .checks import require_teacher
 from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 from .settings import OnlineBudgetConfig, PackingConfig, TeacherAttentionConfig
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 __all__ = ["DistillationConfig", "DistillationTrainer"]
@@ -53,7 +57,7 @@ class DistillationTask(OnlineTask):
 
     scores = "_get_last_hidden_state"
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         require_teacher(init_kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, gather
@@ -13,6 +13,12 @@ from torch import nn
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
+
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = [
@@ -30,7 +36,7 @@ __all__ = [
 ]
 
 
-def named_models_of(trainer: Any) -> dict[str, Any]:
+def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The policy, and the reference and the teacher if these are separate models."""
     attributes = {"reference model": "ref_model", "teacher": "teacher_model"}
     others = {name: getattr(trainer, attribute, None) for name, attribute in attributes.items()}
@@ -38,18 +44,18 @@ def named_models_of(trainer: Any) -> dict[str, Any]:
     return {"model": trainer.model} | models
 
 
-def models_of(trainer: Any) -> list[Any]:
+def models_of(trainer: PaddingFreeTrainer) -> list[Any]:
     """The models of [`named_models_of`], the policy first."""
     return [*named_models_of(trainer).values()]
 
 
-def datasets_of(trainer: Any) -> dict[str, Any]:
+def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
 
 
-def check_launch(trainer: Any) -> None:
+def check_launch(trainer: PaddingFreeTrainer) -> None:
     """
     Raises:
         PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
@@ -66,29 +72,29 @@ def check_launch(trainer: Any) -> None:
         )
 
 
-def splitting_parallelism(accelerator: Any, *sizes: str) -> str | None:
+def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) that is over 1: processes then share a batch."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
 
 
-def data_replicas(trainer: Any) -> int:
+def data_replicas(trainer: PaddingFreeTrainer) -> int:
     """Number of processes with the same rows, under tensor or context parallelism."""
     return getattr(trainer, "get_tp_size", lambda: 1)()
 
 
-def is_zero_3(accelerator: Any) -> bool:
+def is_zero_3(accelerator: Accelerator) -> bool:
     """Whether DeepSpeed shards parameters, and gathers those of a module when it is called."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.zero_stage == 3
 
 
-def is_sharded(trainer: Any) -> bool:
+def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     """Whether processes meet in every forward, and not only at the end of the step: FSDP and ZeRO-3."""
     return trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator)
 
 
-def max_over_processes(trainer: Any, count: int) -> int:
+def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     """The largest `count` of all processes."""
     if trainer.accelerator.num_processes == 1:
         return count
@@ -96,7 +102,7 @@ def max_over_processes(trainer: Any, count: int) -> int:
 
 
 @contextlib.contextmanager
-def sync_gradients_in_last(accelerator: Any, model: Any, is_last: bool) -> Iterator[None]:
+def sync_gradients_in_last(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
     """A block with one of several backwards of a step, whose gradients are reduced over processes in the last one."""
     state = accelerator.gradient_state
     # `no_sync` postpones the reduction. DeepSpeed forbids it, and `sync_each_batch` asks for a reduction each time.

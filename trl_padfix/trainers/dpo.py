@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -17,6 +17,10 @@ from .data.data_warnings import name_rows, warn_or_raise
 from .data.tokenizers import require_eos
 from .data.vision_collators import DataCollatorForVisionPreference
 from .task import PairTask
+
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 
 __all__ = ["DPOTrainer"]
@@ -34,7 +38,7 @@ class DPOTask(PairTask):
     }
     measure = PairMeasure
 
-    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         dataset = super().check_dataset(dataset, arguments)
         require_eos(dataset, arguments.processing_class)
         return dataset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -10,6 +10,10 @@ from packaging.version import Version
 
 from ..core.errors import PaddingRemovalError
 from .online import OnlineTask, OnlineTrainer, trained_tokens
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 __all__ = ["GRPOTrainer"]
@@ -20,7 +24,7 @@ class GRPOTask(OnlineTask):
 
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         if self.trainer.padding.settings.padding_free and _trains_padding(config):
             raise PaddingRemovalError(
@@ -53,7 +57,7 @@ class GRPOTask(OnlineTask):
         return trainer.loss_type != "bnpo" and not has_bonus and trainer.top_entropy_quantile == 1.0
 
 
-def _trains_padding(config: Any) -> bool:
+def _trains_padding(config: TrainingArguments) -> bool:
     """Whether TRL's loss has a value for each token of a completion, and does not mask those of padding."""
     weights_tokens = config.use_vllm and config.vllm_importance_sampling_mode.startswith("token")
     by_token = (

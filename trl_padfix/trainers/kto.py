@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -20,6 +20,10 @@ from .data.collators import SidedCollator
 from .data.vision_collators import VisionCollator, to_padding_side_with_kl
 from .task import Task
 from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -98,7 +102,7 @@ class KTOTask(Task):
     }
     measure = UnpairedMeasure
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         size = getattr(config, "_rows_per_micro_batch", None)
         if self.trainer.padding.settings.max_tokens_per_batch is not None and config.loss_type == "kto" and size == 1:
             raise ValueError(

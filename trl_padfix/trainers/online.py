@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -40,6 +40,11 @@ from .reference_copy import ReferenceCopy
 from .task import Task
 
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import TrainingArguments
+
+
 __all__ = ["OnlineTask", "OnlineTrainer", "trained_tokens"]
 
 logger = get_logger(__name__)
@@ -60,7 +65,7 @@ class OnlineTask(Task):
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
         if has_budget and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
             raise ValueError(
@@ -81,7 +86,7 @@ class OnlineTask(Task):
                 validate_rows(dataset, name, ("prompt",), self.strict)
             self._check_prompts_of(dataset, name)
 
-    def _check_prompts_of(self, dataset: Any, name: str) -> None:
+    def _check_prompts_of(self, dataset: Dataset | IterableDataset, name: str) -> None:
         """Warn of prompts of nothing but white space that have no token; raise a `ValueError` with `strict`."""
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             return

@@ -35,6 +35,7 @@ from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
+    from datasets import IterableDataset
     from transformers import TrainingArguments
 
     from .parts import PaddingFreeTrainer
@@ -288,7 +289,7 @@ class RemovePadding(Part):
         for handle in handles:
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
-    def _check_images(self, name: str, dataset: Any) -> None:
+    def _check_images(self, name: str, dataset: Dataset | IterableDataset) -> None:
         """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
         if not (images := image_columns(dataset)):
             return

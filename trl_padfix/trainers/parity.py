@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -19,6 +19,10 @@ from ..core.parity.check import check_parity
 from ..core.parity.report import ParityReport
 from .distributed import models_of, named_models_of
 from .parts import Part, Step
+
+
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = [
@@ -85,7 +89,12 @@ class Parity(Part):
 
 
 def compare(
-    trainer: Any, models: list[Any], inputs: dict[str, Any], reports: list[ParityReport], *, gradients: bool
+    trainer: PaddingFreeTrainer,
+    models: list[Any],
+    inputs: dict[str, Any],
+    reports: list[ParityReport],
+    *,
+    gradients: bool,
 ) -> None:
     """
     Compare packed with padded for each model of a trainer, on the same inputs; append one report each to `reports`.
@@ -115,7 +124,7 @@ def will_pack(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
     return handle.layout_of({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}) is not None
 
 
-def print_reports(trainer: Any, reports: list[ParityReport]) -> None:
+def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> None:
     """
     Print one line per model of the trainer: its name, and the comparison with the largest difference.
 
@@ -139,7 +148,7 @@ def _say(text: str) -> None:
         tqdm.write(text)
 
 
-def module_called_by_trainer(model: Any) -> torch.nn.Module:
+def module_called_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
     """
     The module that a training calls with the arguments of the transformers model in `model`.
 
@@ -165,7 +174,7 @@ def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tens
 
 
 @contextlib.contextmanager
-def first_call(model: Any, handle: PaddingRemoval | None = None) -> Iterator[dict[str, Any]]:
+def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> Iterator[dict[str, Any]]:
     """
     A block that records the first call of the model in `model`: its tensors by name, without labels.
 

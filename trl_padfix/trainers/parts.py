@@ -19,6 +19,7 @@ from ..core.call.batch_metadata import KnownBatch
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
     from transformers import Trainer, TrainingArguments
 
     from .data.batch_metadata import BatchMetadata
@@ -111,7 +112,9 @@ class Part:
     def on_init_end(self) -> None:
         """Called at the end of the trainer's `__init__`."""
 
-    def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[Any]:
+    def around_dataloader(
+        self, dataset: Dataset | IterableDataset, is_training: bool
+    ) -> contextlib.AbstractContextManager[Any]:
         """A block around the creation of a data loader."""
         return contextlib.nullcontext()
 

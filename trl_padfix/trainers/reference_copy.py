@@ -6,12 +6,16 @@ import contextlib
 import copy
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, TrainingArguments
 
 from .parts import Part, entered
 from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
 
 
 __all__ = ["ReferenceCopy"]
@@ -24,7 +28,7 @@ class ReferenceCopy(Part):
     TRL loads the reference from `config._name_or_path`, which is empty for a model that is built from a configuration.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._policy: PreTrainedModel | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
@@ -20,6 +20,10 @@ from .distributed import datasets_of
 from .task import PairTask
 
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
 __all__ = ["RewardTrainer"]
 
 
@@ -34,7 +38,7 @@ class RewardTask(PairTask):
     measure = RewardMeasure
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
         head = getattr(model, "get_output_embeddings", lambda: None)()
         if head is not None:
@@ -75,7 +79,7 @@ class RewardTask(PairTask):
     def _pad_token_id(self) -> int:
         return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
 
-    def model_for_loss(self, model: Any) -> Any:
+    def model_for_loss(self, model: torch.nn.Module) -> Any:
         # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which would
         # receive `margin` beside its mask.
         return lambda margin=None, **inputs: model(**inputs)

@@ -29,6 +29,11 @@ from .settings import Settings
 from .task import Task
 
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+
+
 __all__ = ["SFTTrainer"]
 
 
@@ -42,7 +47,7 @@ class SFTTask(Task):
     }
     measure = TextMeasure
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         side = self.trainer.padding.settings.padding_side
         if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
             raise ValueError(
@@ -50,7 +55,7 @@ class SFTTask(Task):
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
-    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         require_rows(dataset, arguments.dataset_name)
         if arguments.formatting_func is None:
             dataset = _checked_rows(
@@ -212,7 +217,13 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
                 super().__init__(*bound.args, **bound.kwargs)
 
 
-def _checked_rows(dataset: Any, processing_class: Any, args: Any, name: str, strict: bool) -> Any:
+def _checked_rows(
+    dataset: Dataset | IterableDataset,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    args: Any,
+    name: str,
+    strict: bool,
+) -> Any:
     """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
     require_columns(
         dataset,

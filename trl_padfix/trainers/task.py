@@ -25,6 +25,7 @@ from .data.turns import check_tool_messages
 
 
 if TYPE_CHECKING:
+    from datasets import IterableDataset
     from transformers import TrainingArguments
 
     from .batching.measures import RowMeasure
@@ -133,7 +134,7 @@ class Task:
         """Whether doubtful data is an error, and not a warning."""
         return self.trainer.padding.settings.strict
 
-    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         """
         Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
         TRL's `_prepare_dataset` as attributes: `dataset_name`, `processing_class`, `args`, ...
@@ -269,7 +270,7 @@ class PairTask(Task):
 
     rows_per_item = 2
 
-    def check_dataset(self, dataset: Any, arguments: Any) -> Any:
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         dataset = super().check_dataset(dataset, arguments)
         columns = ("prompt", "chosen")
         check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)

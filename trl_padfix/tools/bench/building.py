@@ -23,6 +23,7 @@ from .steps import BenchStep
 
 
 if TYPE_CHECKING:
+    from datasets import IterableDataset
     from peft import LoraConfig
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
@@ -117,8 +118,8 @@ def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) ->
 class _TokenizedDPO(trl.DPOTrainer):
     """DPO that leaves tokenized pairs as they are."""
 
-    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
-        return dataset if "prompt_ids" in dataset.column_names else super()._prepare_dataset(dataset, *args)
+    def _prepare_dataset(self, dataset: Dataset | IterableDataset, *args: Any) -> Any:
+        return dataset if "prompt_ids" in (dataset.column_names or []) else super()._prepare_dataset(dataset, *args)
 
 
 class _OfflineGRPO(trl.GRPOTrainer):
@@ -127,7 +128,7 @@ class _OfflineGRPO(trl.GRPOTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         return generation_batch
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self.beta:  # TRL computes old and reference log-probabilities with the generation: here, to be timed
             inputs = inputs | self._reference_logps(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)

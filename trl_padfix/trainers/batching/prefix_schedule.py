@@ -235,13 +235,15 @@ class MicroBatchRunner:
         if self.plan is not None and tuple(ids.shape) == self.plan.layouts[self.index].batch_shape:
             self.batches[self.index] = BatchVersion.of(ids, mask)
 
-    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+    def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for the running micro-batch; it reads the prefix states if it can."""
         layout = self._next_layout(model, forward, call)
         with contextlib.nullcontext() if layout is None else with_prefix_states(call, layout):
             return forward(**call)
 
-    def _next_layout(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> PrefixedLayout | None:
+    def _next_layout(
+        self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
+    ) -> PrefixedLayout | None:
         """
         The layout of a call that belongs to a schedule; prefixes are computed here. `None` for other calls.
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
@@ -32,6 +32,10 @@ from .measures import RowMeasure
 from .micro_batches import BudgetCollator
 from .prefix_groups import group_rows
 from .token_costs import RowCosts
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 __all__ = ["GroupedStream", "StepDataset", "StepOrder", "StepSampler"]
@@ -142,7 +146,7 @@ class StepOrder(Part):
     def is_on(self) -> bool:
         return self.settings.group_by_prefix or self.settings.max_tokens_per_batch is not None
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_grouping(config)
         if not self.settings.group_by_prefix:
             return
@@ -161,7 +165,9 @@ class StepOrder(Part):
                 "images is tokenized batch by batch. Leave it out."
             )
 
-    def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[Any]:
+    def around_dataloader(
+        self, dataset: Dataset | IterableDataset, is_training: bool
+    ) -> contextlib.AbstractContextManager[Any]:
         buffer = self.settings.group_by_prefix_buffer
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
@@ -228,7 +234,7 @@ class StepOrder(Part):
             accumulation_steps = args.per_device_train_batch_size // micro_batch
         return StepPlan(rows, micro_batch, accumulation_steps, processes, args.dataloader_drop_last)
 
-    def sampler(self, sampler: Any, dataset: Any) -> Any:
+    def sampler(self, sampler: Any, dataset: Dataset | IterableDataset) -> Any:
         """
         The sampler of the train dataset, in the order of steps.
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -14,6 +14,10 @@ from accelerate.utils import gather_object
 from ..distributed import data_replicas
 from ..metrics.exact_eval_means import local_metrics_only
 from ..temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["StepMetrics"]
@@ -28,7 +32,7 @@ class StepMetrics:
     over tokens with the numbers of tokens.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
         self.tokens = trainer._total_train_tokens
         self.values: list[tuple[dict[str, list[float]], Mapping[str, Any]]] = []

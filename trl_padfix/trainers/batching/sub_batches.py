@@ -135,7 +135,7 @@ class SubBatches:
         # Processes have equally many rows, so each has enough of them for `count` sub-batches.
         return [list(rows) for _, rows in halve_largest(sub_batches, count)]
 
-    def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
+    def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
         if image_tensors(call):
             raise ValueError(
@@ -215,7 +215,7 @@ class _ModelForward:
             return output, recorded[0] if len(recorded) == 1 else None
 
 
-def _wants_router_logits(model: Any, call: dict[str, Any]) -> bool:
+def _wants_router_logits(model: torch.nn.Module, call: dict[str, Any]) -> bool:
     wanted = call.get("output_router_logits")
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted)
 

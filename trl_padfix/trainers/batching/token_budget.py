@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -55,6 +55,13 @@ from .step_metrics import StepMetrics
 from .sub_batches import SubBatches, joins_balancing_losses
 
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import TrainingArguments
+
+    from ..parts import PaddingFreeTrainer
+
+
 __all__ = ["MicroBatchBudget", "SubBatchBudget"]
 
 logger = get_logger(__name__)
@@ -69,7 +76,7 @@ class SubBatchBudget(Part):
     weight: float | None = None
     """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
         self._checked_models: WeakSet[Any] = WeakSet()
@@ -85,7 +92,7 @@ class SubBatchBudget(Part):
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
         return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_token_budget(config)
 
     def attach(self) -> None:
@@ -156,7 +163,9 @@ class SubBatchBudget(Part):
             checked_models=self._checked_models,
         )
 
-    def compute_loss(self, compute: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """
         TRL's `compute_loss`, `compute`, in micro-batches if the loss is a weighted sum over them.
 
@@ -224,7 +233,7 @@ class SubBatchBudget(Part):
             raise
 
     @contextlib.contextmanager
-    def _micro_batch(self, index: int, model: Any) -> Iterator[None]:
+    def _micro_batch(self, index: int, model: torch.nn.Module) -> Iterator[None]:
         """A block with one micro-batch of the running step."""
         assert self.running is not None
         self.running.start(index)
@@ -268,7 +277,7 @@ class MicroBatchBudget(SubBatchBudget):
 
     _claim_is_verified = False
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         if self.settings.max_tokens_per_batch is None:
             return
@@ -296,7 +305,7 @@ class MicroBatchBudget(SubBatchBudget):
             )
 
     @contextlib.contextmanager
-    def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
+    def around_dataloader(self, dataset: Dataset | IterableDataset, is_training: bool) -> Iterator[None]:
         if not is_training or self.budget is None:
             yield
             return
@@ -326,7 +335,9 @@ class MicroBatchBudget(SubBatchBudget):
             stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
             yield
 
-    def training_step(self, train: Callable, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def training_step(
+        self, train: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
         task = self.trainer.padding.task
@@ -364,7 +375,7 @@ class MicroBatchBudget(SubBatchBudget):
     def _train_whole(
         self,
         train: Callable,
-        model: Any,
+        model: torch.nn.Module,
         micro_batches: list[MicroBatch],
         counts_tokens: bool,
         *args: Any,
@@ -388,7 +399,7 @@ class MicroBatchBudget(SubBatchBudget):
     def _verify_claim(
         self,
         reduction: str,
-        model: Any,
+        model: torch.nn.Module,
         batches: Sequence[dict[str, Any]],
         weights: Sequence[Any],
         *args: Any,
@@ -457,7 +468,7 @@ class MicroBatchBudget(SubBatchBudget):
             step.result = step.result * self.weight
 
 
-def _budget_obstacle(trainer: Any) -> str | None:
+def _budget_obstacle(trainer: PaddingFreeTrainer) -> str | None:
     """Why the loss of a batch depends on which rows are in one forward, or `None` if it does not."""
     task = trainer.padding.task
     if reason := task.token_budget_obstacle():
@@ -508,7 +519,7 @@ def _what_collator_gets(has_images: bool, all_rows: bool) -> str:
     return f"`max_tokens_per_batch`: the collator is not TRL's and may look at its whole batch. It gets {batches}."
 
 
-def _has_images(trainer: Any) -> bool:
+def _has_images(trainer: PaddingFreeTrainer) -> bool:
     return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(trainer).values())
 
 

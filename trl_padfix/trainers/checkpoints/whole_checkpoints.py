@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
@@ -15,6 +15,12 @@ from transformers import TrainerCallback
 
 from ..parts import Part
 from .checkpoints import checkpoint_to_resume, checkpoints_of, saying_what_is_safe
+
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
+
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpoints"]
@@ -34,7 +40,7 @@ class WholeCheckpoints(Part):
     Here all processes write into a temporary folder on the same disk, which is renamed when all have finished.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self.is_saving = self.is_to_push = False
 
@@ -148,7 +154,7 @@ class SamplerEpochs(TrainerCallback):
     epoch would get the rows in the order of the first.
     """
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         sampler = kwargs.get("train_dataloader")
         while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
             inner = getattr(
@@ -169,10 +175,10 @@ class StreamSteps(TrainerCallback):
     def __init__(self) -> None:
         self.first_step, self.passes = 0, 0
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.first_step = state.global_step
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         is_stream = not isinstance(getattr(kwargs.get("train_dataloader"), "dataset", None), Sized)
         self.passes = self.passes + 1 if is_stream and state.global_step == self.first_step else 0
         if self.passes == 2 and not control.should_training_stop:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
+
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
 
 __all__ = [
@@ -28,7 +32,7 @@ __all__ = [
 ]
 
 
-def column_names(dataset: Any) -> set[str]:
+def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     """The columns of a dataset, a streamed one included; none where there is no dataset."""
     if dataset is None:
         return set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,12 @@ from ...core.call.layout_of import PrefixSharing
 from ..parts import Part, Step
 from ..temporary_attributes import temporarily_set
 from .batch_metadata import LayoutCollator
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["PrecomputedLayouts"]
@@ -30,12 +36,12 @@ class PrecomputedLayouts(Part):
     tensor by itself; metadata cannot be sent that way, so forwards build their layouts.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._pending: list[tuple[list[DeferredCheck], str]] = []
 
     @contextlib.contextmanager
-    def around_dataloader(self, dataset: Any, is_training: bool) -> Iterator[None]:
+    def around_dataloader(self, dataset: Dataset | IterableDataset, is_training: bool) -> Iterator[None]:
         if not self.can_precompute(dataset, is_training):
             yield
             return
@@ -51,7 +57,7 @@ class PrecomputedLayouts(Part):
         ):
             yield
 
-    def can_precompute(self, dataset: Any, is_training: bool) -> bool:
+    def can_precompute(self, dataset: Dataset | IterableDataset, is_training: bool) -> bool:
         """Whether metadata can travel with the batches of a dataset."""
         accelerator, padding = self.trainer.accelerator, self.trainer.padding
         dispatched = accelerator.dispatch_batches
@@ -100,5 +106,5 @@ class PrecomputedLayouts(Part):
         return False if handle is None or handle.multimodal is not None else handle.prefix_sharing
 
 
-def _is_stream(dataset: Any) -> bool:
+def _is_stream(dataset: Dataset | IterableDataset) -> bool:
     return isinstance(dataset, torch.utils.data.IterableDataset)

@@ -11,11 +11,18 @@ import logging
 import math
 from collections import Counter
 from itertools import chain, combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features
 
 from .turns import check_tool_messages, renderer, turns_of
+
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["RecordedRollouts", "good_rollouts", "rollout_pairs"]
@@ -206,7 +213,14 @@ class RecordedRollouts:
 
     __name__ = "recorded"  # TRL reads it of a `rollout_func`, and an instance has none
 
-    def __init__(self, dataset: Dataset, processing_class: Any, *, task: str = "task", reward: str = "reward"):
+    def __init__(
+        self,
+        dataset: Dataset,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+        *,
+        task: str = "task",
+        reward: str = "reward",
+    ):
         values, trials = _rewards(dataset, reward), _trials(dataset, task)
         check_tool_messages(dataset, processing_class, "train", ("messages",))
         most = Counter(map(len, trials.values())).most_common(1)[0][0]
@@ -230,7 +244,7 @@ class RecordedRollouts:
             for name, rows in compared.items()
         }
 
-    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: list[str], trainer: PaddingFreeTrainer) -> dict[str, Any]:
         """The trials of the tasks in `prompts` (each `num_generations` times there), as TRL's `rollout_func`."""
         counts = Counter(prompts)
         if wrong := {name: count for name, count in counts.items() if count != self.trials}:
@@ -258,7 +272,7 @@ class RecordedRollouts:
         return recorded
 
 
-def _rewards(dataset: Any, reward: str) -> list[float]:
+def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
     """The reward of each rollout; raises a `TypeError` or `ValueError` if the dataset does not hold rollouts."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
@@ -317,7 +331,9 @@ def _to_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[: turns[-1][1]] if turns else []
 
 
-def _token_ids(row: dict[str, Any], number: int, processing_class: Any) -> tuple[list[int], list[int], list[int]]:
+def _token_ids(
+    row: dict[str, Any], number: int, processing_class: PreTrainedTokenizerBase | ProcessorMixin
+) -> tuple[list[int], list[int], list[int]]:
     """Ids before the first turn of the assistant, ids after, and a mask of the latter: 1 in turns of the assistant."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     render, messages = renderer(row, processing_class), row["messages"]

@@ -30,7 +30,7 @@ class DoubtfulRowError(ValueError):
     """A row whose messages a chat template may render, though one lacks its role or its content, or there is none."""
 
 
-def validate_rows(dataset: Any, name: str, columns: Iterable[str], strict: bool = True) -> Any:
+def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterable[str], strict: bool = True) -> Any:
     """
     Check that every row of the dataset `name` has text, or messages with text, in those of `columns` that exist.
 
@@ -106,7 +106,7 @@ def worth_a_warning(count: int, added: int = 1) -> bool:
     return before == 0 or len(str(before)) < len(str(count))
 
 
-def check_ids(dataset: Any, name: str, size: int, used: Iterable[str] | None = None) -> None:
+def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: Iterable[str] | None = None) -> None:
     """
     Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model.
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
 
 __all__ = ["check_tokenizer", "check_vocabulary", "require_eos", "tokenizer_of"]
 
 
-def tokenizer_of(processing_class: Any) -> Any:
+def tokenizer_of(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> Any:
     """The tokenizer of a processor; a tokenizer itself."""
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
 
 
-def check_tokenizer(processing_class: Any) -> None:
+def check_tokenizer(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> None:
     """Refuse what is no tokenizer or processor, and a tokenizer that can neither pad nor end a text."""
     tokenizer = tokenizer_of(processing_class)
     if tokenizer is None:
@@ -33,7 +38,7 @@ def check_tokenizer(processing_class: Any) -> None:
     check_vocabulary(tokenizer)
 
 
-def check_vocabulary(processing_class: Any) -> None:
+def check_vocabulary(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> None:
     """Refuse a tokenizer of special tokens only: transformers makes it of a model folder without tokenizer files."""
     tokenizer = tokenizer_of(processing_class)
     if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -46,7 +51,11 @@ def check_vocabulary(processing_class: Any) -> None:
         )
 
 
-def require_eos(dataset: Any, processing_class: Any, column: str = "chosen") -> None:
+def require_eos(
+    dataset: Dataset | IterableDataset,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    column: str = "chosen",
+) -> None:
     """Raise a `ValueError` if the plain texts of `column` are to be ended with an EOS token and there is none."""
     if tokenizer_of(processing_class).eos_token is None and isinstance(next(iter(dataset)).get(column), str):
         raise ValueError(

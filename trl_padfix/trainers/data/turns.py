@@ -15,12 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, DatasetDict, Features
 from trl.data_utils import maybe_convert_to_chatml
 
 from .data_warnings import warn_or_raise
+
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 
 __all__ = [
@@ -133,7 +138,7 @@ def expand_datasets(datasets: Any, name: str) -> Any:
     return datasets if datasets is None else expand_turns(datasets, name)
 
 
-def check_turn_settings(config: Any) -> None:
+def check_turn_settings(config: TrainingArguments) -> None:
     """Raise a `ValueError` if a field of the config contradicts `expand_turns`, which trains on one turn per row."""
     if not getattr(config, "expand_turns", False):
         return
@@ -145,7 +150,7 @@ def check_turn_settings(config: Any) -> None:
             )
 
 
-def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
+def check_turns(dataset: Dataset, processing_class: PreTrainedTokenizerBase | ProcessorMixin, name: str) -> None:
     """Raise a `ValueError` if the rendered prompt of a turn is not the beginning of the rendered row."""
     if getattr(processing_class, "chat_template", None) is None:
         return  # TRL raises an error for conversations without a template
@@ -170,8 +175,8 @@ def check_turns(dataset: Dataset, processing_class: Any, name: str) -> None:
         )
 
 
-def renderer(row: dict[str, Any], processing_class: Any) -> Callable[..., str]:
-    """A function that renders messages as text, with the `tools` and `chat_template_kwargs` of the row."""
+def renderer(row: dict[str, Any], processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> Callable[..., Any]:
+    """A function that renders messages as text (`str`), with the `tools` and `chat_template_kwargs` of the row."""
     tools = row.get("tools")
     tools = json.loads(tools) if isinstance(tools, str) else tools  # TRL takes both
     kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
@@ -179,7 +184,11 @@ def renderer(row: dict[str, Any], processing_class: Any) -> Callable[..., str]:
 
 
 def check_tool_messages(
-    dataset: Any, processing_class: Any, name: str, columns: Sequence[str], strict: bool = True
+    dataset: Dataset | IterableDataset,
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
+    name: str,
+    columns: Sequence[str],
+    strict: bool = True,
 ) -> None:
     """
     Warn if the chat template silently drops tool calls, or the answers of tools; with `strict` raise a `ValueError`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,11 @@ from .prompts import Prompt, prompt_of, require_prompts
 from .samples import Sample, show, write
 
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from transformers import TrainingArguments
+
+
 __all__ = ["Generation"]
 
 
@@ -39,7 +44,7 @@ class Generation(Part):
     evaluated: Any = None
     """The dataset of the running evaluation: the one of the data loader built last."""
 
-    def check(self, config: Any, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if self.settings.predict_with_generate:
             check_generation_settings(self.settings)
             _check_datasets(init_kwargs.get("eval_dataset"))
@@ -67,7 +72,7 @@ class Generation(Part):
             if self.settings.generation_kwargs and not sharded:
                 self._try_generation_kwargs(dataset)
 
-    def _try_generation_kwargs(self, dataset: Any) -> None:
+    def _try_generation_kwargs(self, dataset: Dataset | IterableDataset) -> None:
         """Raise a `ValueError` if `generate` fails with `generation_kwargs`: tries the first prompt, for one token."""
         ((_, batch),) = self._batches(dataset, [0])
         model = self._generator
@@ -81,7 +86,7 @@ class Generation(Part):
                 "them; the run would stop at its first evaluation."
             ) from error
 
-    def around_dataloader(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
+    def around_dataloader(self, dataset: Dataset | IterableDataset, is_training: bool) -> AbstractContextManager[Any]:
         if not is_training:
             self.evaluated = dataset
         return nullcontext()
@@ -114,7 +119,7 @@ class Generation(Part):
             predictions=predicted.predictions, label_ids=predicted.label_ids
         )
 
-    def _generate_from(self, dataset: Any) -> tuple[list[Sample], EvalPrediction]:
+    def _generate_from(self, dataset: Dataset | IterableDataset) -> tuple[list[Sample], EvalPrediction]:
         """Generate from the prompts of a dataset, partitioned over processes; returns all samples on all processes."""
         count = self._count(dataset)
         share = -(-count // self.trainer.accelerator.num_processes)
@@ -144,11 +149,13 @@ class Generation(Part):
             inputs=padded(inputs, tokenizer.pad_token_id) if includes_inputs else None,
         )
 
-    def _count(self, dataset: Any) -> int:
+    def _count(self, dataset: Dataset | IterableDataset) -> int:
         limit = self.settings.eval_generation_samples
         return len(dataset) if limit is None else min(limit, len(dataset))
 
-    def _batches(self, dataset: Any, indices: Sequence[int]) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
+    def _batches(
+        self, dataset: Dataset | IterableDataset, indices: Sequence[int]
+    ) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
         """Batches of the rows at `indices`: prompts, and their token ids, mask and images."""
         processing: Any = self.trainer.processing_class
         size = self.trainer.args.per_device_eval_batch_size
@@ -210,7 +217,7 @@ def _check_datasets(datasets: Any) -> None:
             raise ValueError("An evaluation dataset is empty, and `predict_with_generate=True` needs its prompts.")
 
 
-def _check_incompatible(config: Any, init_kwargs: dict[str, Any]) -> None:
+def _check_incompatible(config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
     """Raise a `ValueError` for settings that contradict generation, or that it would ignore."""
     reasons = {
         "eval_packing": "packed rows have no prompts any more; set `eval_packing=False`",

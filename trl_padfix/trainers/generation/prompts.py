@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
 from ..data.columns import column_names
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
 
 
 __all__ = ["Prompt", "prompt_of", "require_prompts"]
@@ -26,7 +31,7 @@ class Prompt:
     """Whether a chat template rendered the text, special tokens included."""
 
 
-def require_prompts(dataset: Any, name: str) -> None:
+def require_prompts(dataset: Dataset | IterableDataset, name: str) -> None:
     """Raise a `ValueError` if a dataset has no columns that separate prompt and answer."""
     columns = column_names(dataset)
     if "messages" not in columns and not ("prompt" in columns and columns & {"completion", "chosen"}):
@@ -37,7 +42,9 @@ def require_prompts(dataset: Any, name: str) -> None:
         )
 
 
-def prompt_of(row: dict[str, Any], processing_class: Any, chat_template: str | None = None) -> Prompt:
+def prompt_of(
+    row: dict[str, Any], processing_class: PreTrainedTokenizerBase | ProcessorMixin, chat_template: str | None = None
+) -> Prompt:
     """
     Read prompt and reference of a row: from `prompt` and `completion` or `chosen`, or else from `messages`.
 

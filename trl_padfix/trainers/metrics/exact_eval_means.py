@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +13,10 @@ from ..data.batch_metadata import pop_metadata
 from ..distributed import data_replicas, datasets_of
 from ..parts import Evaluation, Part, Step
 from ..temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["ExactMeans", "drop_duplicate_rows", "local_metrics_only"]
@@ -27,7 +31,7 @@ class ExactMeans(Part):
     1.0 over 3 pairs and one of 2.0 over 1 pair have the mean 1.25, not 1.5.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._sums: dict[str, torch.Tensor] = {}
         """By name of the loss or metric, the sum over all items and their number, `(2,)`."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
@@ -16,6 +16,10 @@ from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import worth_a_warning
 from ..data.tokenizers import tokenizer_of
 from ..parts import Part, Step
+
+
+if TYPE_CHECKING:
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["FiniteValues", "check_weights"]
@@ -71,7 +75,7 @@ class FiniteValues(Part):
     logs, so that a step does not wait for the device.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._pending: list[PendingValue] = []
         self._step_batches: list[Batch] = []

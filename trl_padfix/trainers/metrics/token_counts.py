@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
@@ -15,6 +15,10 @@ from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.flat_maps import to_device_async
 from ..distributed import data_replicas
 from ..parts import Evaluation, Part, Step
+
+
+if TYPE_CHECKING:
+    from ..parts import PaddingFreeTrainer
 
 
 __all__ = ["TokenCounter", "TokenCounts", "forward_counts", "report_of", "summed_over_processes"]
@@ -67,7 +71,7 @@ class TokenCounter:
 class TokenCounts(Part):
     """Logs tokens per second and the fractions of tokens that padding removal and prefix sharing save."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._warned = False
@@ -140,7 +144,7 @@ def forward_counts(handle: PaddingRemoval | None) -> list[int]:
     return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.padded_forwards, *choices]
 
 
-def summed_over_processes(counts: torch.Tensor, trainer: Any) -> torch.Tensor:
+def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> torch.Tensor:
     """The counts summed over processes; processes that have the same rows count once."""
     accelerator = trainer.accelerator
     if accelerator.num_processes == 1:
