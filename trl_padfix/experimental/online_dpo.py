@@ -30,7 +30,7 @@ class OnlineDPOTrainer(PaddingFreeMixin, trl_online_dpo.OnlineDPOTrainer):
 
     task_class = PromptTask
 
-    def _forward(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, model: "torch.nn.Module", *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
             return super()._forward(model, *args, **kwargs)
         with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`

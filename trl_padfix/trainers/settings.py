@@ -197,7 +197,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
         self.attn_implementation = attn_implementation
 
     @classmethod
-    def of(cls, config: TrainingArguments, **fixed: Any) -> "Settings":
+    def of(cls, config: "TrainingArguments", **fixed: Any) -> "Settings":
         """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
         names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
@@ -205,7 +205,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
         return settings
 
 
-def trls_configuration(config: TrainingArguments) -> Any:
+def trls_configuration(config: "TrainingArguments") -> Any:
     """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
     classes = type(config).__mro__
     package = __name__.partition(".")[0]
@@ -219,7 +219,7 @@ def trls_configuration(config: TrainingArguments) -> Any:
     return copied
 
 
-def turn_off(config: TrainingArguments) -> None:
+def turn_off(config: "TrainingArguments") -> None:
     """
     With `TRL_PADFIX_OFF` set, undo the fields that change how a step is computed, on a configuration or [`Settings`].
 
@@ -232,7 +232,7 @@ def turn_off(config: TrainingArguments) -> None:
                 setattr(config, name, off)
 
 
-def check_field_types(config: TrainingArguments) -> None:
+def check_field_types(config: "TrainingArguments") -> None:
     """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
     if not is_dataclass(config):
         return
@@ -259,7 +259,7 @@ def check_field_types(config: TrainingArguments) -> None:
         )
 
 
-def check_packing(config: TrainingArguments) -> None:
+def check_packing(config: "TrainingArguments") -> None:
     """
     Raises:
         ValueError: If `prefix_sharing` is set without `padding_free`, or it or `parity_check` has an unknown value.
@@ -278,7 +278,7 @@ def check_packing(config: TrainingArguments) -> None:
         )
 
 
-def check_token_budget(config: TrainingArguments) -> None:
+def check_token_budget(config: "TrainingArguments") -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length`, without
@@ -307,7 +307,7 @@ def check_token_budget(config: TrainingArguments) -> None:
         )
 
 
-def check_loss_reduction(config: TrainingArguments) -> None:
+def check_loss_reduction(config: "TrainingArguments") -> None:
     """
     Raises:
         ValueError: If `loss_reduction` has an unknown value, or is set without `max_tokens_per_batch`.
@@ -322,7 +322,7 @@ def check_loss_reduction(config: TrainingArguments) -> None:
         )
 
 
-def check_grouping(config: TrainingArguments) -> None:
+def check_grouping(config: "TrainingArguments") -> None:
     """
     Raises:
         ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
@@ -355,7 +355,7 @@ def check_grouping(config: TrainingArguments) -> None:
         )
 
 
-def check_generation_settings(config: TrainingArguments) -> None:
+def check_generation_settings(config: "TrainingArguments") -> None:
     """Check the fields for generation in evaluation, before a model is loaded."""
     for name in ("generation_max_new_tokens", "eval_generation_samples"):
         value = getattr(config, name)
