@@ -13,6 +13,7 @@ from torch import nn
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
+from ..core.model.find import find_pretrained
 
 
 if TYPE_CHECKING:
@@ -58,8 +59,17 @@ def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
 def check_launch(trainer: PaddingFreeTrainer) -> None:
     """
     Raises:
-        PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
+        PaddingRemovalError: If the model is copied to several devices, its layers are distributed over processes, or
+            padded rows are split over them.
     """
+    distributed = getattr(find_pretrained(trainer.model).config, "distributed_config", None)
+    stages = getattr(distributed, "pp_size", None) or 1
+    if stages > 1:  # with TRL alone the first step never ends either
+        raise PaddingRemovalError(
+            f"`pp_size={stages}` of the model's `distributed_config` gives each process some of the layers, and "
+            "transformers' Trainer has no schedule that passes a batch through them. Use `fsdp_size`, `tp_size` or "
+            "`ep_size`, which shard all layers."
+        )
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
             f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
