@@ -32,7 +32,7 @@ MEASURED = {
     "dpo-short-prompts-cpu": "DPO, short prompts",
     "dpo-4096-512-cpu": "DPO, prompt 4096, answers 512",
     "dpo-hybrid-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, a hybrid",
-    "dpo-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, HH-RLHF",
+    "dpo-hh-rlhf-8-pairs-auto-cpu": "DPO, 8 pairs, HH-RLHF",
     "dpo-hh-rlhf-16-pairs-cpu": "DPO, 16 pairs, HH-RLHF",
     "dpo-tree-4x8-600-80-cpu": "DPO, 16 pairs of rollouts",
     "grpo-8-completions-cpu": "GRPO, 8 completions",

@@ -1,5 +1,6 @@
 """The examples of the README run, and its figures are measured. Its commands: `python -m kit.readme_path`."""
 
+import json
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from trl_padfix import build_tiny
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+START = (ROOT / "docs/index.md").read_text()
 SPEED = (ROOT / "docs/speed.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -64,16 +66,39 @@ def test_it_is_short_and_its_links_lead_somewhere():
     assert not re.findall(r"https?://", README)  # no place that does not exist
 
 
-def test_its_figures_are_those_of_the_page_on_speed():
-    rows = {
-        "DPO, HH-RLHF, 8 pairs": r"DPO, 8 pairs(?:, on version [\d.]+)? \|",
-        "DPO, GSM8K, 8 pairs": "DPO, 8 pairs of GSM8K",
-        "SFT, 32 turns of": r"SFT on \[published rollouts",
-    }
-    for ours, measured in rows.items():
-        shown = re.search(rf"^\| {ours}(.*)$", README, re.MULTILINE)[1]
-        held = re.findall(rf"^\| {measured}.*$", SPEED, re.MULTILINE)[-1]  # the newest
-        assert all(figure in held for figure in re.findall(r"[\d.]+x", shown)), shown
+FIGURES = {  # rows of the README, and the file and variants of their figures
+    "DPO, HH-RLHF, 8 pairs": ("dpo-hh-rlhf-8-pairs-auto-cpu", ["padding_free", "prefix_sharing"]),
+    "DPO, GSM8K, 8 pairs": ("dpo-gsm8k-8-pairs-cpu", ["padding_free", "prefix_sharing"]),
+    "SFT, 32 turns of": ("sft-airline-32-rows-cpu", ["padding_free", "auto", "group_by_prefix"]),
+}
+FIGURE = r"(?<![\w.])\d+\.\dx"
+
+
+def measured(name: str, variants: list[str]) -> tuple[list[str], str]:
+    """The speed-ups in a file of `docs/bench`, and the version that was measured."""
+    found = json.loads((ROOT / f"docs/bench/{name}.json").read_text())
+    speed = {variant["name"]: variant["speedup"] for variant in found["variants"]}
+    return [f"{speed[variant]:.1f}x" for variant in variants], found["versions"]["trl_padfix"]
+
+
+@pytest.mark.parametrize("page", [README, START], ids=["README", "index"])
+def test_figures_are_those_of_the_files_they_come_from(page):
+    rows = {}
+    for ours in FIGURES:
+        (rows[ours],) = re.findall(rf"^\| {ours}.*$", page, re.MULTILINE)
+    for ours, row in rows.items():
+        figures, version = measured(*FIGURES[ours])
+        assert re.findall(FIGURE, row) == figures
+        (commit,) = re.findall(rf"\| {re.escape(version)}, ([0-9a-f]{{7}}) \|$", row)
+        (there,) = [
+            line
+            for line in SPEED.splitlines()
+            if line.startswith("|")
+            and f"{version}, {commit} |" in line
+            and (all(figure in line for figure in figures))
+        ]
+        assert there  # the page on speed has it, with its command
+    assert len(re.findall(FIGURE, page)) == sum(len(variants) for _, variants in FIGURES.values())  # and no others
 
 
 def test_the_path_has_every_command_in_order_and_leaves_none_out_in_vain():
