@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.families import build, families
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
-from zoo.family_tables import escaped, general, write
+from zoo.family_tables import general, write
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 
@@ -39,35 +39,26 @@ REPRESENTATIVES += ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepsee
 INTRODUCTION = """\
 # Families
 
-Which causal language model types of transformers 5.23 `remove_padding` computes **exactly**, and which it **refuses**
-with the reason; some types are listed with a second setting that changes a layer. Each was tested as a tiny random
-model in float32, with its default attention and the eager one, on rows of different lengths that are longer than
-every window and chunk, padded on the left and on the right, with common prefixes. "Exact" means that log-probabilities
-and gradients (relative) are within 1e-4 of each row computed alone; the table has the largest difference. For mixtures
-of experts, router logits, the auxiliary loss and its gradients also equal the padded computation's.
+Causal language model types of transformers 5.23: `remove_padding` computes them **exactly**, or **refuses** them with
+the reason. `trl-padfix doctor --model ID` says it of your model, layer by layer.
 
-*Own padding* is how far transformers' own padded computation is from the rows computed alone, on the worse side, in
-nats; where it is large (learned positions, left padding), packing also repairs it. Router logits are compared where
-the padded computation is right.
+Each type was tested as a tiny random model in float32 with every kind of layer of its configuration class (no
+cross-attention to images), on rows longer than every window, both padding sides, common prefixes. "Exact" means that
+log-probabilities and gradients (relative) are within 1e-4 of each row computed alone; for experts also router logits
+and auxiliary loss.
 
-*Run* says how the modules run that mix tokens: on the *packed* row, *forked* (linear attention, state-space scans and
-short convolutions, whose state forks where prefixes part) or on *rows* of their own; everything else is packed. A
-decoder that is given *whole rows* shares nothing. Each type has every kind of layer that its configuration class
-knows, but for cross-attention to images.
+The lists are by the [mode](attention.md#how-layers-other-than-attention-run) of the layers that mix tokens. A comma
+in a name begins a second setting.
 
-Two kinds of modules give a token other numbers in other batches **in transformers itself**, so no packed forward
-equals both the padded batch and the rows alone:
+Two modules give a token other numbers in other batches in transformers itself. The parity check names them if it
+fails:
 
-- Indexers that select keys (DeepSeek V3.2 and V4, GLM's `glm_moe_dsa`, `axk2`, `hy_v4`, ...), where scores are equal
-  to the bit: torch leaves open which of them `topk` takes, and it takes others where a row has other padding. Tiny
-  random models often score zero; here `topk` takes the first.
-- `xlstm`: one kernel computes the whole chunks of a row (`chunk_size`, 64), and another the tokens that are left, and
-  the two differ. The output of a token depends on the length of its row: with rows that are prefixes of others
-  log-probabilities differ by 4e-5 and gradients by up to 8e-3 (relative), between padded rows and rows alone by 8e-4.
+- Indexers that select keys (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`): torch does not define which of two
+  equal scores `topk` takes.
+- `xlstm`: the output of a token depends on the length of its row (gradients by up to 8e-3).
 
-Where the parity check fails on a model with such a module, its message says so.
-
-Made by `python tests/core/test_families.py --write` from `tests/core/families.json`; do not edit."""
+Made by `python tests/core/test_families.py --write` from `tests/core/families.json`, which has all figures; do not
+edit."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.23.0", reason="the record is that of transformers 5.23.0"
@@ -99,33 +90,25 @@ def table(recorded: dict[str, Any]) -> str:
     for mode, count in counts.items():
         assert not count["wrong"], "a wrong family cannot be documented"
         lines.append(f"| {mode.replace('_', ' ')} | {count['exact']} | {count['refused']} | {count['not built']} |")
-    lines += [
-        "",
-        "| type | padding-free | prefix sharing | run | largest difference | own padding |",
-        "|---|---|---|---|---|---|",
-    ]
-    reasons: dict[str, int] = {}
+    figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
+    lines += ["", f"The largest difference is {max(figures):.0e}.", ""]
+    groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
-        lines.append(_line(family, outcomes, reasons))
-    lines += ["", "Reasons:", ""]
-    lines += [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join(lines) + "\n"
+        groups.setdefault(_group(outcomes), []).append(family)
+    for group in sorted(groups, key=lambda group: ("exact" not in group, -len(groups[group]))):
+        lines += [f"**{group}** ({len(groups[group])}): {', '.join(f'`{family}`' for family in groups[group])}", ""]
+    return "\n".join(lines[:-1]) + "\n"
 
 
-def _line(family: str, outcomes: dict[str, Any], reasons: dict[str, int]) -> str:
+def _group(outcomes: dict[str, Any]) -> str:
+    """What is said of a type, once for all types of which it is true."""
     if "not_built" in outcomes:
-        return f"| `{family}` | not built | not built | | | {escaped(outcomes['not_built'])} |"
-    cells = []
-    for mode in MODES:
-        reason = outcomes[mode].get("reason")
-        number = reasons.setdefault(general(reason), len(reasons) + 1) if reason else None
-        cells.append(f"refused ({number})" if reason else outcomes[mode]["outcome"])
-    figures = [f for mode in MODES for f in (outcomes[mode].get("logps"), outcomes[mode].get("gradients")) if f]
-    own = outcomes["own_padding"].values()
-    worst = max((v for v in own if isinstance(v, float)), default="")
-    largest = f"{max(figures):.0e}" if figures else ""
+        return "Not built as a tiny model"
+    free, shared = (outcomes[mode].get("reason") for mode in MODES)
+    if free:
+        return f"Refused. {general(free)}"
     ran = ", ".join(way for way in WAYS if way in outcomes.get("mixers", {}))
-    return f"| `{family}` | {cells[0]} | {cells[1]} | {ran} | {largest} | {worst:.0e} |"
+    return f"Exact, {ran}" + (f"; `prefix_sharing` refused: {general(shared)}" if shared else "")
 
 
 def test_the_record_has_every_family_and_none_is_wrong():

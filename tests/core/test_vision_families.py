@@ -20,7 +20,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE
-from zoo.family_tables import escaped, general, write
+from zoo.family_tables import general, write
 from zoo.vision_families import vision_families
 from zoo.vision_outcomes import KINDS, vision_outcomes
 
@@ -32,19 +32,17 @@ NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl"
 INTRODUCTION = """\
 # Vision-language families
 
-Which image-text-to-text types of transformers 5.23 `remove_padding` computes **exactly**, on batches with images and
-on batches of text, and which it **refuses** with the reason. Each was tested as a tiny random model in float32, on
-rows with one image, two or none, some with the same ids and another image, padded on the left and on the right.
-"Exact" means that log-probabilities and gradients (relative; those of the vision tower too) are within 1e-4 of each
-row computed alone.
+Image-text-to-text types of transformers 5.23: `remove_padding` computes them **exactly**, on batches with images and
+on batches of text, or **refuses** them with the reason.
 
-*Exact as padded*: the model's own padded batch is not what its rows are alone (it numbers images through the batch, or
-rounds differently by more than 1e-4), and packed is within 1e-4 of that padded batch.
+Each was tested as a tiny random model in float32, on rows with one image, two or none, some with the same ids and
+another image, padded left and right. "Exact" means that log-probabilities and gradients (relative, of the vision
+tower too) are within 1e-4 of each row computed alone. *As padded*: the model's own padded batch differs from its rows
+alone by more than that, and packed is within 1e-4 of the padded batch. A type that was *not run* is still checked by
+the rules and by the parity check.
 
-*Not run*: images were not given to a model of this type, or it needs more inputs; the reason stands below the table.
-Rules and parity check apply to it as to the others.
-
-Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`; do not edit."""
+Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`, which has all
+figures and reasons; do not edit."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.23.0", reason="the record is that of transformers 5.23.0"
@@ -64,28 +62,34 @@ def verdict(outcomes: dict[str, Any]) -> Any:
 
 def table(recorded: dict[str, Any]) -> str:
     """The support table, in Markdown."""
-    lines = [*INTRODUCTION.splitlines(), "", "| type | with images | shared | text alone | shared | difference |"]
-    lines.append("|---|---|---|---|---|---|")
-    reasons: dict[str, int] = {}
+    lines, groups = [*INTRODUCTION.splitlines(), ""], {}
     for family, outcomes in recorded.items():
-        if "not_built" in outcomes:
-            lines.append(f"| `{family}` | not built: {escaped(outcomes['not_built'])} | | | | |")
-            continue
-        cells, figures = [], []
-        for kind in KINDS:
-            for mode in MODES:
-                outcome = outcomes[kind].get(mode)
-                reason = outcome and outcome.get("reason")
-                number = reasons.setdefault(general(reason), len(reasons) + 1) if reason else None
-                exact = "exact as padded" if outcome and "own_padding" in outcome else "exact"
-                cells.append("not run" if outcome is None else f"refused ({number})" if reason else exact)
-                figures += [outcome[name] for name in ("logps", "gradients") if outcome and name in outcome]
-        largest = f"{max(figures):.0e}" if figures else ""
-        lines.append(f"| `{family}` | {' | '.join(cells)} | {largest} |")
-    lines += ["", "Reasons:", "", *(f"{number}. {reason}" for reason, number in reasons.items())]
-    why = {f: o["images"]["not_run"] for f, o in recorded.items() if "not_run" in o.get("images", {})}
-    lines += ["", "Not run with images:", "", *(f"- `{family}`: {reason}" for family, reason in why.items())]
-    return "\n".join(lines) + "\n"
+        groups.setdefault(_group(outcomes), []).append(family)
+    for group in sorted(groups, key=lambda group: ("xact" not in group, -len(groups[group]))):
+        lines += [f"**{group}** ({len(groups[group])}): {', '.join(f'`{family}`' for family in groups[group])}", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _group(outcomes: dict[str, Any]) -> str:
+    """What is said of a type, once for all types of which it is true; both modes have the same outcome."""
+    if "not_built" in outcomes:
+        return "Not built as a tiny model"
+    said = {}
+    for kind in KINDS:
+        found = [outcomes[kind].get(mode) for mode in MODES]
+        words = {_word(outcome) for outcome in found}
+        assert len(words) == 1, words
+        (said[kind],) = words
+    images, text = (said[kind] for kind in KINDS)
+    return images if images == text else f"Images: {images[0].lower()}{images[1:]}. Text: {text[0].lower()}{text[1:]}"
+
+
+def _word(outcome: dict[str, Any] | None) -> str:
+    if outcome is None:
+        return "Not run"
+    if reason := outcome.get("reason"):
+        return f"Refused. {general(reason)}"
+    return "Exact as padded" if "own_padding" in outcome else "Exact"
 
 
 def test_the_record_has_every_type_and_none_is_wrong():
