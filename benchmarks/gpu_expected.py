@@ -1,7 +1,7 @@
 """
 Least time of a step on a device by a roofline: its operations at the speeds of the data sheet.
 
-    PYTHONPATH=tests python benchmarks/gpu_expected.py    # the table of docs/gpu.md, counted on a simulated device
+    PYTHONPATH=tests python benchmarks/gpu_expected.py    # a table of devices, counted on a simulated one
     python benchmarks/gpu_expected.py --cpu               # beside measured steps on this CPU, with the operations of
                                                           # TRL's step that exceed their least time most
 

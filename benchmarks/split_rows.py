@@ -6,7 +6,7 @@ Memory, communication and time of a step under context parallelism: several proc
     python benchmarks/split_rows.py --compare --hidden 256 --steps 5  # one process, and two, on a core each
 
 A tiny Qwen2 on a CPU, with the loss of SFT. `kept_mib`: storages saved for backward, without weights. `sent_mib`:
-counted at the collective, beside the formula of docs/many_gpus.md. `seconds`: median of the steps, each process on its
+counted at the collective, beside its formula. `seconds`: median of the steps, each process on its
 own core if there are enough. `share_of_communication`: measured in as many further steps, with a barrier before each
 exchange, so that the time does not include waiting for the attention of other processes.
 """

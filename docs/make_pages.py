@@ -43,15 +43,15 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "Every field of TRL's configurations is there too. All of these can be given in Python, in a YAML, or as a "
-        "flag (`--padding_free true`).\n"
+        "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
+        "(`--padding_free true`).\n"
     )
     for name, (default, help_text) in by_name.items():
         trainers = "all trainers" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
-        page += f"\n## `{name}`\n\n*`{default}` by default; {trainers}.* {' '.join(help_text.split())}\n"
+        page += f"\n## `{name}`\n\n*`{default}`; {trainers}.* {' '.join(help_text.split())}\n"
     page += (
         "\n## `attn_implementation`\n\n"
-        '*`None` by default; all trainers.* Attention implementation of the model: a name, `"auto"` for a '
+        '*`None`; all trainers.* Attention implementation of the model: a name, `"auto"` for a '
         "FlashAttention that is installed, or else `sdpa`, or for a vision model a name for each part. Refused before "
         "weights load if it cannot run.\n\n"
         "## Logged beside TRL's metrics\n\n"
@@ -60,9 +60,8 @@ def options() -> str:
         "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "Under `max_tokens_per_batch` TRL's metrics that are means over tokens (`entropy`, `mean_token_accuracy`, "
-        "`logits/chosen`, `logits/rejected`) are means over all tokens of an optimizer step. TRL's are means over the "
-        "means of its micro-batches, in which the tokens of short micro-batches weigh more.\n"
+        "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
+        "`logits/rejected`) are means over all tokens of a step. TRL's are means over means of micro-batches.\n"
     )
     return page
 
@@ -71,17 +70,16 @@ def troubleshooting() -> str:
     """The page of known errors."""
     page = "# Troubleshooting\n\n" + MADE
     page += (
-        f'{len(KNOWN_ERRORS)} errors and what to do. `trl-padfix doctor --explain "TEXT"` finds the entry for a text, '
-        "also in the middle of a traceback (`--explain -` reads it from standard input). For a bug report, add what "
-        "`trl-padfix doctor --json doctor.json` writes.\n"
+        f'The first remedy of each of {len(KNOWN_ERRORS)} errors. `trl-padfix doctor --explain "TEXT"` finds the '
+        "entry for a text, also in a traceback (`--explain -` reads standard input), and prints cause, all remedies "
+        "and source. For a bug report, add what `trl-padfix doctor --json doctor.json` writes.\n"
     )
     doing = ""
     for error in KNOWN_ERRORS:
         if error.doing != doing:  # the list is in the order of the groups
             doing = error.doing
             page += f"\n## {doing}\n"
-        page += f"\n### {error.name}\n\n*Cause.* {error.cause}\n\n*What to do.* {error.fix}\n"
-        page += f"\n*Where the text comes from.* {_linked(error.source)}.\n"
+        page += f"\n### {error.name}\n\n{_first_sentence(error.fix)}\n"
     return page
 
 
@@ -94,8 +92,8 @@ def _default(field) -> str:
     return str(field.default_factory()) if field.default_factory is not MISSING else "required"
 
 
-def _linked(source: str) -> str:
-    return re.sub(r"https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull)/(\d+)", r"[\1#\2](\g<0>)", source)
+def _first_sentence(text: str) -> str:
+    return re.split(r"(?<=\.)\s+(?=[A-Z`])", text)[0]
 
 
 def main() -> None:

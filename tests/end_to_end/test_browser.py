@@ -18,7 +18,7 @@ WIDTHS = {"desk": 1280, "phone": 390}
 TERMS = {
     "max_tokens_per_batch": "options.html",
     "remove_padding": "api.html",
-    "expand_turns": "trees.html",
+    "expand_turns": "rollouts.html",
     "rollout_pairs": "rollouts.html",
     "out of memory": "troubleshooting.html",
     "gpt_bigcode": "families.html",

@@ -18,6 +18,7 @@ import trl_padfix
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+NAVIGATION = (ROOT / "mkdocs.yml").read_text()
 ELSEWHERE = {"changelog.md": "CHANGELOG.md", "recipes.md": "recipes/README.md", "security.md": "SECURITY.md"}
 """Pages of the site that `docs/copied_pages.py` makes from other files."""
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name not in {*ELSEWHERE, "contributing.md"})
@@ -119,12 +120,25 @@ def test_the_api_page_has_every_public_name_with_its_text():
 
 
 def test_every_page_is_in_the_navigation_and_every_question_has_an_answer():
-    named = re.findall(r"[\w]+\.md", (ROOT / "mkdocs.yml").read_text())
+    named = re.findall(r"[\w]+\.md", NAVIGATION)
     assert len(named) == len(set(named))
     assert {page.name for page in PAGES} <= set(named)
-    questions = re.findall(r"^\| (.*\?.*|I run .*) \|$", (DOCS / "questions.md").read_text(), re.MULTILINE)
+    questions = re.findall(r"^- \*\*(.*\?)\*\* (.*)$", (DOCS / "questions.md").read_text(), re.MULTILINE)
     assert questions
-    assert [question for question in questions if not question.endswith(")")] == []  # a link to the page with more
+    assert [question for question, answer in questions if not answer.endswith(")).")] == []  # a link to more
+
+
+MOST_WORDS, MOST_ENTRIES = 18_000, 15
+
+
+def test_the_site_is_short_and_its_navigation_has_few_entries_for_users():
+    """All pages that are written or made here, but the reference of the API."""
+    assert sum(len(page.read_text().split()) for page in PAGES if page.name != "api.md") <= MOST_WORDS
+    users, maintainers = re.search(
+        r"^nav:\n(.*?)^  - For maintainers:\n(.*)", NAVIGATION, re.DOTALL | re.MULTILINE
+    ).groups()
+    assert 10 < len(re.findall(r"\.md$", users, re.MULTILINE)) <= MOST_ENTRIES
+    assert not re.search(r"^  - ", maintainers, re.MULTILINE)  # the last section
 
 
 def test_workflows_and_forms_are_yaml_and_run_what_there_is():

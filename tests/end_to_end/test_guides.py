@@ -1,19 +1,21 @@
 """The guides: each script runs as it is printed and prints what the page says, and no figure is made up."""
 
 import doctest
+import json
 import re
 from pathlib import Path
 
 import pytest
+import transformers
 from kit.processes import trained
+from transformers import AutoTokenizer
 
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 ELSEWHERE = [DOCS / "experimental.md", DOCS / "other_stacks.md"]
-WITHOUT_SCRIPTS = ("common", "async_grpo")  # the latter needs a server beside it
-WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE] if path.stem not in WITHOUT_SCRIPTS}
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, *ELSEWHERE]}
 FAST = ("grpo", "reward")
 AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -42,6 +44,18 @@ def test_a_script_prints_what_its_guide_says(name, tmp_path, monkeypatch, capsys
     assert checker.check_output(printed, got, AS_PRINTED), got
     wrong = re.sub(r"('padfix/pad_fraction': '?0\.)\d", r"\g<1>X", printed, count=1)
     assert not checker.check_output(wrong, got, AS_PRINTED)
+    for saved in re.findall(r'save_model\("(.*?)"\)', script):  # loads without this package
+        kind = json.loads((tmp_path / saved / "config.json").read_text())["architectures"][0]
+        assert getattr(transformers, kind).from_pretrained(tmp_path / saved).num_parameters() > 0
+        assert "padfix" not in (tmp_path / saved / "config.json").read_text()
+        AutoTokenizer.from_pretrained(tmp_path / saved)
+
+
+def test_a_guide_begins_with_its_rows_and_ends_with_a_saved_model():
+    for page in GUIDES:
+        headings = re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)
+        assert (headings[0], headings[-1]) == ("What goes in", "Save, push, serve"), page.name
+        assert "trainer.save_model(" in script_and_output(page)[0], page.name
 
 
 @pytest.mark.slow

@@ -36,27 +36,27 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder's inputs are packed into one row of real tokens. Works on either padding
-            side and with any attention implementation, and gives the numbers of the padded computation. A model that
-            cannot be packed exactly is refused.
+            Compute no padding: the decoder's inputs are packed into one row of real tokens. The numbers are those of
+            the padded computation, on either padding side and with any attention. A model that cannot be packed
+            exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute token prefixes that several rows of a batch share only once: the prompt of a pair, a system prompt
-            of many rows. If sharing would cost more than it saves, a batch is computed without. 'auto': share if the
-            model and the batch allow it, and log how often they do. Needs `padding_free`.
+            Compute tokens with which several rows of a batch begin only once: the prompt of a pair, a system prompt.
+            If that costs more than it saves, a batch is computed without. 'auto': share if the model and the batch
+            allow it, and log how often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool` or `"forward"`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
-            the first evaluation batch, in training also their gradients, and stop if they differ. 'forward': leave out
-            the gradients, which cost backward passes on up to four rows of 192 tokens (more with scans).
+            the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
+            gradients.
         stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
             Stop the run if a loss or a gradient is NaN or infinite. By default a warning names the step and the rows,
             and the run goes on, as in TRL.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop before the first step for data that TRL trains on and that is doubtful: empty or equal completions,
-            tool calls that the chat template leaves out, other numbers of images than placeholders, weights that are
-            not finite. In a stream, stop at the first such row. By default they are counted in a warning. With
-            `padding_free` also stop at a call that cannot be packed; by default it is computed padded, with a warning.
+            Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
+            tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
+            finite. In a stream, stop at the first such row. By default they are counted in a warning. With
+            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
         cp_attention (`str`, *optional*, defaults to `"heads"`):
             With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
             packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
@@ -68,10 +68,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Attention implementation of the reference model: a name, 'auto', or for a vision model a name for each
             part, such as '{"text_config": "sdpa", "vision_config": "eager"}'. Defaults to that of the policy.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Continue the prompts of the evaluation set during evaluation. `compute_metrics` then gets the generated
-            tokens (`predictions`, padded with the pad token) and the tokens of the data (`label_ids`, padded with
-            -100), as in `Seq2SeqTrainer`. The texts are written to `generations/` in the output directory, and a few
-            of them to the log and the trackers.
+            Continue the prompts of the evaluation set during evaluation. `compute_metrics` gets the generated tokens
+            (`predictions`, padded with the pad token) and those of the data (`label_ids`, padded with -100), as in
+            `Seq2SeqTrainer`. The texts are written to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
@@ -81,31 +80,27 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
             Defaults to all.
         generation_rows_shown (`int`, *optional*, defaults to `2`):
-            With `predict_with_generate`: number of generated texts that an evaluation shows in the log and the
-            trackers; 0 for none. `generations/` has all of them.
+            With `predict_with_generate`: number of generated texts in the log and the trackers; 0 for none.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
-            tokens, balanced across processes. The loss is the mean over all rows of the step. A step still has
-            `per_device_train_batch_size` x `gradient_accumulation_steps` x processes rows: the first is multiplied by
-            the second, which is then set to 1, so that one batch is one optimizer step. With `prefix_sharing` a prefix
-            that several micro-batches share is computed once per step. Batches of evaluation are split, too, but not
-            if they have images. Needs `padding_free`.
+            tokens, balanced across processes. The loss is the mean over all rows of the step.
+            `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
+            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, but
+            not with images. Needs `padding_free`.
         loss_reduction (`str`, *optional*):
             With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
             'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
-            loss is then computed in micro-batches. On the first step loss and gradient norm are compared with those of
-            all rows at once, and the run stops if they differ. By default a custom loss gets all rows of a step, and
-            the forwards of all sub-batches but one are computed a second time.
+            first step verifies it by loss and gradient norm. By default a custom loss gets all rows of a step, and
+            forwards are computed a second time.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same optimizer step and forward: several pairs of a prompt, the
-            turns of a conversation, rollouts of a task. The groups of a step are drawn at random in every epoch, from
-            the seed. Needs `prefix_sharing`.
+            turns of a conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
             With `group_by_prefix` and a streamed dataset: number of rows that are read ahead and grouped. Use at least
             the rows of several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT), so that they
-            do not depend on the batch size. By default they are TRL's means over batches.
+            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
+            are TRL's means over batches.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -136,8 +131,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default the last token that is
-            not the pad token is scored, as in the padded computation. The two differ if rows end with the pad token
-            (`pad_token == eos_token`).
+            not the pad token is scored, as in the padded computation.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
