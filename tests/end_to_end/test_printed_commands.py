@@ -62,7 +62,7 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 NOT_RUN = {  # and only checked word by word
     r"pip install ": "brings packages from an index",
     r"(pytest|nox) ": "the tests, which CI runs",
-    r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
+    r"(accelerate launch|trl-padfix (dpo|sft|distillation|async-grpo)) .*_tiny\.yaml": "test_recipes.py",
     r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
     r"accelerate launch .*train\.py": "test_guides.py",
     r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
@@ -194,8 +194,8 @@ def check_script(words: list[str]) -> None:
     if words[0] == "-m":
         path, rest = Path(str(find_spec(words[1]).origin)), words[2:]
     assert path.exists(), path
-    if path.stem in METHODS:
-        return check_ours([path.stem, *rest])
+    if (method := path.stem.replace("_", "-")) in METHODS:
+        return check_ours([method, *rest])
     source = path.read_text()
     for option in (word.split("=")[0][2:] for word in rest if word.startswith("--")):
         field = rf"^    {option.replace('-', '_')}: "  # of a dataclass

@@ -11,14 +11,15 @@ import importlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from . import disable_telemetry, require_extra
-from .methods import METHODS
+from .methods import METHODS, SCRIPTS
 
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser", "parse", "run"]
 
-TINY = ("dpo", "sft")
+TINY = ("dpo", "sft", "async-grpo")
 """Methods that can train a tiny model that is built on the spot."""
 
 
@@ -37,7 +38,7 @@ def make_parser(method: str) -> TrlParser:
     from transformers import TrainingArguments
 
     with _patched_trl(method) as (_, config):
-        parser = importlib.import_module(f"trl.scripts.{method}").make_parser(prog=f"trl-padfix {method}")
+        parser = _script(method).make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
     package = __name__.partition(".")[0]
@@ -220,8 +221,15 @@ def main(method: str, args: Sequence[str]) -> None:
     if method in TINY:
         parsed[2].model_name_or_path = recipe_run.model_to_train(*parsed)
         set_seed(parsed[1].seed)
-    with saying_what_is_safe(parsed[1].output_dir), _patched_trl(method, reports=True):
-        importlib.import_module(f"trl.scripts.{method}").main(*parsed)
+    with ExitStack() as stack:
+        given = {}
+        if method == "async-grpo":
+            parsed[2].dtype = parsed[1].dtype  # the script loads the model with that of the model's arguments
+            if parsed[0].tiny_model:
+                given = stack.enter_context(recipe_run.serve_tiny(parsed[2].model_name_or_path, parsed[1]))
+        stack.enter_context(saying_what_is_safe(parsed[1].output_dir))
+        stack.enter_context(_patched_trl(method, reports=True, **given))
+        _script(method).main(*parsed)
 
 
 def run(method: str, args: Sequence[str]) -> None:
@@ -235,11 +243,16 @@ def run(method: str, args: Sequence[str]) -> None:
         main(method, args)
 
 
+def _script(method: str) -> Any:
+    """The module of TRL's script."""
+    return importlib.import_module(f"trl.scripts.{SCRIPTS.get(method, method)}")
+
+
 @contextmanager
-def _patched_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
+def _patched_trl(method: str, reports: bool = False, **given: Any) -> Iterator[tuple[type, type]]:
     """
     Within the block `from trl import ...` imports our trainer and configuration; with `reports` the trainer writes a
-    report at the end.
+    report at the end. `given` are arguments of the trainer that TRL's script does not pass.
     """
     import trl
 
@@ -247,20 +260,26 @@ def _patched_trl(method: str, reports: bool = False) -> Iterator[tuple[type, typ
 
     from . import recipe_run
 
-    names = [f"{METHODS[method]}{kind}" for kind in ("Trainer", "Config")]
-    trainer, config = (getattr(trl_padfix, name) for name in names)
-    ours = dict(zip(names, (trainer, config), strict=True))
+    kinds = ("Trainer", "Config")
+    trainer, config = (getattr(trl_padfix, f"{METHODS[method]}{kind}") for kind in kinds)
+    names = [f"{METHODS[SCRIPTS.get(method, method)]}{kind}" for kind in kinds]  # as the script imports them
+    ours = {(trl, name): value for name, value in zip(names, (trainer, config), strict=True)}
     if reports:
         more = (recipe_run.to_dialogues,) if method == "sft" else ()
-        ours[names[0]] = recipe_run.reporting(trainer, *more)
-    if method in TINY:
-        ours["ScriptArguments"] = recipe_run.RecipeArguments
-    theirs = {name: getattr(trl, name) for name in ours}
-    vars(trl).update(ours)
-    try:
+        ours[trl, names[0]] = recipe_run.reporting(trainer, *more, **given)
+    if method == "async-grpo":
+        classes = recipe_run.rollout_arguments()
+        # The script's own class, which has TRL's script arguments as its base since it was imported.
+        ours[_script(method), "GRPOScriptArguments"] = classes.pop("GRPOScriptArguments")
+        ours |= {(trl, name): value for name, value in classes.items()}
+        if reports:
+            ours[trl, names[0]] = recipe_run.without_evaluation(ours[trl, names[0]])
+    elif method in TINY:
+        ours[trl, "ScriptArguments"] = recipe_run.RecipeArguments
+    with ExitStack() as stack:
+        for (module, name), value in ours.items():
+            stack.enter_context(patch.object(module, name, value))
         yield trainer, config
-    finally:
-        vars(trl).update(theirs)
 
 
 if __name__ == "__main__":

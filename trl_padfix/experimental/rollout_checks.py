@@ -6,12 +6,16 @@ import copy
 import time
 from collections.abc import Iterator
 from functools import partial
+from threading import Thread
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import requests
 from accelerate.logging import get_logger
 from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
+
+from ..trainers.temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
@@ -28,24 +32,30 @@ MAX_DROPPED_SAMPLES = 64
 POLL_SECONDS = 1.0
 """How long the queue is waited for before the worker's health is checked."""
 
+SERVER_SECONDS = 15.0
+"""How long a server may refuse connections, before the training and in it, if no `vllm_server_timeout` is set."""
+
 
 def check_server(trainer: PaddingFreeTrainer) -> None:
     """
     Wait for the server, as TRL does, and check that it serves the model of the trainer.
 
     Raises:
-        TimeoutError: If no server answers within `vllm_server_timeout` seconds.
+        TimeoutError: If no server answers in time.
         ValueError: If it serves another model: TRL's worker would fail in its first request.
     """
-    client, timeout = trainer.vllm_client, trainer.args.vllm_server_timeout
-    try:
-        requests.get(f"{client.server_url}/health", timeout=5)
-    except requests.RequestException as error:
-        logger.warning(
-            f"No server answers at `vllm_server_base_url={client.server_url!r}` ({type(error).__name__}). Waiting up "
-            f"to `vllm_server_timeout={timeout:g}` seconds, in case it is still loading its model."
-        )
-    client.wait_for_server_ready(poll_interval_s=min(POLL_SECONDS, timeout))
+    client, timeout = trainer.vllm_client, _server_timeout(trainer)
+    if obstacle := _obstacle_to_server(trainer):
+        logger.warning(f"No server answers at {client.server_url} ({obstacle}). Waiting for one, {timeout:g} seconds.")
+    with temporarily_set(client, "server_timeout", timeout):
+        try:
+            client.wait_for_server_ready(poll_interval_s=min(POLL_SECONDS, timeout))
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"No server answers at `vllm_server_base_url={client.server_url!r}` for {timeout:g} seconds. Start it "
+                f"(`vllm serve {trainer.rollout_worker._loop_kwargs['model_name']}`) before the training, or set the "
+                "seconds to wait for one that is loading its model: `vllm_server_timeout=600`."
+            ) from error
     answer = requests.get(f"{client.server_url}/v1/models", timeout=5)
     served = [model["id"] for model in answer.json().get("data", [])] if answer.ok else []
     requested = trainer.rollout_worker._loop_kwargs["model_name"]
@@ -56,6 +66,24 @@ def check_server(trainer: PaddingFreeTrainer) -> None:
             f"model that is trained (`vllm serve {requested}`), or give it that name (`--served-model-name "
             f"{requested}`)."
         )
+
+
+def _server_timeout(trainer: PaddingFreeTrainer) -> float:
+    """Seconds that a server is waited for: `vllm_server_timeout`, if it is not TRL's default of four minutes."""
+    timeout = trainer.args.vllm_server_timeout
+    is_default = timeout == type(trainer.args).__dataclass_fields__["vllm_server_timeout"].default
+    return SERVER_SECONDS if is_default else timeout
+
+
+def _obstacle_to_server(trainer: PaddingFreeTrainer) -> str:
+    """Why the server cannot be connected to; empty if it can, also if it is slow."""
+    try:
+        requests.get(f"{trainer.vllm_client.server_url}/health", timeout=5)
+    except requests.ConnectionError as error:
+        return type(error).__name__
+    except requests.RequestException:
+        pass
+    return ""
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -84,15 +112,15 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def stop_without_waiting(worker: Any) -> None:
-    """Let `worker.stop()` return also if the worker's process was killed: TRL's would wait for it forever."""
+    """Let `worker.stop()` return also if its process has ended, or ends meanwhile: TRL's would wait for it forever."""
     worker.stop = partial(_stop, worker)
 
 
 def _stop(worker: Any) -> None:
-    process = worker._process
-    if process is not None and not process.is_alive():
-        worker._process = None  # setting the event of a process that is gone waits for its answer
-    type(worker).stop(worker)
+    # `set` waits for an answer of the process, which gives none once it has failed or was killed: so, in a thread.
+    setting = Thread(target=worker._stop_event_mp.set, daemon=True)
+    with temporarily_set(worker, "_stop_event_mp", SimpleNamespace(set=setting.start)):
+        type(worker).stop(worker)
 
 
 class RolloutQueue(RolloutQueueDataset):
@@ -111,6 +139,7 @@ class RolloutQueue(RolloutQueueDataset):
     def __init__(self, trainer: PaddingFreeTrainer, *, check_health_fn: Any, **kwargs: Any) -> None:
         self._trainer, self._check_worker = trainer, check_health_fn
         self._waits_since, self._has_warned = time.monotonic(), False
+        self._server_answered = time.monotonic()
         super().__init__(check_health_fn=self._check, poll_interval_s=POLL_SECONDS, **kwargs)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -137,6 +166,8 @@ class RolloutQueue(RolloutQueueDataset):
                 f"The rollout worker's process has ended (exit code {process.exitcode}; -9: killed, by the kernel if "
                 "memory ran out), so no sample will come. Its last lines in the log may say more."
             )
+        if process is not None:
+            self._check_server()
         waited = time.monotonic() - self._waits_since
         # A request may take `request_timeout` seconds, so a worker that works has no sample for that long.
         limit = self._trainer.args.request_timeout + stale_after_s
@@ -149,3 +180,16 @@ class RolloutQueue(RolloutQueueDataset):
         if waited > limit / 10 and not self._has_warned:
             self._has_warned = True
             logger.warning(f"No sample has come from the rollout worker for {waited:.0f} seconds. Said once.")
+
+    def _check_server(self) -> None:
+        """Raise an error if the server has gone: TRL's worker asks it again for minutes before it fails."""
+        if not (obstacle := _obstacle_to_server(self._trainer)):
+            self._server_answered = time.monotonic()
+            return
+        gone = time.monotonic() - max(self._server_answered, self._waits_since)
+        if gone > _server_timeout(self._trainer):
+            raise RuntimeError(
+                f"The server at {self._trainer.vllm_client.server_url} has refused connections for {gone:.0f} seconds "
+                f"({obstacle}), so no sample will come. Its log may say why it ended. Weights of the run are in its "
+                "checkpoints: start a server, and resume."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 __all__ = [
     "BENCH_SHAPES",
     "CHAT_TEMPLATE",
+    "RESPONSE_TEMPLATE",
     "SHAPES",
     "VISION_CHAT_TEMPLATE",
     "build_hybrid",
@@ -40,6 +42,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}" + f"{START}assistant\n" + "{% endif %}"
 )
 """Chat template. Messages of the assistant with their end token are marked for `assistant_only_loss`."""
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": f"{START}assistant\n",
+    "fields": {"content": {"close_pattern": re.escape(EOS) + r"\s*", "content": "text"}},
+}
+"""How transformers reads an answer back from its text: TRL's rollout worker needs it."""
 
 VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
     "{{ message['content'] or '' }}",
@@ -84,13 +93,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         vocab_size=vocab_size, special_tokens=[PAD, EOS, START], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         additional_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
     )
+    fast.response_template = RESPONSE_TEMPLATE  # transformers before 5.13 does not save it
+    return fast
 
 
 def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:

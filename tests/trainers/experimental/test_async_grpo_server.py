@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import trl
@@ -18,16 +20,22 @@ if not Version("1.16") <= Version(trl.__version__) < Version("1.18"):
 
 import requests
 from kit.async_runs import SHARED, CountedTransfer, build_steps, make, train
-from kit.rollout_server import (
-    CHAT_TEMPLATE,
-    MAX_LENGTH,
-    RESPONSE_TEMPLATE,
-    FileTransfer,
-    kill,
-    reward_by_length,
-    serve,
-)
+from transformers import TrainerCallback
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from zoo.models import build
+
+from trl_padfix.experimental import rollout_checks
+from trl_padfix.tools.rollout_server import FileTransfer, kill, letters, serve
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'w2 ' + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}w3 {% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "w3 ",
+    "fields": {"content": {"close_pattern": r"<eos>\s*", "content": "text"}},
+}
 
 
 SECONDS = 60
@@ -67,7 +75,7 @@ def make_online(policy, tmp_path, monkeypatch):
         "rollout_worker": None,
         "processing_class": tokenizer,
         "train_dataset": Dataset.from_list(PROMPTS),
-        "reward_funcs": reward_by_length,
+        "reward_funcs": letters,
     }
     return partial(make, policy, tmp_path / "run", [], **settings | given | SHARED)
 
@@ -84,7 +92,7 @@ def test_trl_worker_and_a_server(policy, tmp_path, make_online):
     assert logs[0]["kl"] == pytest.approx(0, abs=1e-5)
     assert server.updates == 4  # at the begin, and after each step
     assert server.completions >= 24
-    assert trainer.args.token_budget == MAX_LENGTH
+    assert trainer.args.token_budget == server.max_length == 128
     assert 0 < run.entered < sum(log["batch/forwarded_tokens_per_step"] for log in logs)
 
 
@@ -107,6 +115,55 @@ def test_a_server_that_is_killed_ends_the_run(policy, tmp_path, make_online):
 
 
 @pytest.mark.slow
+def test_a_server_that_is_killed_while_its_answers_are_waited_for_ends_the_run(policy, make_online, monkeypatch):
+    monkeypatch.setattr(rollout_checks, "SERVER_SECONDS", 1)
+    with serve(policy) as server:
+        trainer = make_online(
+            vllm_server_base_url=server.url, weight_transfer=CountedTransfer(), max_steps=1000, vllm_server_timeout=240
+        )
+        # No weights are sent, so nothing but the queue finds out. TRL's worker would ask for minutes.
+        trainer.add_callback(Killing(server))
+        with pytest.raises(RuntimeError, match="has refused connections for"):
+            train(trainer)
+
+
+class Killing(TrainerCallback):
+    """Ends the server after the first step."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            kill(self.server)
+
+
+@pytest.mark.slow
+def test_a_worker_that_fails_ends_the_run(policy, make_online, monkeypatch):
+    with serve(policy) as server:
+        monkeypatch.setattr(server, "complete", lambda **kwargs: ([], []))  # TRL's worker cannot parse this
+        trainer = make_online(vllm_server_base_url=server.url, weight_transfer=CountedTransfer())
+        with pytest.raises(RuntimeError, match=r"Rollout worker child has failed|process has ended"):
+            train(trainer)
+    assert trainer.rollout_worker._process is None
+
+
+def test_stopping_a_worker_that_ends_meanwhile_does_not_wait():
+    worker = object.__new__(AsyncRolloutWorker)
+    ended = threading.Event()
+    worker._process = SimpleNamespace(
+        is_alive=lambda: not ended.is_set(), join=lambda timeout: ended.set(), _popen=object()
+    )
+    worker._stop_event_mp = SimpleNamespace(set=threading.Event().wait)  # as one that waits for the process
+    rollout_checks.stop_without_waiting(worker)
+    stopping = threading.Thread(target=worker.stop, daemon=True)
+    stopping.start()
+    stopping.join(timeout=SECONDS)
+    assert not stopping.is_alive()
+    assert worker._process is None
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
     with serve(policy) as server:
         trainer = make_online(
@@ -126,9 +183,11 @@ def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
             train(trainer)
 
 
-def test_no_server_is_an_error_before_any_process_starts(make_online, caplog):
-    trainer = make_online(vllm_server_base_url="http://127.0.0.1:9", weight_transfer=CountedTransfer())
-    with pytest.raises(TimeoutError, match=r"waiting for vLLM server at http://127\.0\.0\.1:9"):
+@pytest.mark.parametrize(("given", "seconds"), [({"vllm_server_timeout": 2}, 2), ({"vllm_server_timeout": 240}, 1)])
+def test_no_server_is_an_error_before_any_process_starts(make_online, monkeypatch, given, seconds):
+    monkeypatch.setattr(rollout_checks, "SERVER_SECONDS", 1)  # without a time of the user
+    trainer = make_online(vllm_server_base_url="http://127.0.0.1:9", weight_transfer=CountedTransfer(), **given)
+    with pytest.raises(TimeoutError, match=rf"No server answers at .*127\.0\.0\.1:9'` for {seconds} seconds"):
         train(trainer)
     assert trainer.rollout_worker._process is None
 

@@ -1,28 +1,38 @@
 """
 A server of a policy on this machine's loopback, with the routes of vLLM that TRL's asynchronous GRPO calls.
 
-It lives in threads of the test and ends with its block. NCCL reaches no CPU, so weights travel as the path of a file,
-by [`FileTransfer`]; all other routes, and all that is said about them, are those of vLLM.
+For trying out a training without a GPU: it answers from a model of transformers, token by token. It lives in threads
+of this process and ends with its block. NCCL reaches no CPU, so weights travel as the path of a file, by
+[`FileTransfer`]; all other routes, and all that is said about them, are those of vLLM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import requests
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-MAX_LENGTH = 128
-"""Tokens of prompt and completion: `max_model_len`."""
+if TYPE_CHECKING:
+    from ..experimental.async_grpo import AsyncGRPOConfig
+
+
+__all__ = ["FileTransfer", "Server", "kill", "letters", "serve", "serve_policy"]
+
+_UNSUPPORTED = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+"""Fields of the configuration that the server does not sample by, and the values that change nothing."""
 
 
 class Server(ThreadingHTTPServer):
@@ -34,25 +44,25 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+        self.max_length = self.model.config.get_text_config().max_position_embeddings
         self.name, self.updates, self.completions = name or policy, 0, 0
         self.lock, self.is_running, self.is_closed = threading.Lock(), threading.Event(), False
         self.is_running.set()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone away is no error of the test."""
+        """A client that has gone away is no error of the server."""
 
     @torch.no_grad()
     def complete(self, prompt: list[int], max_tokens: int, temperature: float, seed: int) -> tuple[list, list]:
         """New tokens, and the log-probabilities with which they were drawn."""
-        assert temperature == 1.0
         generator = torch.Generator().manual_seed(seed % 2**63)
         tokens: list[int] = []
         log_probs: list[float] = []
-        while len(tokens) < min(max_tokens, MAX_LENGTH - len(prompt)):
+        while len(tokens) < min(max_tokens, self.max_length - len(prompt)):
             self.is_running.wait(timeout=10)
             with self.lock:
                 logits = self.model(input_ids=torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
-            scores = logits.log_softmax(-1)
+            scores = (logits / temperature).log_softmax(-1)
             tokens.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
             log_probs.append(float(scores[tokens[-1]]))
             if tokens[-1] == self.model.generation_config.eos_token_id:
@@ -63,7 +73,7 @@ class Server(ThreadingHTTPServer):
     def get(self, route: str) -> dict[str, Any] | None:
         return {
             "/health": {},
-            "/v1/models": {"data": [{"id": self.name, "max_model_len": MAX_LENGTH}]},
+            "/v1/models": {"data": [{"id": self.name, "max_model_len": self.max_length}]},
             "/get_world_size": {"world_size": 1},
             "/server_info": {
                 "vllm_config": {
@@ -76,7 +86,8 @@ class Server(ThreadingHTTPServer):
 
     def post(self, route: str, body: dict[str, Any]) -> dict[str, Any] | None:
         if route == "/v1/completions":
-            if body["model"] != self.name:
+            # As vLLM: an error for a name that it does not serve, and for a prompt that leaves no room for an answer.
+            if body["model"] != self.name or len(body["prompt"]) >= self.max_length:
                 return None
             names = ("prompt", "max_tokens", "temperature", "seed")
             tokens, log_probs = self.complete(**{name: body[name] for name in names})
@@ -121,7 +132,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def serve(policy: str, name: str | None = None) -> Iterator[Server]:
-    """A block with a running server of the policy in a folder, by the name of the folder or another one."""
+    """
+    A block with a running server of a policy.
+
+    Args:
+        policy (`str`):
+            Folder of the model.
+        name (`str`, *optional*):
+            Name that it is served by; by default its folder.
+    """
     server = Server(policy, name)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -166,16 +185,40 @@ class FileTransfer:
     def destroy(self) -> None: ...
 
 
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ 'w2 ' + m['content'] + ' ' }}{% endfor %}{% if add_generation_prompt %}w3 {% endif %}"
-)
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "w3 ",
-    "fields": {"content": {"close_pattern": r"<eos>\s*", "content": "text"}},
-}
+@contextlib.contextmanager
+def serve_policy(policy: str, config: AsyncGRPOConfig) -> Iterator[dict[str, Any]]:
+    """
+    A block in which the policy is served for the training of this process, without vLLM.
+
+    Args:
+        policy (`str`):
+            Folder of the model.
+        config ([`~trl_padfix.AsyncGRPOConfig`]):
+            Configuration of the training; its `vllm_server_base_url` is set. Other processes ask no server.
+
+    Yields:
+        `dict`: Arguments of [`~trl_padfix.AsyncGRPOTrainer`].
+
+    Raises:
+        ValueError: If the configuration has settings of the sampling that the server does not know.
+    """
+    from trl.experimental.async_grpo import async_rollout_worker
+
+    if found := {name: getattr(config, name) for name, off in _UNSUPPORTED.items() if getattr(config, name) != off}:
+        raise ValueError(
+            f"{found}: the server that this training starts on the CPU samples by `temperature` alone. Leave them "
+            "out, or serve the model with vLLM."
+        )
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if PartialState().is_main_process:
+            config.vllm_server_base_url = stack.enter_context(serve(policy)).url
+        # The worker asks whether vLLM is installed, and never imports it.
+        stack.enter_context(patch.object(async_rollout_worker, "is_vllm_available", lambda: True))
+        yield {"weight_transfer": FileTransfer(config.vllm_server_base_url, folder)}
 
 
-def reward_by_length(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A reward that a spawned process can import."""
-    return [len(ids) / 10 for ids in completion_ids]
+def letters(completions: Iterable[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """A reward that a spawned process can import: the fraction of the characters of an answer that are letters."""
+    answers = ["".join(message["content"] for message in completion) for completion in completions]
+    return [sum(map(str.isalpha, answer)) / max(len(answer), 1) for answer in answers]
