@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from kit import async_processes, processes
 from kit.async_runs import ROWS, SHARED, STEPS, RowsAlone, build_steps, make, train
 from kit.rollouts import build_samples, distinct_tokens, raw_tokens
 from kit.trainer_runs import lora
@@ -36,9 +37,12 @@ def save(family: str, folder) -> tuple[object, str]:
     return model, str(folder)
 
 
+def flat(run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in run.trainer.model.parameters()])
+
+
 def changes(run, model) -> torch.Tensor:
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return torch.cat([p.detach().flatten() for p in run.trainer.model.parameters()]) - before
+    return flat(run) - torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -167,3 +171,68 @@ def test_rows_and_budgets_are_those_of_trl(seed, processes, budget):
             for name, value in expected.items():
                 assert packed[name].dtype == value.dtype, name
                 torch.testing.assert_close(packed[name], value, rtol=0, atol=0)
+
+
+# -- checkpoints, and several processes
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_stopped(tmp_path):
+    model, policy = save("qwen2", tmp_path / "policy")
+    samples = build_steps(model, 5)
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"} | SHARED
+    whole = train(make(policy, tmp_path / "whole", samples, **given))
+    checkpoint = str(tmp_path / "whole/checkpoint-2")
+    # Of a live server the prompts go on where they were; here the worker has the samples of the last two steps.
+    resumed = train(make(policy, tmp_path / "on", samples[2 * ROWS :], **given), resume_from_checkpoint=checkpoint)
+    assert resumed.trainer.state.global_step == 4
+    assert [log["loss"] for log in resumed.logs if "loss" in log] == pytest.approx(
+        [log["loss"] for log in whole.logs if "loss" in log][2:], rel=1e-5, abs=1e-7
+    )
+    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
+    other = train(make(policy, tmp_path / "other", samples[2 * ROWS :], **given | {"max_steps": 2}))
+    assert relative(changes(other, model), changes(whole, model)) > 1e-2  # without the checkpoint
+
+
+def test_adapters_resume_from_a_checkpoint(tmp_path):
+    model, policy = save("qwen2", tmp_path / "policy")
+    samples = build_steps(model, 4)
+    given = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch"} | SHARED
+    config = lora(target_modules=["q_proj", "v_proj"])
+    whole = train(make(policy, tmp_path / "whole", samples, peft_config=config, **given))
+    trainer = make(policy, tmp_path / "on", samples[2 * ROWS :], peft_config=config, **given)
+    resumed = train(trainer, resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    torch.testing.assert_close(resumed.weights(), whole.weights(), rtol=1e-5, atol=1e-6)
+    assert sorted(p.name for p in (tmp_path / "whole/checkpoint-2").glob("*.safetensors")) == [
+        "adapter_model.safetensors"
+    ]
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    for family in ("qwen2", "lfm2"):
+        model, _ = save(family, folder / family / "policy")
+        torch.save(build_steps(model, async_processes.STEPS + 2), folder / family / "samples.pt")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_two_processes_train_as_one(strategy, material):
+    cases = ["qwen2,full", "qwen2,lora", "lfm2,full"]
+    logged = processes.logged(strategy, material, "kit.async_processes", *cases)
+    for case in cases:
+        one, two = async_processes.train_case(material, case), logged[case]
+        logs = [log for log in one.logs if "loss" in log]
+        assert two["sent"] == one.trainer.weight_transfer.sent > 0
+        assert two["compared"]  # packed against padded, in each process
+        # Each process has a tree of its own, so what samples of different processes share is computed in both.
+        assert one.entered < two["entered"] < sum(log["batch/forwarded_tokens_per_step"] for log in two["logs"])
+        for name in ("loss", "grad_norm", "ratio", "kl", "entropy"):
+            found, expected = [log[name] for log in two["logs"]], [log[name] for log in logs]
+            assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), (case, name)
+        torch.testing.assert_close(torch.load(material / f"{case}.pt"), flat(one), rtol=1e-4, atol=1e-5)
+        changed = torch.load(material / case.split(",")[0] / "samples.pt", weights_only=False)
+        changed[3]["advantage"] *= 1.5
+        wrong = async_processes.train_case(material, case, samples=changed)
+        assert not torch.allclose(torch.load(material / f"{case}.pt"), flat(wrong), rtol=1e-4, atol=1e-5), case
