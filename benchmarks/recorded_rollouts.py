@@ -232,7 +232,7 @@ def main() -> None:
                 learning_rate=1e-4,
                 logging_steps=10**6,
                 **SETTINGS,
-            ),  # fmt: skip
+            ),
             reward_funcs=[],
             train_dataset=Dataset.from_dict({"prompt": ["unused"] * count}),
             rollout_worker=Replay([sample for samples in steps for sample in samples]),
