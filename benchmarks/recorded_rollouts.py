@@ -248,8 +248,8 @@ def main() -> None:
     trl_s, trees_s = (statistics.median(column) for column in zip(*times, strict=True))
     print(
         f"{given.steps + 1} steps of {count} rollouts: {wide} tokens padded, {real} real, {computed} computed "
-        f"(1 / {real / wide:.2f} / {computed / wide:.2f})\nmedians of {given.steps}: TRL's padded loss {trl_s:.2f} s a "
-        f"step, trees {trees_s:.2f} s, {statistics.median(ratios):.1f}x as fast ({min(ratios):.1f} to "
+        f"(1 / {real / wide:.2f} / {computed / wide:.2f})\nmedians of {given.steps}: TRL's padded loss {trl_s:.2f} s "
+        f"a step, trees {trees_s:.2f} s, {statistics.median(ratios):.1f}x as fast ({min(ratios):.1f} to "
         f"{max(ratios):.1f})\ntrl_padfix {__version__}, TRL {trl.__version__}, torch {torch.__version__}"
     )
 

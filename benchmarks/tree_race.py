@@ -5,9 +5,9 @@ Trees of rollouts through layers with a state: the forks of this package against
     python benchmarks/tree_race.py
     python benchmarks/tree_race.py mamba2 --prompt 1024 --answer 128 --repeat 9
 
-Both compute one tree of TRL's asynchronous GRPO, with the same model, forward and backward, in turns; so does the plain
-model on the samples as a padded batch. Losses and gradients must agree with the padded ones, or the command fails.
-Attention is not raced: `tree-recurrence` leaves it to a kernel for GPUs.
+Both compute one tree of TRL's asynchronous GRPO, with the same model, forward and backward, in turns; so does the
+plain model on the samples as a padded batch. Losses and gradients must agree with the padded ones, or the command
+fails. Attention is not raced: `tree-recurrence` leaves it to a kernel for GPUs.
 """
 
 from __future__ import annotations
