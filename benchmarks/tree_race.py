@@ -65,6 +65,9 @@ class Race:
     def __init__(self, family: str, samples: list[dict[str, Any]]):
         torch.manual_seed(0)
         self.model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32).train()
+        with torch.no_grad():  # weights as large as a trained model's, so that tokens hear of those before them
+            for weight in (p for p in self.model.parameters() if p.dim() > 1):
+                torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() == 2 else 0.5)
         row = TreeRow()
         for sample in samples:
             row.add(sample)
