@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 import trl_padfix
+from trl_padfix import versions
 from trl_padfix.cli.launch import main, make_parser, parse
 from trl_padfix.cli.methods import METHODS, SCRIPTS
 from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume
@@ -211,6 +212,13 @@ def test_trl_has_its_own_classes_again_afterwards(recipe, tmp_path):
         main("dpo", ["--config", str(recipe), "--model_name_or_path", "", "--output_dir", str(tmp_path)])
     assert (trl.DPOTrainer, trl.DPOConfig) == theirs
     assert all(c.__module__.startswith("trl.") for c in theirs)
+
+
+def test_asynchronous_grpo_names_the_trl_that_it_needs(monkeypatch):
+    monkeypatch.setattr(versions, "installed_version", {"trl": "1.18.0", "transformers": "5.23.0"}.get)
+    result = trl_padfix_command("async-grpo", "--max_steps", "1")
+    assert result.exit_code == 2
+    assert "needs trl <1.18,>=1.16, and 1.18.0 is installed" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("method", METHODS)
