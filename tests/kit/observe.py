@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trl_padfix.core.decoder import DecoderPatch
+from trl_padfix.core.model.patching import ForwardPatch
 
 
 class EnteredTokens(list[int]):
@@ -38,8 +39,11 @@ def entered_tokens(model: nn.Module) -> EnteredTokens:
 def accept_hooks(model: nn.Module) -> None:
     """Let calls stay packed although hooks that only count were registered after the attachment."""
     for module in model.modules():
-        if isinstance(patch := vars(module).get("forward"), DecoderPatch):
-            patch.attachment.accept_hooks()
+        patch = vars(module).get("forward")
+        while isinstance(patch, ForwardPatch):  # under a token budget there is another one above
+            if isinstance(patch, DecoderPatch):
+                patch.attachment.accept_hooks()
+            patch = patch.below
 
 
 def each_row_alone(

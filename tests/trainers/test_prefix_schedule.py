@@ -19,7 +19,7 @@ from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.core.model.runner_patch import attach_runner_patch
+from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, sharing_obstacle
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 

@@ -28,7 +28,10 @@ class ForwardRunner(Protocol):
     """Computes the forwards of models within a step: each as one micro-batch, or in sub-batches."""
 
     def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """The output of `forward`, that of `model`, for the keyword arguments `call` with padded ids and a mask."""
+        """The output of `forward`, that of `model`, for the keyword arguments `call` of a padded batch."""
+
+    def leave(self, model: Any, call: dict[str, Any], reason: str) -> None:
+        """Called before a forward of `model` that is no padded batch, for this `reason`: it is computed as one."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["batch_obstacle", "check_call", "device_obstacle", "prefix_sharing_obstacle", "refusal"]
+__all__ = ["batch_obstacle", "check_call", "device_obstacle", "encoder_obstacle", "prefix_sharing_obstacle", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ def refusal(anatomy: Anatomy) -> str | None:
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
-    if getattr(model.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
+    if reason := _encoder_decoder_obstacle(model.config):
+        return reason
     for table in anatomy.position_tables:
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
@@ -69,10 +69,36 @@ def refusal(anatomy: Anatomy) -> str | None:
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have fixed that"
             )
+    return _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation))
+
+
+def encoder_obstacle(model: nn.Module) -> str | None:
+    """
+    Why the tokens of a model see later ones; `None` if they do not.
+
+    A part of [`refusal`] that no trainer changes: it can be read before a trainer is made. A model on the meta device
+    will do.
+    """
+    anatomy = Anatomy.of(model)
+    if reason := _encoder_decoder_obstacle(anatomy.pretrained.config):
+        return reason
+    return None if anatomy.whole_rows or not anatomy.mixers.mixers else _direction_obstacle(anatomy)
+
+
+def _encoder_decoder_obstacle(config: PretrainedConfig) -> str | None:
+    if not getattr(config, "is_encoder_decoder", False):
+        return None
+    return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
+
+
+def _direction_obstacle(anatomy: Anatomy) -> str | None:
+    """Why a decoder is not causal, with the setting that makes it so."""
+    decoder = anatomy.decoder
+    config = getattr(decoder, "config", anatomy.pretrained.config)
     # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
-    if not _gets_masks(anatomy) and (evidence := _why_not_causal(decoder, config, mixers)):
-        return f"{evidence}{_setting(decoder, config)}, and a packed batch is attended causally"
-    return implementation_obstacle(str(config._attn_implementation))
+    if _gets_masks(anatomy) or not (evidence := _why_not_causal(decoder, config, anatomy.mixers)):
+        return None
+    return f"{evidence}{_setting(decoder, config)}, and a packed batch is attended causally"
 
 
 def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers) -> str | None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .parts import PaddingFreeTrainer
 
 
-__all__ = ["AttentionChoice", "set_attention"]
+__all__ = ["AttentionChoice", "load_model_config", "set_attention"]
 
 logger = get_logger(__name__)
 
@@ -164,10 +164,7 @@ def _requested_implementation(config: TrainingArguments, settings: Settings, pre
 def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = False, prefix: str = "") -> Workload:
     """Device, precision and model configuration of a run, without loading weights."""
     if isinstance(model, str):
-        kwargs = _init_kwargs(config, prefix)
-        config_kwargs = {name: kwargs[name] for name in _FOR_CONFIG if name in kwargs}
-        config_kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
-        model_config = kwargs.get("config") or AutoConfig.from_pretrained(model, **config_kwargs)
+        kwargs, model_config = _init_kwargs(config, prefix), load_model_config(model, config, prefix)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))  # TRL's default
         dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
     else:
@@ -176,6 +173,14 @@ def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = F
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else dtype
     return Workload(Machine.of(config.device), autocast, model_config, packs)
+
+
+def load_model_config(model: str, config: TrainingArguments | None, prefix: str = "") -> PretrainedConfig:
+    """The configuration of a model that TRL will load by its id or path."""
+    kwargs = _init_kwargs(config, prefix)
+    config_kwargs = {name: kwargs[name] for name in _FOR_CONFIG if name in kwargs}
+    config_kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
+    return kwargs.get("config") or AutoConfig.from_pretrained(model, **config_kwargs)
 
 
 def _resolve(requested: Implementation, workload: Workload, field: str) -> Implementation:

@@ -12,13 +12,18 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
+from transformers import MODEL_MAPPING, AutoModel
 
 from ..core.errors import PaddingRemovalError
+from ..core.model.find import find_pretrained
 from ..core.model.positions import length_dependent_ropes
+from ..core.refusals import encoder_obstacle
 from ..core.switch import OFF, is_off
 from ..versions import newer_trl
+from .attention_choice import load_model_config
 from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
 from .data.data_warnings import name_rows, warn_or_raise
@@ -76,8 +81,10 @@ def check_arguments(
             "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
             "forward on a CPU. Leave it out here: the numbers are the same."
         )
-    for name in ("model", "teacher_model"):
-        _check_model(init_kwargs.get(name), settings.padding_free, type(task.trainer))
+    for name, prefix in {"model": "", "teacher_model": "teacher_"}.items():
+        _check_model(init_kwargs.get(name), type(task.trainer))
+        if settings.padding_free:
+            _refuse_encoder(init_kwargs.get(name), config, prefix)
     check_tokenizer(init_kwargs.get("processing_class"))
     data = init_kwargs.get("train_dataset")
     require_rows(data, "train")
@@ -124,23 +131,52 @@ def runs_triton(config: TrainingArguments) -> bool:
     return config.device.type != "cpu"
 
 
-def _check_model(model: torch.nn.Module, removes_padding: bool, trainer_class: type) -> None:
-    """Refuse models that no trainer of this package can train. Ids and paths are checked after loading."""
+def _check_model(model: torch.nn.Module | str | None, trainer_class: type) -> None:
+    """Refuse models that TRL cannot train."""
     if model is None or isinstance(model, str):
         return
-    config = getattr(model, "config", None)
     # A Trainer of transformers trains any module; `remove_padding` finds the transformers model in it.
-    if config is None and any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__):
+    if not hasattr(model, "config") and any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__):
         raise TypeError(
             f"The model is a `{type(model).__name__}`, which has no `config`: TRL's trainers take a model id, a "
             "transformers model or a PEFT model. Of a wrapper, such as one with a value head, pass the model inside "
             "it (`model.pretrained_model`); to train the wrapper in a loop of your own, use `remove_padding` on it."
         )
-    if removes_padding and getattr(config, "is_encoder_decoder", False):
+
+
+def _refuse_encoder(
+    model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str
+) -> None:
+    """Refuse models whose tokens see later ones: TRL's `__init__` fails with some of them, without this reason."""
+    model = _skeleton(model, config, prefix) if isinstance(model, str) else model
+    if not isinstance(model, torch.nn.Module):
+        return
+    try:
+        pretrained = find_pretrained(model)
+    except TypeError:
+        return  # `remove_padding` will say that there is no such model in it, or more than one
+    if reason := encoder_obstacle(pretrained):
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(model).__name__}: it is an encoder-decoder, and only decoders "
-            "that attend to themselves alone are packed. Set `padding_free=False`, or use a decoder-only model."
+            f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
+            "`padding_free=False` in a trainer's configuration, or use a decoder-only model."
         )
+
+
+def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torch.nn.Module | None:
+    """The model of an id or a path without weights, if its tokens may see later ones; else `None`."""
+    try:
+        model_config = load_model_config(model, config, prefix)
+        forward = inspect.unwrap(MODEL_MAPPING[type(model_config)].forward)
+        # The code of nearly all decoders says that they are causal; composite models are judged when they are loaded.
+        if "create_causal_mask" in forward.__code__.co_names or model_config.get_text_config() is not model_config:
+            return None
+        # That of a file: T5's encoder alone has the same kind of configuration as T5.
+        architecture = getattr(transformers, next(iter(model_config.architectures or ()), ""), None)
+        with torch.device("meta"):
+            return AutoModel.from_config(model_config) if architecture is None else architecture(model_config)
+    except Exception as error:  # an id that is not there, code from the Hub: TRL says it, or loads it
+        logger.info(f"{model!r} was not looked at before it is loaded ({type(error).__name__}: {error}).")
+        return None
 
 
 def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:

@@ -241,6 +241,9 @@ class MicroBatchRunner:
         with contextlib.nullcontext() if layout is None else with_prefix_states(call, layout):
             return forward(**call)
 
+    def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
+        """A micro-batch is within the budget, however it is computed."""
+
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
     ) -> PrefixedLayout | None:

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 import trl.trainer.utils as trl_utils
+from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
@@ -46,13 +47,18 @@ __all__ = [
 ]
 
 
+logger = get_logger(__name__)
+
 RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""
 
 
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
-    """The sub-batches of a batch: numbers of their rows, their ids and masks, and the prefixes that they share."""
+    """
+    The sub-batches of a batch: numbers of their rows, their ids (or embeddings) and masks, and the prefixes that they
+    share.
+    """
 
     version: BatchVersion
     rows: list[torch.Tensor]
@@ -68,12 +74,12 @@ class _SplitBatch:
 
     def calls(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each sub-batch: rows of what has a row for each row of the batch, and all else."""
-        count = len(call["input_ids"])
+        name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
-        for rows, (ids, mask) in zip(self.rows, self.inputs, strict=True):
+        for rows, (tokens, mask) in zip(self.rows, self.inputs, strict=True):
             of_rows = {k: v[rows] for k, v in call.items() if _has_rows(v, count)}
             # The very tensors of the first forward, by which later forwards find their layout.
-            of_rows |= {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
+            of_rows |= {name: tokens} if mask is None else {name: tokens, "attention_mask": mask}
             calls.append(call | of_rows)
         return calls
 
@@ -104,16 +110,19 @@ class SubBatches:
     batches: list[_SplitBatch] = field(default_factory=list)
 
     def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
-        """The sub-batches of a batch with these ids and this mask."""
+        """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
         for batch in self.batches:
             if batch.version.matches(ids, mask):
                 batch.check_rows(ids, mask)
                 return batch
         # One copy to the host for all sub-batches: the only wait for the device that splitting needs.
-        ids_and_mask = torch.stack([ids, torch.ones_like(ids) if mask is None else mask.to(ids.dtype)]).cpu()
-        numbers = self._rows(*ids_and_mask)
+        has_ids = ids.dim() == 2
+        host_ids = ids if has_ids else torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
+        host_mask = torch.ones_like(host_ids) if mask is None else mask.to(host_ids.dtype)
+        ids_and_mask = torch.stack([host_ids, host_mask]).cpu()
+        numbers = self._rows(*ids_and_mask, sharing=self.sharing and has_ids and mask is not None)
         plan = None
-        if self.share_across_sub_batches and len(numbers) > 1 and mask is not None:
+        if self.share_across_sub_batches and has_ids and len(numbers) > 1 and mask is not None:
             host_plan = plan_on_host([(ids_and_mask[0, rows], ids_and_mask[1, rows]) for rows in numbers], self.budget)
             plan = host_plan and host_plan.to(ids.device)
         rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
@@ -121,12 +130,12 @@ class SubBatches:
         self.batches.append(_SplitBatch(BatchVersion.of(ids, mask), rows, inputs, plan))
         return self.batches[-1]
 
-    def _rows(self, ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-        """Numbers of the rows of each sub-batch."""
+    def _rows(self, ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> list[list[int]]:
+        """Numbers of the rows of each sub-batch; embeddings, and rows without a mask, share nothing."""
         is_real = mask.numpy().astype(bool)
         lengths = is_real.sum(1)
         costs = text_costs(lengths)
-        if self.sharing:
+        if sharing:
             rows = [row[keep] for row, keep in zip(ids.numpy(), is_real, strict=True)]
             costs = prefix_costs(lengths, lengths, *sort_by_prefix(rows))
         pack = pack_depth_first if self.share_across_sub_batches else pack_by_budget
@@ -137,12 +146,12 @@ class SubBatches:
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
-        if image_tensors(call):
+        if image_tensors({k: v for k, v in call.items() if k != "inputs_embeds"}):
             raise ValueError(
                 "`max_tokens_per_batch` computes this batch in sub-batches of rows, and its images are not numbered "
                 "by row, so it is unknown which images belong to which row. Leave the budget out."
             )
-        batch = self.split(call["input_ids"], call.get("attention_mask"))
+        batch = self.split(_tokens(call), call.get("attention_mask"))
         if len(batch.rows) == 1:
             return forward(**call)
         model_forward = _ModelForward(model, forward, _wants_router_logits(model, call))
@@ -163,6 +172,15 @@ class SubBatches:
                 self.checked_models.add(model)
             output["aux_loss"] = balancing_loss(model, router_logits, masks)
         return output
+
+    def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
+        """Warn once of a forward that is computed as one, whatever its tokens."""
+        ids = call.get("input_ids")
+        if ids is None or ids.numel() > self.budget:
+            logger.warning_once(
+                f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which is computed as "
+                f"one: {reason}, or leave the budget out. Said once."
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +233,15 @@ class _ModelForward:
             return output, recorded[0] if len(recorded) == 1 else None
 
 
+def _name_of_tokens(call: dict[str, Any]) -> str:
+    return "input_ids" if call.get("input_ids") is not None else "inputs_embeds"
+
+
+def _tokens(call: dict[str, Any]) -> torch.Tensor:
+    """The ids `(B, L)` or embeddings `(B, L, H)` of a call."""
+    return call[_name_of_tokens(call)]
+
+
 def _wants_router_logits(model: torch.nn.Module, call: dict[str, Any]) -> bool:
     wanted = call.get("output_router_logits")
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False) if wanted is None else wanted)
@@ -237,10 +264,12 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
     has_balancing_loss = output.get("aux_loss") is not None
     for name, value in list(output.items()):
         values = [sub_output[name] for sub_output in outputs]
-        if all(_has_rows(v, len(call["input_ids"])) for v, call in zip(values, calls, strict=True)):
+        if all(_has_rows(v, len(_tokens(call))) for v, call in zip(values, calls, strict=True)):
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":
             continue
+        elif name == "past_key_values":
+            output[name] = None  # no cache was asked for; the caches of sub-batches are none of the batch
         elif name == "loss" and has_balancing_loss:
             output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
         elif name == "router_logits":
@@ -260,7 +289,7 @@ def _tokens_in_order(
     values: tuple[torch.Tensor, ...], calls: list[dict[str, Any]], inverse: torch.Tensor
 ) -> torch.Tensor:
     """Values of the tokens of sub-batches, `(b * L, ...)` each, in the order of the rows of the batch."""
-    by_rows = [v.unflatten(0, call["input_ids"].shape) for v, call in zip(values, calls, strict=True)]
+    by_rows = [v.unflatten(0, _tokens(call).shape[:2]) for v, call in zip(values, calls, strict=True)]
     return torch.cat(by_rows).index_select(0, inverse).flatten(0, 1)
 
 

@@ -30,7 +30,7 @@ from datasets import Dataset
 from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
-from ...core.model.runner_patch import attach_runner_patch
+from ...core.call.runner_patch import attach_runner_patch
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
 from ..custom_loss import custom_loss_name, is_custom_collator, observe_own_loss

@@ -1,0 +1,109 @@
+"""A loss of a user's own may call the model in other ways than TRL: the budget holds, or the log says that it does not."""
+
+import pytest
+import torch
+from kit.budget_runs import BUDGET, assert_same, make
+from kit.observe import entered_tokens
+from kit.trainer_runs import our_warnings, trained
+
+from trl_padfix.core.call.runner_patch import RunnerPatch
+
+
+def of_decoder(model, ids, mask):
+    return model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)
+
+
+def of_embeddings(model, ids, mask):
+    return model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask).logits
+
+
+def of_embeddings_in_the_decoder(model, ids, mask):
+    embeddings = model.get_input_embeddings()(ids)
+    return model.lm_head(model.model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state)
+
+
+def by_position(model, ids, mask):
+    return model(ids, mask).logits
+
+
+def without_mask(model, ids, mask):
+    return model(input_ids=ids).logits
+
+
+def with_cache(model, ids, mask):
+    return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
+
+
+CALLS = {f.__name__: f for f in (of_decoder, of_embeddings, of_embeddings_in_the_decoder, by_position, without_mask)}
+
+
+def calling(call):
+    """A loss that takes its logits from `call`, a mean over rows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        labels = inputs["labels"] if "labels" in inputs else ids.masked_fill(inputs["completion_mask"] == 0, -100)
+        logits = call(model, ids, mask)[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+    return compute_loss
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def train(name, call, ours, **config):
+        config = {"max_steps": 3} | ({"parity_check": False} if ours else {}) | config
+        trainer = make(name, tmp_path, ours=ours, **config)
+        own = type("Own", (type(trainer),), {"compute_loss": calling(call)})
+        monkeypatch.setattr(trainer, "__class__", own)
+        forwards = entered_tokens(trainer.model)
+        return trained(trainer), forwards, trainer
+
+    return train
+
+
+@pytest.mark.parametrize("mode", [{}, {"prefix_sharing": True}, {"loss_reduction": "rows", "prefix_sharing": True}])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode, run):
+    if call == "without_mask" and "loss_reduction" in mode:
+        pytest.skip("its loss depends on padding, so it is no mean over rows")
+    theirs, *_ = run(name, CALLS[call], False)
+    figures, forwards, _ = run(name, CALLS[call], True, **mode)
+    assert_same(figures, theirs)
+    # Micro-batches are planned with shared prefixes, and embeddings share none.
+    if not ("embeddings" in call and "loss_reduction" in mode):
+        assert max(forwards) <= BUDGET[name]
+
+
+def test_it_does_not_where_the_decoder_has_no_patch(run, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.call.runner_patch._modules_of", lambda model: [model])
+    _, forwards, _ = run("sft", of_decoder, True)
+    assert max(forwards) > BUDGET["sft"]
+
+
+def test_a_call_that_cannot_be_split_is_named_once(run, caplog):
+    theirs, *_ = run("sft", with_cache, False)
+    with caplog.at_level("WARNING"):
+        figures, forwards, _ = run("sft", with_cache, True)
+    assert_same(figures, theirs)
+    assert max(forwards) > BUDGET["sft"]
+    said = [message for message in our_warnings(caplog) if "was not applied" in message]
+    assert len(said) == 1
+    assert "Qwen2ForCausalLM" in said[0]
+    assert "`use_cache=True`" in said[0]
+
+
+def test_patches_of_an_earlier_trainer_go(tmp_path):
+    first = make("sft", tmp_path, ours=True)
+    second = make("sft", tmp_path, ours=True, model=first.model)
+    for module in (second.model, second.model.model):
+        patches, patch = [], vars(module).get("forward")
+        while patch is not None:
+            patches.append(patch)
+            patch = getattr(patch, "below", None)
+        assert sum(isinstance(patch, RunnerPatch) for patch in patches) == 1
+    second.restore_padding()
+    first.restore_padding()
+    assert not any(isinstance(vars(module).get("forward"), RunnerPatch) for module in second.model.modules())

@@ -1,0 +1,70 @@
+"""The patch of a model through which the runner of a training step computes its forwards in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .arguments import bind
+from ..context import context, set_until_reset
+from ..model.find import find_decoder, find_multimodal, find_pretrained
+from ..model.patching import Attachment, ForwardPatch
+
+
+__all__ = ["RunnerPatch", "attach_runner_patch"]
+
+
+class RunnerPatch(ForwardPatch):
+    """Passes forwards of padded batches to the runner of the [`Context`], if there is one."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        runner = context().runner
+        if runner is None or not self.attachment.enabled:
+            return self.wrapped(*args, **kwargs)
+        call = bind(self.wrapped, args, kwargs) if args else kwargs
+        # Modules inside of this one have such a patch, too. `within` would also reset the layout that the decoder
+        # sets for the head.
+        set_until_reset(runner=None)
+        try:
+            if reason := _why_no_batch(call):
+                runner.leave(self.module, call, reason)
+                return self.wrapped(*args, **kwargs)
+            return runner.run(self.module, self.wrapped, call)
+        finally:
+            set_until_reset(runner=runner)
+
+
+def _why_no_batch(call: dict[str, Any]) -> str | None:
+    """Why the arguments of a model are no padded batch whose rows can be computed apart; `None` if they are one."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    tokens = ids if ids is not None else call.get("inputs_embeds")
+    if call.get("past_key_values") is not None or call.get("use_cache") is True:
+        return "it has a cache (`use_cache=True` or `past_key_values`). Leave the cache out of a loss"
+    if tokens is None or tokens.dim() != (2 if tokens is ids else 3):
+        return "it has neither `input_ids` of shape `(B, L)` nor `inputs_embeds` of shape `(B, L, H)`. Pass one of them"
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
+        return "its `attention_mask` is not of shape `(B, L)`. Pass such a mask"
+    return None
+
+
+def attach_runner_patch(model: nn.Module) -> Attachment:
+    """
+    Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of those of earlier trainers.
+    """
+    modules, attachment = list(_modules_of(find_pretrained(model))), Attachment()
+    for module in modules:
+        patch = vars(module).get("forward")
+        while isinstance(patch, ForwardPatch):
+            if isinstance(patch, RunnerPatch):
+                patch.attachment.remove()
+            patch = patch.below
+    return attachment.attach(RunnerPatch(module, attachment) for module in modules)
+
+
+def _modules_of(model: Any) -> Iterable[nn.Module]:
+    """The modules of a model that compute a padded batch: the model, what turns images into embeddings, the decoder."""
+    decoder = find_decoder(model)
+    return {id(m): m for m in (model, find_multimodal(model, decoder), decoder) if m is not None}.values()
