@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
 from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
 
-from trl_padfix import check_parity, remove_padding
+from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core.call import arguments as calls
 
 
@@ -139,3 +139,37 @@ def test_subclasses_pool_as_they_say():
     expected = model(ids, mask)
     with remove_padding(model):
         torch.testing.assert_close(model(ids, mask), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_call_that_scores_padding_is_computed_padded_once_said_and_counted(side, sharing, caplog):
+    model = classifier(pad_token_id=PAD)
+    ids, mask = pad(ROWS, side, pad_id=EOS)  # the model knows another pad token: it scores the last column
+    others, mask_of_others = pad(ROWS, side, pad_id=PAD)
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    gradient = backward(model, expected)
+    scores_padding = side == "right"
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        for count in (1, 2):
+            found = model(ids, attention_mask=mask).logits
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            assert relative_error(backward(model, found), gradient) < 1e-5
+            assert handle.stats.padded_forwards == count * scores_padding
+        model(others, attention_mask=mask_of_others)  # the next call is packed
+        assert handle.stats.padded_forwards == 2 * scores_padding
+        assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum()) * (1 if scores_padding else 3)
+        assert sum("padding by the attention mask" in message for message in caplog.messages) == scores_padding
+    if scores_padding:
+        with remove_padding(model, prefix_sharing=sharing, strict=True):
+            with pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding"):
+                model(ids, attention_mask=mask)
+
+
+def test_packed_such_a_call_has_another_score(monkeypatch):
+    model = classifier(pad_token_id=PAD)
+    ids, mask = pad(ROWS, "right", pad_id=EOS)
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    monkeypatch.setattr("trl_padfix.core.heads.PoolingPatch._scores_padding", lambda *call: False)
+    with remove_padding(model):
+        assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05)

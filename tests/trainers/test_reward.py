@@ -105,8 +105,8 @@ def test_batches_of_somebody_else_are_looked_at(make, looks):
     trainer.compute_loss(trainer.model, dict(own))
     assert len(looks) == 1
     trainer.model.config.pad_token_id = 38
-    with pytest.raises(PaddingRemovalError, match="scores the last token that is not `pad_token_id=38`"):
-        trainer.compute_loss(trainer.model, copy(batch))
+    trainer.compute_loss(trainer.model, copy(batch))
+    assert trainer.padding.stats.padded_forwards == 1  # every row ends in what is not its pad token now
     assert len(looks) == 2
     trainer.padding.task.model_for_loss = lambda model: lambda input_ids, **inputs: model(input_ids.clone(), **inputs)
     trainer.model.config.pad_token_id = 39
@@ -119,17 +119,36 @@ def test_padding_that_would_be_scored_is_noticed(make, looks):
     trainer = make(config=config)
     batch = next(iter(trainer.get_train_dataloader()))
     written = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 5)}
-    with pytest.raises(PaddingRemovalError, match="that is padding by the attention mask"):
-        trainer.compute_loss(trainer.model, written)  # other ids: they are looked at
+    trainer.compute_loss(trainer.model, written)  # other ids: they are looked at, and computed padded
+    assert (len(looks), trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (1, 1, 0)
     looks.clear()
     batch["input_ids"].data.masked_fill_(batch["attention_mask"] == 0, 5)
     with pytest.raises(PaddingRemovalError, match=r"No padding of the batch is scored.*Rows: \["):
         trainer.compute_loss(trainer.model, batch)
     assert not looks
-    trainer = make(config=config, data_collator=DataCollatorForReward(pad_token_id=5))
+
+
+def with_another_pad(make, trainer_class, **config):
+    """A training whose collator pads with a token that the model takes for text, on the right."""
+    collator = DataCollatorForReward(pad_token_id=5)
+    return run(make(trainer_class, {"max_steps": 5} | config, data_collator=collator), watch_inputs(""))
+
+
+@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
+def test_where_padding_is_scored_the_figures_are_trls(mode, make):
+    theirs = with_another_pad(make, trl.RewardTrainer).trajectory("mean_reward", "min_reward")
+    ours = with_another_pad(make, RewardTrainer, **MODES[mode])
+    assert_same(ours.trajectory("mean_reward", "min_reward"), theirs)
+    assert ours.trainer.padding.stats.padded_forwards > 0
+    assert ours.entered == ours.counts()["padded"]
     with pytest.raises(PaddingRemovalError, match=r"and in rows \[.*\] of the batch that is padding"):
-        trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader())))
-    assert not looks
+        with_another_pad(make, RewardTrainer, strict=True, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
+def test_under_a_budget_which_pads_to_other_lengths_they_cannot_be(mode, make):
+    with pytest.raises(PaddingRemovalError, match=r"rows \[.*\] of the dataset.*max_tokens_per_batch"):
+        with_another_pad(make, RewardTrainer, max_tokens_per_batch=60, **MODES[mode])
 
 
 def test_pooling_the_last_token_needs_padding_free():

@@ -32,7 +32,7 @@ from .call.labels import (
     find_labels_after_padding,
 )
 from .context import within
-from .errors import PaddingRemovalError, UnpackableCallError
+from .errors import UnpackableCallError
 from .layout.flat_maps import inverse_permutation
 from .layout.layout import Layout, pack, unpack
 from .model.patching import Attachment, ForwardPatch
@@ -316,6 +316,8 @@ class PoolingPatch(ForwardPatch):
     ends in it, this is the token before the end. By default that is kept, with one warning: the model must be served
     as it was trained. With `pool_last_token` the decoder returns the state of a row's last real token in every column:
     whichever column the model picks, it has that state. Pooling, labels and loss stay those of the model.
+
+    A call in which the model scores padding is computed padded: its collator pads with another token than the model's.
     """
 
     attachment: PaddingRemoval
@@ -327,14 +329,16 @@ class PoolingPatch(ForwardPatch):
         if self.attachment.pool_last_token:
             with within(model=ModelCall(decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
-        self._check_pooled(bind(self.wrapped, args, kwargs))
+        if self._scores_padding(bind(self.wrapped, args, kwargs)):
+            with self.attachment.disabled():
+                return self.wrapped(*args, **kwargs)
         return self.wrapped(*args, **kwargs)
 
-    def _check_pooled(self, call: dict[str, Any]) -> None:
-        """Raise a [`PaddingRemovalError`] if padding would be scored: its state is zero in a packed forward."""
+    def _scores_padding(self, call: dict[str, Any]) -> bool:
+        """Whether padding is scored, whose state is zero in a packed forward: said once, and counted."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return
+            return False
         pad = self.module.config.get_text_config().pad_token_id
         metadata = metadata_of(ids, mask)
         pooled = metadata.pooled if metadata is not None else None
@@ -349,11 +353,16 @@ class PoolingPatch(ForwardPatch):
         )
         if any(pooled.is_padding):
             rows = [row for row, is_padding in enumerate(pooled.is_padding) if is_padding]
-            raise PaddingRemovalError(
-                f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in rows "
-                f"{rows} of the batch that is padding by the attention mask: the score would depend on the padding. "
-                f"{remedy}"
+            # Raises the error if the handle is strict.
+            self.attachment.run_padded(
+                UnpackableCallError(
+                    "scored padding",
+                    f"{type(self.module).__name__} scores the last token that is not `pad_token_id={pad}`, and in "
+                    f"rows {rows} of the batch that is padding by the attention mask: the score depends on the "
+                    f"padding. {remedy}",
+                )
             )
+            return True
         if any(pooled.not_last) and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -361,3 +370,4 @@ class PoolingPatch(ForwardPatch):
                 f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
                 f"does the model when it is served. {remedy} Said once."
             )
+        return False

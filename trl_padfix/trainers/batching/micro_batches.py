@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
 from ..data.batch_metadata import (
     LayoutCollator,
@@ -121,7 +122,7 @@ class BudgetCollator:
         parts = [rows[part].tolist() for rows in same_weight for part in self._pack(costs[rows], self.budget)]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
-            _refuse_labels_of_padding(batch, [numbers[i] for i in rows])
+            self._refuse_use_of_padding(batch, [numbers[i] for i in rows])
             self.measure.check([numbers[i] for i in rows], batch)
         return batches, [float(weights[rows].sum()) for rows in parts]
 
@@ -154,24 +155,30 @@ class BudgetCollator:
             result_weights += [weight * len(part) / count for part in parts]
         return result, result_weights
 
+    def _refuse_use_of_padding(self, batch: dict[str, Any], numbers: list[int]) -> None:
+        """
+        Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels, or is what a sequence classifier scores:
+        rows are padded to other lengths in it than in the batch of TRL, so the loss would be another one. `numbers` are
+        those of the items in the dataset.
+        """
+        what = "has labels", "Let your collator set labels to -100 where the attention mask is 0"
+        rows = rows_with_labels_of_padding(batch)
+        pad = self.collator.pooling_pad_id if isinstance(self.collator, LayoutCollator) else None
+        if pad is not None and "attention_mask" in batch:
+            is_scored = PooledTokens.of(batch["input_ids"], batch["attention_mask"], pad).is_padding
+            if scored := [row for row, is_padding in enumerate(is_scored) if is_padding]:
+                rows, what = scored, ("is scored", f"Let your collator pad with the model's `pad_token_id={pad}`")
+        if rows:
+            raise PaddingRemovalError(
+                f"Padding {what[0]} in rows {sorted({numbers[row % len(numbers)] for row in rows})} of the dataset, "
+                "and `max_tokens_per_batch` pads rows to other lengths than TRL: the loss would depend on it. "
+                f"{what[1]}, or leave the budget out."
+            )
+
     def _relaid(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch with the metadata that the collator adds, if it does."""
         is_laid = isinstance(self.collator, LayoutCollator)
         return replace(self.collator, collator=lambda _: batch)([]) if is_laid else batch
-
-
-def _refuse_labels_of_padding(batch: dict[str, Any], numbers: list[int]) -> None:
-    """
-    Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels: rows are padded to other lengths in it than
-    in the batch of TRL, so the loss would be another one. `numbers` are those of the items in the dataset.
-    """
-    rows = rows_with_labels_of_padding(batch)
-    if rows:
-        raise PaddingRemovalError(
-            f"Padding has labels in rows {sorted({numbers[row % len(numbers)] for row in rows})} of the dataset, and "
-            "`max_tokens_per_batch` pads rows to other lengths than TRL: the loss would depend on it. Let your "
-            "collator set labels to -100 where the attention mask is 0, or leave the budget out."
-        )
 
 
 def micro_batches_of(batch: Any) -> list[Any]:
