@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_padfix import remove_padding
+from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout.shared_prefixes import plan_shared_prefixes
-from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching.bin_packing import pack_by_budget, pack_depth_first
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner

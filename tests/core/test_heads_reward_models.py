@@ -161,9 +161,9 @@ def test_a_call_that_scores_padding_is_computed_padded_once_said_and_counted(sid
         assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum()) * (1 if scores_padding else 3)
         assert sum("padding by the attention mask" in message for message in caplog.messages) == scores_padding
     if scores_padding:
-        with remove_padding(model, prefix_sharing=sharing, strict=True):
-            with pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding"):
-                model(ids, attention_mask=mask)
+        error = pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding")
+        with remove_padding(model, prefix_sharing=sharing, strict=True), error:
+            model(ids, attention_mask=mask)
 
 
 def test_packed_such_a_call_has_another_score(monkeypatch):

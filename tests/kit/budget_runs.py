@@ -28,6 +28,7 @@ from zoo import models
 
 import trl_padfix
 from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.trainers.batching.micro_batches import micro_batches_of
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
 
@@ -248,7 +249,7 @@ def train_on_images(folder: Path) -> dict[str, Any]:
         counts, step = [], trainer.training_step
 
         def counted(model: Any, inputs: Any, *args: Any, step: Any = step, counts: Any = counts) -> Any:
-            counts.append(len(inputs["micro_batches"]))
+            counts.append(len(micro_batches_of(inputs)))
             return step(model, inputs, *args)
 
         trainer.training_step = counted

@@ -27,7 +27,7 @@ import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.core.layout.layout import Layout
-from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES, to_equal_count
+from trl_padfix.trainers.batching.micro_batches import micro_batches_of, to_equal_count
 from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, LayoutCollator, batch_metadata_of, pop_metadata
 from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
 from trl_padfix.trainers.metrics.exact_eval_means import drop_duplicate_rows
@@ -257,13 +257,13 @@ def test_a_stream_in_one_process_is_not_dispatched_to_itself(tmp_path):
 def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_are_cut(gpu, tmp_path):
     trainer = make("SFT", tmp_path, max_length=32, max_tokens_per_batch=64, prefix_sharing=True)
     batch = next(iter(trainer.get_train_dataloader()))
-    assert len(batch[MICRO_BATCHES]) > 1
-    for micro_batch in batch[MICRO_BATCHES]:
+    assert len(micro_batches_of(batch)) > 1
+    for micro_batch in micro_batches_of(batch):
         assert isinstance(batch_metadata_of(micro_batch).layouts[""], Layout)
-    batches = [(b, 1.0) for b in batch[MICRO_BATCHES]]
+    batches = [(b, 1.0) for b in micro_batches_of(batch)]
     cut = [b for b, _ in to_equal_count(batches, len(batches) + 1, 1)]
     assert sum(batch_metadata_of(b) is not None for b in cut) == len(batches) - 1
-    assert_no_waits(gpu, trainer, batch[MICRO_BATCHES][0], without=4)
+    assert_no_waits(gpu, trainer, micro_batches_of(batch)[0], without=4)
 
 
 def test_rows_that_are_left_out_of_an_evaluation_leave_the_layout_behind():

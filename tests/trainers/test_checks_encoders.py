@@ -46,7 +46,9 @@ def saved(model, folder):
 def test_an_encoder_is_refused_with_the_reason(name, kind, loads, tmp_path):
     build, why = MODELS[name]
     model = saved(build(), tmp_path / "model") if loads else build()
-    with pytest.raises(PaddingRemovalError, match=rf"^Padding cannot be removed from (Bert|Rob|Mod|T5).*({why}).*padding_free"):
+    with pytest.raises(
+        PaddingRemovalError, match=rf"^Padding cannot be removed from (Bert|Rob|Mod|T5).*({why}).*padding_free"
+    ):
         make_trainer(trl_padfix, kind, tmp_path, model=model, padding_free=True)
 
 

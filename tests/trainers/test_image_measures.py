@@ -34,8 +34,8 @@ from simulated_gpu.torchvision_stand_in import torchvision_loads
 from transformers import LlavaForConditionalGeneration
 
 import trl_padfix
-from trl_padfix.core.context import within
 from trl_padfix.core.call.runner_patch import attach_runner_patch
+from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import micro_batches, token_budget
 from trl_padfix.trainers.batching.image_measures import check_images_of_processes, measure_images
 from trl_padfix.trainers.batching.sub_batches import SubBatches

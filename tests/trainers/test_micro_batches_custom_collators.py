@@ -12,6 +12,7 @@ from transformers import default_data_collator
 
 from trl_padfix.trainers.batching import sampler
 from trl_padfix.trainers.batching.bin_packing import StepPlan
+from trl_padfix.trainers.batching.micro_batches import micro_batches_of
 from trl_padfix.trainers.batching.token_costs import text_costs
 from trl_padfix.trainers.custom_loss import is_custom_collator
 
@@ -105,8 +106,8 @@ def test_a_batch_with_a_value_for_all_rows_is_not_split_and_says_so(tmp_path, ca
     trainer.data_collator = Weighting(trainer.data_collator)
     with caplog.at_level("WARNING", logger="trl_padfix"):
         batch = next(iter(trainer.get_train_dataloader()))
-    assert len(batch["micro_batches"]) == 1
-    assert batch["micro_batches"][0]["temperature"] == 8
+    assert len(micro_batches_of(batch)) == 1
+    assert micro_batches_of(batch)[0]["temperature"] == 8
     assert "temperature), so it is computed as one" in caplog.text
     assert (
         "the collator is not TRL's and may look at its whole batch. It gets the rows that it gets without"

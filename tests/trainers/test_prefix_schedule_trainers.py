@@ -15,7 +15,7 @@ from trl_padfix import KTOTrainer
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.batching import micro_batches, token_budget
-from trl_padfix.trainers.batching.micro_batches import MICRO_BATCHES
+from trl_padfix.trainers.batching.micro_batches import micro_batches_of
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.task import Task
 
@@ -44,13 +44,13 @@ def watched(trainer):
         check(once)
 
     def step(model, inputs, *args, **kwargs):
-        given = [[batch[name] for batch in inputs[MICRO_BATCHES]] for name in ("input_ids", "attention_mask")]
+        given = [[batch[name] for batch in micro_batches_of(inputs)] for name in ("input_ids", "attention_mask")]
         width = max(ids.shape[1] for ids in given[0])
         ids, mask = (torch.cat([pad(x, (0, width - x.shape[1])) for x in xs]) for xs in given)
         computed.clear()
         loss = training_step(model, inputs, *args, **kwargs)
         distinct = prefix_sharing_layout(ids, mask).packed_tokens
-        for batch in inputs[MICRO_BATCHES] if "KL_input_ids" in inputs[MICRO_BATCHES][0] else ():
+        for batch in micro_batches_of(inputs) if "KL_input_ids" in micro_batches_of(inputs)[0] else ():
             distinct += prefix_sharing_layout(batch["KL_input_ids"], batch["KL_attention_mask"]).packed_tokens
         steps.append((len(given[0]), sum(computed) - sum(again), distinct))
         again.clear()

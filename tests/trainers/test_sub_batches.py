@@ -13,11 +13,11 @@ from kit.trainer_runs import assert_same, build_model, run
 import trl_padfix
 from trl_padfix import GRPOConfig, RLOOTrainer, remove_padding
 from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
+from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.batching.token_budget import SubBatchBudget
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 import trl_padfix
 from trl_padfix import remove_padding
-from trl_padfix.core.context import within
 from trl_padfix.core.call.runner_patch import attach_runner_patch
+from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import sub_batches
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 

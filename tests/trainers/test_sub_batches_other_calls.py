@@ -1,4 +1,4 @@
-"""A loss of a user's own may call the model in other ways than TRL: the budget holds, or the log says that it does not."""
+"""A custom loss may call the model in other ways than TRL: the budget holds, or the log says that it does not."""
 
 import pytest
 import torch

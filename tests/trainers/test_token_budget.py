@@ -195,13 +195,13 @@ def test_so_does_a_function_for_the_loss(tmp_path):
     assert_same(*runs)
 
 
-def test_a_step_of_a_subclass_is_told_what_its_batch_is(tmp_path, monkeypatch):
-    trainer = make("sft", tmp_path, ours=True)
+def test_a_step_of_a_subclass_that_would_mix_the_micro_batches_of_trl_is_an_error(tmp_path, monkeypatch):
+    trainer = make("kto", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     own = type(
         "Own", (type(trainer),), {"training_step": lambda self, *args, **kwargs: self.compute_loss(*args, **kwargs)}
     )
     monkeypatch.setattr(trainer, "__class__", own)
-    with pytest.raises(ValueError, match="a `training_step` of yours took it for one"):
+    with pytest.raises(ValueError, match="a `training_step` of yours computes one loss"):
         trainer.train()
 
 

@@ -33,6 +33,9 @@ class ForwardRunner(Protocol):
     def leave(self, model: Any, call: dict[str, Any], reason: str) -> None:
         """Called before a forward of `model` that is no padded batch, for this `reason`: it is computed as one."""
 
+    def recomputes(self, call: dict[str, Any]) -> bool:
+        """Whether this runner has computed a forward with these arguments, which a backward computes again."""
+
 
 @dataclass(frozen=True)
 class Context:

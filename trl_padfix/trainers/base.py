@@ -39,7 +39,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..core.call.batch_metadata import with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
 from .attention_choice import AttentionChoice
-from .batching.micro_batches import micro_batches_of
+from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
 from .batching.token_budget import MicroBatchBudget, SubBatchBudget
 from .checkpoints.model_cards import card_tags, describe_in_card
@@ -231,15 +231,15 @@ class PaddingFreeMixin:
     # -- steps
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        train = super().training_step
-        with self.padding.part(SubBatchBudget).around_training_step():
-            if micro_batches_of(inputs)[0] is inputs:
-                return train(model, inputs, *args, **kwargs)
-            return self.padding.part(MicroBatchBudget).training_step(train, model, inputs, *args, **kwargs)
+        train, budget = super().training_step, self.padding.part(SubBatchBudget)
+        with budget.around_training_step():
+            return budget.training_step(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any
         # `compute_loss`: also before one that a user has set on the trainer itself, which nothing wraps.
+        if step_of(inputs) is not None:  # a `training_step` of a user, which passes it on
+            return inputs
         prepared = super()._prepare_inputs(inputs)
         if (metadata := batch_metadata_of(inputs)) is not None and batch_metadata_of(prepared) is None:
             prepared = BatchWithMetadata(prepared, metadata)  # transformers makes a new dictionary of the same tensors
@@ -261,11 +261,7 @@ class PaddingFreeMixin:
         within such a block only updates the batch.
         """
         padding, running = self.padding, self.padding.running
-        if micro_batches_of(inputs)[0] is not inputs:
-            raise ValueError(
-                "With `max_tokens_per_batch` a batch is the micro-batches of a step, and a `training_step` of yours "
-                "took it for one. Call `super().training_step`, which runs them in turn, or leave the budget out."
-            )
+        inputs = padding.part(SubBatchBudget).whole_batch(inputs)
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         # `_prepare_inputs` has done `loss_inputs` already, except for a batch that a user took from the data loader.

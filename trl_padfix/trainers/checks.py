@@ -144,9 +144,7 @@ def _check_model(model: torch.nn.Module | str | None, trainer_class: type) -> No
         )
 
 
-def _refuse_encoder(
-    model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str
-) -> None:
+def _refuse_encoder(model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str) -> None:
     """Refuse models whose tokens see later ones: TRL's `__init__` fails with some of them, without this reason."""
     model = _skeleton(model, config, prefix) if isinstance(model, str) else model
     if not isinstance(model, torch.nn.Module):

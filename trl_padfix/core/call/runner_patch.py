@@ -8,25 +8,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from .arguments import bind
-from ..context import context, set_until_reset
+from ..context import ForwardRunner, context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
 from ..model.patching import Attachment, ForwardPatch
+from .arguments import bind
 
 
 __all__ = ["RunnerPatch", "attach_runner_patch"]
 
 
 class RunnerPatch(ForwardPatch):
-    """Passes forwards of padded batches to the runner of the [`Context`], if there is one."""
+    """
+    Passes forwards of padded batches to the runner of the [`Context`], if there is one.
+
+    A checkpoint of a user around the model computes them again in the backward pass, which has no runner: on a GPU it
+    is another thread. Then the runner of the first forward computes them, in the same parts.
+    """
+
+    last_runner: ForwardRunner | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner
+        if runner is not None:
+            self.last_runner = runner
+        elif self.last_runner is not None and torch._C._current_graph_task_id() != -1:  # within a backward
+            runner = self.last_runner if self.last_runner.recomputes(kwargs) else None
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, kwargs) if args else kwargs
         # Modules inside of this one have such a patch, too. `within` would also reset the layout that the decoder
         # sets for the head.
+        running = context().runner
         set_until_reset(runner=None)
         try:
             if reason := _why_no_batch(call):
@@ -34,7 +46,7 @@ class RunnerPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             return runner.run(self.module, self.wrapped, call)
         finally:
-            set_until_reset(runner=runner)
+            set_until_reset(runner=running)
 
 
 def _why_no_batch(call: dict[str, Any]) -> str | None:
@@ -44,7 +56,9 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
     if call.get("past_key_values") is not None or call.get("use_cache") is True:
         return "it has a cache (`use_cache=True` or `past_key_values`). Leave the cache out of a loss"
     if tokens is None or tokens.dim() != (2 if tokens is ids else 3):
-        return "it has neither `input_ids` of shape `(B, L)` nor `inputs_embeds` of shape `(B, L, H)`. Pass one of them"
+        return (
+            "it has neither `input_ids` of shape `(B, L)` nor `inputs_embeds` of shape `(B, L, H)`. Pass one of them"
+        )
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.shape == tokens.shape[:2]):
         return "its `attention_mask` is not of shape `(B, L)`. Pass such a mask"
     return None
@@ -65,6 +79,6 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
 
 
 def _modules_of(model: Any) -> Iterable[nn.Module]:
-    """The modules of a model that compute a padded batch: the model, what turns images into embeddings, the decoder."""
+    """The modules that compute a padded batch: the model, what turns images into embeddings, the decoder."""
     decoder = find_decoder(model)
     return {id(m): m for m in (model, find_multimodal(model, decoder), decoder) if m is not None}.values()

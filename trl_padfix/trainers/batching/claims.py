@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.batch_metadata import pop_metadata
 
-
-__all__ = ["claimed_weights", "differs", "join_batches", "loss_and_norm", "without_dropout"]
+__all__ = ["claimed_weights", "differs", "loss_and_norm", "without_dropout"]
 
 
 def claimed_weights(
@@ -37,34 +35,6 @@ def claimed_weights(
         return [float(weight > 0) for weight in weights]
     counts = [num_label_tokens(batch) * (weight > 0) for batch, weight in zip(batches, weights, strict=True)]
     return [count / sum(counts).clamp(min=1) for count in counts]
-
-
-def join_batches(batches: Sequence[dict[str, Any]], rows_per_item: int) -> dict[str, Any]:
-    """
-    Micro-batches as one padded batch, on the side on which they are padded.
-
-    The rows of a micro-batch come in `rows_per_item` blocks (chosen, rejected), and so do those of the whole batch.
-    """
-    plain = [pop_metadata(batch)[0] for batch in batches]
-    counts = [len(batch["input_ids"]) // rows_per_item for batch in plain]
-    length = max(batch["input_ids"].shape[1] for batch in plain)
-    pads_left = any(not batch["attention_mask"][:, 0].all() for batch in plain if "attention_mask" in batch)
-
-    def widen(name: str, value: torch.Tensor, width: int) -> torch.Tensor:
-        missing = length - width if value.dim() > 1 and value.shape[1] == width else 0
-        return nn.functional.pad(
-            value, (missing, 0) if pads_left else (0, missing), value=-100 if "labels" in name else 0
-        )
-
-    joined: dict[str, Any] = {}
-    for name in plain[0]:
-        if not isinstance(plain[0][name], torch.Tensor):
-            joined[name] = [value for batch in plain for value in batch[name]]
-            continue
-        values = [widen(name, batch[name], batch["input_ids"].shape[1]) for batch in plain]
-        blocks = [value.split(count) for value, count in zip(values, counts, strict=True)]
-        joined[name] = torch.cat([block for same in zip(*blocks, strict=True) for block in same])
-    return joined
 
 
 def loss_and_norm(losses: Iterator[torch.Tensor], parameters: Sequence[nn.Parameter]) -> tuple[float, float]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
+from torch import nn
 
-from ...core.call.batch_metadata import PooledTokens
+from ...core.call.batch_metadata import PooledTokens, TensorVersion
 from ...core.errors import PaddingRemovalError
 from ..data.batch_metadata import (
+    BatchWithMetadata,
     LayoutCollator,
     image_tensors,
     label_positions,
@@ -26,27 +30,139 @@ from .token_costs import RowCosts
 
 
 __all__ = [
-    "KEPT",
-    "MICRO_BATCHES",
-    "PREFIX_PLAN",
-    "WEIGHTS",
     "BudgetCollator",
+    "CollatedStep",
     "MicroBatch",
+    "StepBatch",
+    "items_of",
+    "join_batches",
     "micro_batches_of",
+    "step_of",
     "to_equal_count",
 ]
 
 logger = logging.getLogger(__name__)  # a worker of a data loader has none of accelerate's state
 
-MICRO_BATCHES, WEIGHTS, PREFIX_PLAN, KEPT = "micro_batches", "weights", "prefix_plan", "kept_micro_batches"
-"""
-Keys of a batch of the data loader: its micro-batches, their weights in the step, the plan of shared prefixes, and
-whether the micro-batches are those of TRL.
-"""
-
-
 MicroBatch = tuple[dict[str, Any], float]
 """A micro-batch and its weight."""
+
+
+class CollatedStep(NamedTuple):
+    """
+    The rows that a process has of a step, as the collator splits them. On its way to the device it becomes a
+    [`StepBatch`].
+
+    Attributes:
+        micro_batches (`list[dict]`): The micro-batches.
+        weights (`list[float]`): Their weights in the step.
+        order (`list[int]`): Number of each item in TRL's batch, micro-batch after micro-batch.
+        rows_per_item (`int`): Rows of a batch that belong together.
+        pad_token_id (`int`): Padding of the ids, for the batch that a user's code reads.
+        keeps_micro_batches (`bool`): Whether the micro-batches are those of TRL.
+        prefix_plan (`FlatIndexMaps`, *optional*): The plan of their shared prefixes.
+    """
+
+    micro_batches: list[dict[str, Any]]
+    weights: list[float]
+    order: list[int]
+    rows_per_item: int = 1
+    pad_token_id: int = 0
+    keeps_micro_batches: bool = False
+    prefix_plan: Any = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        """The step on a device; accelerate calls this method of what a data loader returns."""
+        batches, plan = self.micro_batches, self.prefix_plan
+        batches = [send_to_device(batch, device, non_blocking=non_blocking) for batch in batches]
+        plan = plan if plan is None else send_to_device(plan, device, non_blocking=non_blocking)
+        return StepBatch((), self._replace(micro_batches=batches, prefix_plan=plan))
+
+    def joined(self) -> dict[str, Any]:
+        """
+        The batch that TRL has, of all rows.
+
+        Raises:
+            ValueError: If it has images.
+        """
+        if len(self.micro_batches) == 1:
+            return dict(self.micro_batches[0])
+        if any(map(image_tensors, self.micro_batches)):
+            raise ValueError(
+                "Code of yours reads the batch of a step. With `max_tokens_per_batch` it is in micro-batches, and "
+                "images are not numbered by row, so they cannot be put together. Read the batches in `compute_loss`, "
+                "or leave the budget out."
+            )
+        joined = join_batches(self.micro_batches, self.rows_per_item, self.pad_token_id)
+        place = {item: i for i, item in enumerate(self.order)}
+        return items_of(joined, [place[item] for item in sorted(place)], len(place))
+
+
+class StepBatch(BatchWithMetadata):
+    """
+    A step as code of a user finds it: the batch of TRL, a dictionary of tensors.
+
+    It is made when it is first read. If it was not modified since, the step has its micro-batches, [`step_of`].
+    """
+
+    def __init__(self, batch: Mapping[str, Any] | Iterable[Any] = (), step: CollatedStep | None = None):
+        super().__init__(batch)
+        self._step = step
+        self._versions: dict[str, Any] | None = None
+
+    def fill(self) -> None:
+        """Make the batch, if it was not read before."""
+        if self._step is not None and self._versions is None:
+            self._versions = {}
+            self.update(self._step.joined())
+            self._versions = {name: _version(value) for name, value in self.items()}
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether the batch was not read, or has the tensors that it had then, unwritten."""
+        versions = self._versions
+        if versions is None:
+            return True
+        return self.keys() == versions.keys() and all(_is_same(version, self[k]) for k, version in versions.items())
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        """The batch itself: it is on its device."""
+        return self
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """A method of `dict` that makes the batch before it reads it."""
+    method = getattr(dict, name)
+
+    @wraps(method)
+    def read(self: StepBatch, *args: Any, **kwargs: Any) -> Any:
+        self.fill()
+        return method(self, *args, **kwargs)
+
+    return read
+
+
+# All of them: `{**batch}` and `dict(batch)` take the keys where `__iter__` is overridden.
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
+    *("__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem"),
+    *("setdefault", "update", "values"),
+):
+    setattr(StepBatch, _name, _reading(_name))
+
+
+def _version(value: Any) -> Any:
+    return TensorVersion.of(value) if isinstance(value, torch.Tensor) else value
+
+
+def _is_same(version: Any, value: Any) -> bool:
+    return version.matches(value) if isinstance(version, TensorVersion) else version is value
+
+
+def step_of(batch: Any) -> CollatedStep | None:
+    """The micro-batches of a batch of the data loader, if code of a user has not modified it."""
+    if isinstance(batch, StepBatch):
+        return batch._step if batch.is_unmodified else None
+    return batch if isinstance(batch, CollatedStep) else None
 
 
 @dataclass
@@ -72,9 +188,13 @@ class BudgetCollator:
             Whether prefixes that micro-batches have in common are computed once in the step.
         plan_in_worker (`bool`, *optional*, defaults to `False`):
             Whether these prefixes are planned here, in the data loader worker.
-        rows_per_item (`int`, *optional*):
-            For a collator that may look at its whole batch (a user's): rows of a batch that belong together. It then
-            gets the micro-batches of TRL, and what it makes of them is split by rows.
+        cuts_batches (`bool`, *optional*, defaults to `False`):
+            Whether the collator may look at its whole batch (a user's). It then gets the micro-batches of TRL, and
+            what it makes of them is split by rows.
+        rows_per_item (`int`, *optional*, defaults to 1):
+            Rows of a batch that belong together.
+        pad_token_id (`int`, *optional*, defaults to 0):
+            Padding of the ids, for the batch that a user's code reads.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -85,27 +205,35 @@ class BudgetCollator:
     weight_by_tokens: bool = False
     share_across_micro_batches: bool = False
     plan_in_worker: bool = False
-    rows_per_item: int | None = None
+    cuts_batches: bool = False
+    rows_per_item: int = 1
+    pad_token_id: int = 0
 
-    def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> dict[str, Any]:
+    def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> CollatedStep:
         ((rows_of_step, numbers, examples),) = shares
+        how = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
         if self.keeps_micro_batches:
             size = self.plan.micro_batch
             batches = [self.collator(examples[begin : begin + size]) for begin in range(0, len(examples), size)]
-            return {MICRO_BATCHES: batches, WEIGHTS: [1 / len(batches)] * len(batches), KEPT: True}
+            order = list(range(sum(self._count(batch) for batch in batches)))
+            return CollatedStep(batches, [1 / len(batches)] * len(batches), order, **how, keeps_micro_batches=True)
         weights = self.plan.weights(len(examples), rows_of_step)
-        if self.rows_per_item is None:
-            batches, shares_of_step = self._planned(numbers, examples, weights)
+        if self.cuts_batches:
+            batches, shares_of_step, order = self._cut(examples, weights)
         else:
-            batches, shares_of_step = self._cut(examples, weights, self.rows_per_item)
-        step: dict[str, Any] = {MICRO_BATCHES: batches, WEIGHTS: shares_of_step}
+            batches, shares_of_step, order = self._planned(numbers, examples, weights)
+        step = CollatedStep(batches, shares_of_step, order, **how)
         if self.weight_by_tokens:
             positions = [label_positions(batch) for batch in batches]
             counts = [0 if labels is None else len(labels) for labels in positions]
-            step[WEIGHTS] = [count / max(sum(counts), 1) for count in counts]
-        if self.plan_in_worker and len(batches) > 1:
-            step[PREFIX_PLAN] = plan_on_host(ids_and_masks(batches), self.budget)
+            step = step._replace(weights=[count / max(sum(counts), 1) for count in counts])
+        if self.plan_in_worker and len(batches) > 1 and (inputs := ids_and_masks(batches)):
+            step = step._replace(prefix_plan=plan_on_host(inputs, self.budget))
         return step
+
+    def _count(self, batch: Any) -> int:
+        """Items of a batch."""
+        return len(batch["input_ids"]) // self.rows_per_item
 
     @property
     def _pack(self) -> Callable[[RowCosts, int], list[list[int]]]:
@@ -113,8 +241,8 @@ class BudgetCollator:
 
     def _planned(
         self, numbers: list[int], examples: list[dict[str, Any]], weights: np.ndarray
-    ) -> tuple[list[dict[str, Any]], list[float]]:
-        """Micro-batches of examples by their tokens, and their weights."""
+    ) -> tuple[list[dict[str, Any]], list[float], list[int]]:
+        """Micro-batches of examples by their tokens, their weights, and the order of the examples in them."""
         costs = self.measure.of(numbers, examples)
         # A micro-batch has one weight for all its rows: rows of a last, smaller micro-batch of TRL are not mixed with
         # the others.
@@ -124,20 +252,21 @@ class BudgetCollator:
         for rows, batch in zip(parts, batches, strict=True):
             self._refuse_use_of_padding(batch, [numbers[i] for i in rows])
             self.measure.check([numbers[i] for i in rows], batch)
-        return batches, [float(weights[rows].sum()) for rows in parts]
+        return batches, [float(weights[rows].sum()) for rows in parts], [item for part in parts for item in part]
 
     def _cut(
-        self, examples: list[dict[str, Any]], weights: np.ndarray, rows_per_item: int
-    ) -> tuple[list[dict[str, Any]], list[float]]:
-        """Micro-batches of what a user's collator makes of the micro-batches of TRL, and their weights."""
+        self, examples: list[dict[str, Any]], weights: np.ndarray
+    ) -> tuple[list[dict[str, Any]], list[float], list[int]]:
+        """The same of what a user's collator makes of the micro-batches of TRL."""
         result: list[dict[str, Any]] = []
         result_weights: list[float] = []
+        order: list[int] = []
         for begin in range(0, len(examples), self.plan.micro_batch):
             rows = slice(begin, begin + self.plan.micro_batch)
             batch, weight = self.collator(examples[rows]), float(weights[rows].sum())
             plain = pop_metadata(batch)[0]
             # The collator may have dropped rows or added some: the loss is a mean over what it returned.
-            count = len(plain["input_ids"]) // rows_per_item
+            count, begin_of_items = self._count(plain), len(order)
             if any(not isinstance(v, torch.Tensor) or v.dim() == 0 or len(v) % count for v in plain.values()):
                 logger.warning(
                     f"`max_tokens_per_batch`: the collator makes a batch with values that do not have a row for each "
@@ -145,21 +274,23 @@ class BudgetCollator:
                 )
                 result.append(batch)
                 result_weights.append(weight)
+                order += range(begin_of_items, begin_of_items + count)
                 continue
             ids = plain["input_ids"]
             costs = batch_costs(
-                ids, plain.get("attention_mask", torch.ones_like(ids)), rows_per_item, self.measure.sharing
+                ids, plain.get("attention_mask", torch.ones_like(ids)), self.rows_per_item, self.measure.sharing
             )
             parts = self._pack(costs, self.budget)
-            result += [batch] if len(parts) == 1 else [self._relaid(_items_of(plain, part, count)) for part in parts]
+            result += [batch] if len(parts) == 1 else [self._relaid(items_of(plain, part, count)) for part in parts]
             result_weights += [weight * len(part) / count for part in parts]
-        return result, result_weights
+            order += [begin_of_items + item for part in parts for item in part]
+        return result, result_weights, order
 
     def _refuse_use_of_padding(self, batch: dict[str, Any], numbers: list[int]) -> None:
         """
-        Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels, or is what a sequence classifier scores:
-        rows are padded to other lengths in it than in the batch of TRL, so the loss would be another one. `numbers` are
-        those of the items in the dataset.
+        Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels, or is what a sequence classifier
+        scores: rows are padded to other lengths in it than in the batch of TRL, so the loss would be another one.
+        `numbers` are those of the items in the dataset.
         """
         what = "has labels", "Let your collator set labels to -100 where the attention mask is 0"
         rows = rows_with_labels_of_padding(batch)
@@ -183,7 +314,8 @@ class BudgetCollator:
 
 def micro_batches_of(batch: Any) -> list[Any]:
     """The micro-batches of a batch of the data loader, or the batch itself if it is not split."""
-    return batch[MICRO_BATCHES] if isinstance(batch, Mapping) and MICRO_BATCHES in batch else [batch]
+    step = step_of(batch)
+    return [batch] if step is None else step.micro_batches
 
 
 def to_equal_count(micro_batches: list[MicroBatch], count: int, rows_per_item: int) -> list[MicroBatch]:
@@ -198,12 +330,46 @@ def to_equal_count(micro_batches: list[MicroBatch], count: int, rows_per_item: i
     for origin, items in halve_largest([range(size) for size in sizes], count):
         (batch, weight), size = micro_batches[origin], sizes[origin]
         if len(items) < size:
-            batch, weight = _items_of(pop_metadata(batch)[0], items, size), weight * len(items) / size
+            batch, weight = items_of(pop_metadata(batch)[0], items, size), weight * len(items) / size
         result.append((batch, weight))
     smallest, _ = min(result, key=lambda micro_batch: len(micro_batch[0]["input_ids"]))
     return result + [(smallest, 0.0)] * (count - len(result))
 
 
-def _items_of(batch: dict[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
+def items_of(batch: Mapping[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
     """Some of the `count` items of a batch. A column has one row for each item, or several blocks of such rows."""
-    return {name: torch.cat([rows[list(items)] for rows in value.split(count)]) for name, value in batch.items()}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.cat([rows[list(items)] for rows in value.split(count)])
+        return [value[begin + item] for begin in range(0, len(value), count) for item in items]
+
+    return {name: of(value) for name, value in batch.items()}
+
+
+def join_batches(batches: Sequence[dict[str, Any]], rows_per_item: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """
+    Micro-batches as one padded batch, on the side on which they are padded.
+
+    The rows of a micro-batch come in `rows_per_item` blocks (chosen, rejected), and so do those of the whole batch.
+    """
+    plain = [pop_metadata(batch)[0] for batch in batches]
+    counts = [len(batch["input_ids"]) // rows_per_item for batch in plain]
+    pads_left = any(not batch["attention_mask"][:, 0].all() for batch in plain if "attention_mask" in batch)
+
+    def widen(value: torch.Tensor, width: int, padding: int) -> torch.Tensor:
+        missing = width - value.shape[1] if value.dim() > 1 else 0
+        return nn.functional.pad(value, (missing, 0) if pads_left else (0, missing), value=padding)
+
+    joined: dict[str, Any] = {}
+    for name in plain[0]:
+        values = [batch[name] for batch in plain]
+        if not isinstance(values[0], torch.Tensor):
+            joined[name] = [x for value in values for x in value]
+            continue
+        padding = pad_token_id if name.endswith("input_ids") else -100 if "labels" in name else 0
+        width = max(value.shape[1] for value in values) if values[0].dim() > 1 else 0
+        values = [widen(value, width, padding) for value in values]
+        blocks = [value.split(count) for value, count in zip(values, counts, strict=True)]
+        joined[name] = torch.cat([block for same in zip(*blocks, strict=True) for block in same])
+    return joined

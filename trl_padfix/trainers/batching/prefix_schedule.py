@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch.utils.checkpoint import get_device_states, set_device_states
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ...core.call.batch_metadata import BatchVersion, defer_check
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
@@ -52,7 +52,9 @@ STALE_PLAN = "stale plan"
 
 
 def ids_and_masks(batches: Sequence[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and masks of batches."""
+    """Ids and masks of batches; none if one has no mask, without which a batch is not packed."""
+    if any("attention_mask" not in batch for batch in batches):
+        return []
     return [(batch["input_ids"], batch["attention_mask"]) for batch in batches]
 
 
@@ -213,7 +215,8 @@ class MicroBatchRunner:
             gather (`Callable`, *optional*):
                 Joins lists of all processes, which then plan again in each step (see [`plan_shared_prefixes`]).
         """
-        inputs = ids_and_masks(batches)
+        if not (inputs := ids_and_masks(batches)):
+            return cls(len(batches))
         metadata = [(batch, pop_metadata(batch)[1]) for batch in batches]
         is_current = all(x is not None and x.unmodified(batch, "input_ids", "attention_mask") for batch, x in metadata)
         if gather is not None or plan is STALE_PLAN or (plan is not None and not is_current):
@@ -244,6 +247,9 @@ class MicroBatchRunner:
     def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
         """A micro-batch is within the budget, however it is computed."""
 
+    def recomputes(self, call: dict[str, Any]) -> bool:
+        return False  # a micro-batch is computed in one forward, and with prefix states not within a checkpoint
+
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
     ) -> PrefixedLayout | None:
@@ -260,8 +266,9 @@ class MicroBatchRunner:
         is_unmodified = batch.matches(ids, mask) and packs_now(model)
         is_micro_batch = is_unmodified or (ids is batch.ids.tensor and mask is batch.mask.tensor)
         self.modified |= is_micro_batch and not is_unmodified
-        # Positions distinguish tokens as well; the plan compared ids only.
-        belongs = is_micro_batch and call.get("position_ids") is None
+        # Positions distinguish tokens as well; the plan compared ids only. A checkpoint of a user around the model
+        # would compute the micro-batch again without the states of its prefixes.
+        belongs = is_micro_batch and call.get("position_ids") is None and not _is_checkpointed()
         kind = model, torch.is_grad_enabled()
         key = id(model), torch.is_grad_enabled(), self.calls[kind]
         if belongs and is_unmodified and self.index == 0:
@@ -301,6 +308,12 @@ class MicroBatchRunner:
         """
         if any(not schedule.finished and schedule.index != self.count - 1 for schedule in self.schedules.values()):
             raise _missing_micro_batch()
+
+
+def _is_checkpointed() -> bool:
+    """Whether a checkpoint of torch is running in this thread, which is to compute its forward again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 def _check_rows(ids: torch.Tensor, mask: torch.Tensor, layout: PrefixedLayout) -> None:

@@ -173,6 +173,10 @@ class SubBatches:
             output["aux_loss"] = balancing_loss(model, router_logits, masks)
         return output
 
+    def recomputes(self, call: dict[str, Any]) -> bool:
+        tokens, mask = call.get(_name_of_tokens(call)), call.get("attention_mask")
+        return any(batch.version.matches(tokens, mask) for batch in self.batches)
+
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
         """Warn once of a forward that is computed as one, whatever its tokens."""
         ids = call.get("input_ids")

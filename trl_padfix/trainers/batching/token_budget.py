@@ -27,15 +27,16 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
-from ...core.call.runner_patch import attach_runner_patch
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
 from ..custom_loss import custom_loss_name, is_custom_collator, observe_own_loss
-from ..data.batch_metadata import pop_metadata
+from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.columns import column_names
+from ..data.tokenizers import tokenizer_of
 from ..distributed import (
     datasets_of,
     is_sharded,
@@ -47,8 +48,17 @@ from ..distributed import (
 from ..parts import Part, Step
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set
-from .claims import claimed_weights, differs, join_batches, loss_and_norm, without_dropout
-from .micro_batches import KEPT, MICRO_BATCHES, PREFIX_PLAN, WEIGHTS, BudgetCollator, MicroBatch, to_equal_count
+from .claims import claimed_weights, differs, loss_and_norm, without_dropout
+from .micro_batches import (
+    BudgetCollator,
+    CollatedStep,
+    MicroBatch,
+    StepBatch,
+    items_of,
+    join_batches,
+    step_of,
+    to_equal_count,
+)
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner, can_share_across_micro_batches
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
@@ -268,6 +278,14 @@ class SubBatchBudget(Part):
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
 
+    def training_step(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's `training_step`, `train`."""
+        return train(model, inputs, *args, **kwargs)
+
+    def whole_batch(self, inputs: Any) -> Any:
+        """The batch that a loss gets."""
+        return inputs
+
 
 class MicroBatchBudget(SubBatchBudget):
     """`max_tokens_per_batch` for the micro-batches of a step, in the order of a [`StepOrder`]."""
@@ -323,7 +341,9 @@ class MicroBatchBudget(SubBatchBudget):
             share_across_micro_batches=self.share_across_micro_batches,
             # Processes that shard a model plan together in each step, which a worker cannot.
             plan_in_worker=self.share_across_micro_batches and not is_sharded(trainer),
-            rows_per_item=task.rows_per_item if order.has_custom_collator else None,
+            cuts_batches=order.has_custom_collator,
+            rows_per_item=task.rows_per_item,
+            pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
         )
         if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
             logger.warning(_what_collator_gets(order.images is not None, task.needs_all_rows()))
@@ -339,17 +359,23 @@ class MicroBatchBudget(SubBatchBudget):
         self, train: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
-        micro_batches: list[MicroBatch] = list(zip(inputs[MICRO_BATCHES], inputs[WEIGHTS], strict=True))
+        if self.budget is None:
+            return train(model, inputs, *args, **kwargs)
+        if (step := step_of(inputs)) is None:
+            step = self._step_of_user(inputs)
+        micro_batches: list[MicroBatch] = list(zip(step.micro_batches, step.weights, strict=True))
         task = self.trainer.padding.task
-        if task.needs_all_rows() and len(micro_batches) > 1 and KEPT not in inputs:
+        if task.needs_all_rows() and len(micro_batches) > 1 and not step.keeps_micro_batches:
             name = custom_loss_name(self.trainer) or self.trainer.padding.gradient_hook
             raise ValueError(
                 f"`{name}` was set during training, and the rows of this step were split already: its value for "
                 "all rows of a micro-batch is not known from their parts. Set it before `train()`."
             )
-        # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself.
-        counts_tokens = any(value is not None for value in (*args, *kwargs.values()))
-        if task.needs_all_rows():
+        # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself. A
+        # `get_batch_samples` of a user may count for losses that take no such number.
+        takes_count = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
+        counts_tokens = takes_count and any(value is not None for value in (*args, *kwargs.values()))
+        if step.keeps_micro_batches or task.needs_all_rows():
             return self._train_whole(train, model, micro_batches, counts_tokens, *args, **kwargs)
         count = max_over_processes(self.trainer, len(micro_batches))
         micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
@@ -362,15 +388,65 @@ class MicroBatchBudget(SubBatchBudget):
                 self._verify_claim(reduction, model, batches, weights, *args, **kwargs)
                 self._claim_is_verified = True
         loss = torch.zeros((), device=self.trainer.args.device)
-        with self._run(self._runner(micro_batches, inputs)) as metrics, temporarily_set(self, "weight", None):
+        with self._run(self._runner(micro_batches, step)) as metrics, temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(micro_batches):
                 # A micro-batch with weight 0 only matches the forwards of other processes.
                 self.weight = weights[i]
                 num_items = self._num_items(batch, weight, counts_tokens)
                 with self._micro_batch(i, model), metrics.micro_batch(num_items):
                     loss = loss + train(model, batch, *args, **kwargs)
-        metrics.log(sum(int(batch["attention_mask"].sum()) for batch, weight in micro_batches if not weight))
+        unweighted = [batch for batch, weight in micro_batches if not weight]
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in unweighted]
+        metrics.log(sum(int(mask.sum()) for mask in masks))
         return loss
+
+    def _step_of_user(self, inputs: Any) -> CollatedStep:
+        """
+        The micro-batches of TRL, of a batch that a user's code has made or modified. Their forwards are split.
+
+        Raises:
+            ValueError: If they cannot be made of it, or forwards cannot be split.
+        """
+        trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
+        size = trainer.args._rows_per_micro_batch
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "`max_tokens_per_batch`: code of yours has modified the batch of a step, so its forwards are split "
+                "and computed again in the backward pass, which DeepSpeed does not do. Modify it in `compute_loss`, "
+                "or leave the budget out."
+            )
+        if trainer.args.per_device_train_batch_size <= size:
+            return CollatedStep([inputs], [1.0], [], keeps_micro_batches=True)
+        plain = pop_metadata(inputs)[0]
+        count = len(plain["input_ids"]) // rows_per_item
+        if any(not isinstance(v, torch.Tensor | list) or len(v) % count for v in plain.values()):
+            raise ValueError(
+                f"`max_tokens_per_batch`: code of yours has modified the batch of a step ({', '.join(plain)}), and "
+                f"not all of its values have a row for each of {count}: the micro-batches of "
+                "`gradient_accumulation_steps` cannot be cut from it. Modify it in `compute_loss`, or leave the budget "
+                "out."
+            )
+        parts = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        batches = [items_of(plain, part, count) for part in parts]
+        return CollatedStep(batches, [1 / len(parts)] * len(parts), [], keeps_micro_batches=True)
+
+    def whole_batch(self, inputs: Any) -> Any:
+        """
+        The batch of all rows of a step, for a `training_step` of a user that computes its loss itself.
+
+        Raises:
+            ValueError: If the loss compares the rows of TRL's micro-batches, of which the step has several.
+        """
+        step = step_of(inputs)
+        if step is None:
+            return inputs
+        if self.trainer.padding.task.needs_all_rows() and len(step.micro_batches) > 1:
+            raise ValueError(
+                "With `max_tokens_per_batch` a batch has all rows of a step, and a `training_step` of yours computes "
+                "one loss of it, where TRL has one for each of `gradient_accumulation_steps`. Call "
+                "`super().training_step`, which computes them in turn, or leave the budget out."
+            )
+        return BatchWithMetadata(StepBatch((), step))
 
     def _train_whole(
         self,
@@ -450,19 +526,18 @@ class MicroBatchBudget(SubBatchBudget):
         others = task.num_loss_items(batch) if counts_tokens else weight
         return {"": others, **task.num_metric_items(batch)} if weight else {"": 0}
 
-    def _runner(self, micro_batches: list[MicroBatch], inputs: dict[str, Any]) -> MicroBatchRunner:
+    def _runner(self, micro_batches: list[MicroBatch], step: CollatedStep) -> MicroBatchRunner:
         """The runner of a step; its micro-batches share prefixes if they have any in common."""
         if not self.share_across_micro_batches or len(micro_batches) == 1:
             return MicroBatchRunner(len(micro_batches))
-        plan = inputs.get(PREFIX_PLAN) if len(micro_batches) == len(inputs[MICRO_BATCHES]) else STALE_PLAN
+        plan = step.prefix_plan if len(micro_batches) == len(step.micro_batches) else STALE_PLAN
         gather = gather_object if is_sharded(self.trainer) else None
         assert self.budget is not None
         return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        is_one_batch = step.mode == "eval" or self.verifies_whole or self.trainer.padding.task.needs_all_rows()
-        with self.split_forwards() if is_one_batch else contextlib.nullcontext():
+        with self.split_forwards():  # not of a micro-batch
             yield
         if self.weight is not None:
             step.result = step.result * self.weight

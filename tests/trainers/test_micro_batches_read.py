@@ -1,0 +1,212 @@
+"""Code of a user's that reads the batch of a step finds TRL's tensors, under a budget too, and has TRL's figures."""
+
+from functools import cache
+from types import MethodType
+
+import pytest
+import torch
+from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
+from kit.observe import entered_tokens
+from kit.trainer_runs import trained
+from torch.utils.checkpoint import checkpoint
+from transformers import TrainerCallback
+
+from trl_padfix.trainers.batching import micro_batches
+
+
+ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def stepping(step):
+    """A `training_step` set on the object: `step` gets the batch and the step of the class."""
+
+    def put(trainer, read):
+        train = type(trainer).training_step
+
+        def training_step(self, model, inputs, *args):
+            read.append({k: v.clone() for k, v in inputs.items()})
+            return step(self, model, inputs, lambda batch: train(self, model, batch, *args))
+
+        trainer.training_step = MethodType(training_step, trainer)
+
+    return put
+
+
+@stepping
+def reading(self, model, inputs, train):
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape
+    assert "input_ids" in inputs
+    assert len(inputs) == len(list(inputs)) == len(inputs.keys())
+    return train(inputs)
+
+
+@stepping
+def copying(self, model, inputs, train):
+    return train({k: v.to(self.args.device) for k, v in inputs.items()})
+
+
+@stepping
+def writing(self, model, inputs, train):
+    labels = inputs["labels"] if "labels" in inputs else inputs["completion_mask"]
+    labels[:, 3] = -100 if "labels" in inputs else 0
+    return train(inputs)
+
+
+@stepping
+def of_its_own(self, model, inputs, train):
+    model.train()
+    inputs = self._prepare_inputs(inputs)
+    loss = self.compute_loss(model, inputs)
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def counting(trainer, read):
+    """A `get_batch_samples` that counts labels itself."""
+    given = trainer.get_batch_samples
+
+    def get_batch_samples(iterator, count, device):
+        batches, _ = given(iterator, count, device)
+        read.extend({k: v.clone() for k, v in batch.items()} for batch in batches)
+        return batches, sum(batch["attention_mask"].sum() for batch in batches)
+
+    trainer.get_batch_samples = get_batch_samples
+
+
+READERS = {"reading": reading, "copying": copying, "writing": writing, "of its own": of_its_own, "counting": counting}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    def train(name, reader, ours, **config):
+        config = {"max_steps": 3} | ({"parity_check": False} if ours else {}) | config
+        trainer, read = make(name, tmp_path_factory.mktemp("read"), ours=ours, **config), []
+        READERS[reader](trainer, read)
+        forwards = entered_tokens(trainer.model)
+        return trained(trainer), forwards, read
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def theirs(run):
+    return cache(lambda name, reader, **config: run(name, reader, False, **config))
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", ALL_TRAINERS)
+def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, run, theirs):
+    if (name, reader) in {("reward", "writing")}:
+        pytest.skip("has neither labels nor a completion mask")
+    expected, _, read_there = theirs(name, reader)
+    figures, forwards, read = run(name, reader, True, prefix_sharing=sharing)
+    assert_same(figures, expected)
+    assert max(forwards) <= BUDGET[name]
+    assert len(read) == len(read_there) == 3
+    for ours, trls in zip(read, read_there, strict=True):
+        assert ours.keys() == trls.keys()
+        assert all(torch.equal(ours[k], trls[k]) for k in trls)
+
+
+@pytest.mark.parametrize("reader", ["reading", "copying", "writing"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+def test_so_it_does_with_accumulation(name, reader, run, theirs):
+    expected, *_ = theirs(name, reader, **ACCUMULATED)
+    figures, forwards, _ = run(name, reader, True, **ACCUMULATED)
+    assert_same(figures, expected)
+    assert max(forwards) <= BUDGET[name]
+
+
+@pytest.mark.parametrize("reader", ["copying", "writing"])
+def test_by_the_micro_batches_of_the_collator_an_edit_is_lost(reader, run, theirs, monkeypatch):
+    monkeypatch.setattr(micro_batches.StepBatch, "is_unmodified", True)
+    expected, *_ = theirs("sft", "writing")
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run("sft", "writing", True)[0], expected)
+
+
+def test_where_nobody_reads_it_no_batch_is_joined(tmp_path, monkeypatch):
+    monkeypatch.setattr(micro_batches, "join_batches", lambda *args: pytest.fail("joined"))
+    make("sft", tmp_path, ours=True, max_steps=2).train()
+
+
+class Totals(TrainerCallback):
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self.totals = [int(batch["attention_mask"].sum()) for batch in train_dataloader]
+
+
+def test_a_callback_reads_the_data_loader(tmp_path):
+    totals = []
+    for ours in (False, True):
+        trainer = make("dpo", tmp_path, ours=ours, max_steps=1)
+        trainer.add_callback(callback := Totals())
+        trainer.train()
+        totals.append(callback.totals)
+    assert totals[0] == totals[1]
+
+
+# -- a checkpoint around the model
+
+
+def checkpointed(reentrant):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        def logits(ids, mask, anchor):
+            return model(input_ids=ids, attention_mask=mask).logits
+
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
+        scores = checkpoint(logits, ids, mask, anchor, use_reentrant=reentrant)[:, :-1]
+        losses = torch.nn.functional.cross_entropy(scores.transpose(1, 2), inputs["labels"][:, 1:], reduction="none")
+        return (losses.sum(1) / (inputs["labels"][:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+    return compute_loss
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize("config", [{}, {"prefix_sharing": True}, {"prefix_sharing": True, "loss_reduction": "rows"}])
+def test_a_checkpoint_around_the_model_has_trls_figures(reentrant, config, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
+    figures = []
+    for ours in (False, True):
+        given = {"max_steps": 3} | (config if ours else {})
+        trainer = make("sft", tmp_path, ours=ours, **given)
+        own = type("Own", (type(trainer),), {"compute_loss": checkpointed(reentrant)})
+        monkeypatch.setattr(trainer, "__class__", own)
+        forwards = entered_tokens(trainer.model)
+        figures.append(trained(trainer))
+    assert_same(figures[1], figures[0])
+    assert max(forwards[2:]) <= BUDGET["sft"]  # but for the parity check
+
+
+# -- a collator without a mask
+
+
+class Maskless:
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, examples):
+        batch = dict(self.collator(examples))
+        del batch["attention_mask"]
+        return batch
+
+
+MASKLESS = [
+    {"padding_free": True},
+    {"padding_free": True, "prefix_sharing": True},
+    {"padding_free": True, "max_tokens_per_batch": 60},
+    {"padding_free": True, "max_tokens_per_batch": 60, "prefix_sharing": True},
+]
+
+
+@pytest.mark.parametrize("config", MASKLESS)
+def test_a_collator_without_a_mask_has_trls_figures(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
+    figures = []
+    for ours in (False, True):
+        given = {"max_steps": 3, "max_tokens_per_batch": None} | config if ours else {"max_steps": 3}
+        trainer = make("sft", tmp_path, ours=ours, **given)
+        trainer.data_collator = Maskless(trainer.data_collator)
+        figures.append(trained(trainer))
+    assert_same(figures[1], figures[0])
