@@ -7,10 +7,11 @@ import pytest
 import torch
 from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
 from kit.observe import entered_tokens
-from kit.trainer_runs import trained
+from kit.trainer_runs import build_tokenizer, make_plain_trainer, trained
 from torch.utils.checkpoint import checkpoint
-from transformers import TrainerCallback
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
+from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.trainers.batching import micro_batches
 
 
@@ -192,21 +193,37 @@ class Maskless:
         return batch
 
 
-MASKLESS = [
-    {"padding_free": True},
-    {"padding_free": True, "prefix_sharing": True},
-    {"padding_free": True, "max_tokens_per_batch": 60},
-    {"padding_free": True, "max_tokens_per_batch": 60, "prefix_sharing": True},
-]
+def without_mask(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    scores, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(scores.transpose(1, 2), labels)
 
 
-@pytest.mark.parametrize("config", MASKLESS)
-def test_a_collator_without_a_mask_has_trls_figures(config, tmp_path, monkeypatch):
+@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
     figures = []
     for ours in (False, True):
-        given = {"max_steps": 3, "max_tokens_per_batch": None} | config if ours else {"max_steps": 3}
-        trainer = make("sft", tmp_path, ours=ours, **given)
+        given = {"max_tokens_per_batch": budget, "prefix_sharing": sharing} if ours else {}
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **given)
+        # TRL's own loss needs a mask.
+        monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": without_mask}))
         trainer.data_collator = Maskless(trainer.data_collator)
         figures.append(trained(trainer))
+    assert_same(figures[1], figures[0])
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+@pytest.mark.parametrize("kind", ["trainer", "callback"])
+def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
+    figures = []
+    for packs in (False, True):
+        rows = [[2 + (i * j) % 30 for j in range(3 + i % 5)] for i in range(24)]
+        given = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+        given |= {"data_collator": Maskless(DataCollatorForSeq2Seq(build_tokenizer()))}
+        trainer_class = (
+            padding_free_trainer(Trainer, prefix_sharing=sharing) if packs and kind == "trainer" else Trainer
+        )
+        given |= {"callbacks": [PaddingRemovalCallback(sharing)]} if packs and kind == "callback" else {}
+        figures.append(trained(make_plain_trainer(tmp_path, trainer_class, **given)))
     assert_same(figures[1], figures[0])

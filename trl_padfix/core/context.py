@@ -35,6 +35,7 @@ class ForwardRunner(Protocol):
 
     def recomputes(self, call: dict[str, Any]) -> bool:
         """Whether this runner has computed a forward with these arguments, which a backward computes again."""
+        ...
 
 
 @dataclass(frozen=True)

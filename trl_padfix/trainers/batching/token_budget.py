@@ -372,9 +372,9 @@ class MicroBatchBudget(SubBatchBudget):
                 "all rows of a micro-batch is not known from their parts. Set it before `train()`."
             )
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself. A
-        # `get_batch_samples` of a user may count for losses that take no such number.
-        takes_count = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
-        counts_tokens = takes_count and any(value is not None for value in (*args, *kwargs.values()))
+        # `get_batch_samples` of a user may count for losses without labels, which take no such number.
+        has_count = any(value is not None for value in (*args, *kwargs.values()))
+        counts_tokens = has_count and "labels" in micro_batches[0][0]
         if step.keeps_micro_batches or task.needs_all_rows():
             return self._train_whole(train, model, micro_batches, counts_tokens, *args, **kwargs)
         count = max_over_processes(self.trainer, len(micro_batches))
@@ -423,8 +423,8 @@ class MicroBatchBudget(SubBatchBudget):
             raise ValueError(
                 f"`max_tokens_per_batch`: code of yours has modified the batch of a step ({', '.join(plain)}), and "
                 f"not all of its values have a row for each of {count}: the micro-batches of "
-                "`gradient_accumulation_steps` cannot be cut from it. Modify it in `compute_loss`, or leave the budget "
-                "out."
+                "`gradient_accumulation_steps` cannot be cut from it. Modify it in `compute_loss`, or leave the "
+                "budget out."
             )
         parts = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
         batches = [items_of(plain, part, count) for part in parts]
