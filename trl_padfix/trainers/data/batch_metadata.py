@@ -62,6 +62,12 @@ class LayoutCollator:
     packs_padded: bool = True
     pooling_pad_id: int | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        # Trainers read attributes of their collator (sentence-transformers the names of label columns).
+        if name == "collator":  # not there yet in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
     def __call__(self, examples: list[Any]) -> Any:
         try:
             batch = self.collator(examples)
