@@ -72,7 +72,7 @@ def _first_difference(pipeline: Any, weight: torch.Tensor) -> str | None:
         {"token_embeddings": values, "attention_mask": mask, "input_ids": mask, "modality": "text"}
         for values in (states, states * mask.unsqueeze(-1))  # what a padded and a packed forward return
     ]
-    for module in pipeline[1:]:
+    for module in list(pipeline)[1:]:  # a slice would make another model of its class
         features = [module(dict(values)) for values in features]
         if any(not torch.equal(a, b) for a, b in zip(*(_values(x, mask) for x in features), strict=True)):
             return type(module).__name__
