@@ -1,5 +1,5 @@
 """
-A step of an embedding model and of a reranker on a decoder: sentence-transformers', padded, and the same without padding.
+A step of an embedding model or a reranker on a decoder: that of sentence-transformers, padded, and without padding.
 
     pip install "sentence-transformers[train]"
     python docs/bench/embedding.py embedding --data test.jsonl.gz --rows 16
@@ -42,7 +42,9 @@ def build(task: str, folder: str) -> Any:
     """A model of sentence-transformers on the decoder in `folder`, without dropout; the same in each mode."""
     if task == "embedding":
         first = Transformer(folder, max_seq_length=512)
-        return SentenceTransformer(modules=[first, Pooling(first.get_embedding_dimension(), "lasttoken")], device="cpu")
+        return SentenceTransformer(
+            modules=[first, Pooling(first.get_embedding_dimension(), "lasttoken")], device="cpu"
+        )
     first = Transformer(folder, transformer_task="sequence-classification", max_seq_length=512)
     return CrossEncoder(modules=[first], device="cpu")
 

@@ -60,7 +60,8 @@ def test_embeddings_scores_and_gradients_are_those_of_the_padded_model(name, tmp
     out, gradients, mask = outputs(model)
     is_left = "left" in name or "yes and no" in name
     assert (mask[:, 0] == 0).any() == is_left
-    rows = [tuple(row[kept.bool()].tolist()) for row, kept in zip(model.preprocess(rows_of(model))["input_ids"], mask)]
+    ids = model.preprocess(rows_of(model))["input_ids"]
+    rows = [tuple(row[kept.bool()].tolist()) for row, kept in zip(ids, mask, strict=True)]
     prefixes = {row[: i + 1] for row in rows for i in range(len(row))}
     for sharing, tokens in ((False, sum(map(len, rows))), (True, len(prefixes))):
         with remove_padding(model, prefix_sharing=sharing) as handle, entered_tokens(model) as entered:
@@ -174,7 +175,7 @@ def test_batches_that_sentence_transformers_unpads_share_prefixes(tmp_path):
 
 def test_a_pooling_that_reads_padding_is_refused_by_name(tmp_path):
     convolved = CNN(32, 32)
-    with pytest.raises(PaddingRemovalError, match=r"`CNN` after it reads the states of padding"):
+    with pytest.raises(PaddingRemovalError, match=r"`CNN` after it reads the states"):
         remove_padding(build_embedder(tmp_path, "mean", "right", convolved))
 
     class LastColumn(torch.nn.Module):

@@ -44,7 +44,9 @@ def _transformer(folder: Path, padding_side: str, task: str = "feature-extractio
     tokenizer = train_tokenizer([" ".join(WORDS)] * 4, 320)
     tokenizer.chat_template = None
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = build_model(kind, attn_implementation="sdpa", vocab_size=len(tokenizer), max_position_embeddings=512, **ids)
+    model = build_model(
+        kind, attn_implementation="sdpa", vocab_size=len(tokenizer), max_position_embeddings=512, **ids
+    )
     (model.model if task == "feature-extraction" else model).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     transformer = Transformer(str(folder), transformer_task=task)

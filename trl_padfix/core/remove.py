@@ -25,8 +25,8 @@ from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch
 from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
-from .pipelines import ENCODERS, padding_reader, pipeline_in
 from .model.positions import Numbering, takes_positions
+from .pipelines import ENCODERS, padding_reader, pipeline_in
 from .refusals import device_obstacle, prefix_sharing_obstacle, refusal
 from .switch import OFF, is_off
 from .towers import MultimodalPatch, TowerPatch, towers
@@ -118,9 +118,9 @@ def remove_padding(
         )
     if (reader := padding_reader(model)) is not None:
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the states "
-            "of padding, which a packed forward does not compute, so that an embedding depends on the padding of its "
-            "batch. Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the "
+            "states of padding, which a packed forward does not compute: embeddings depend on the padding of a batch. "
+            "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
         )
     if prefix_sharing and (why := prefix_sharing_obstacle(anatomy)):
         if prefix_sharing != "auto":
