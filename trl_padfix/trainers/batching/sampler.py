@@ -137,8 +137,8 @@ class GroupedStream(IterableDataset):
 
 class StepStream(GroupedStream):
     """
-    A stream whose items are the rows of a step, as those of [`StepDataset`] are. It reads a step ahead, or `buffer` rows
-    if these are grouped.
+    A stream whose items are the rows of a step, as those of [`StepDataset`] are. It reads a step ahead, or
+    `buffer` rows if these are grouped.
 
     Args:
         budget (`int`):
@@ -194,14 +194,14 @@ def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> 
     if not (longest > budget).any():
         return
     if first is None:
-        which = f"{(longest > budget).sum()} rows of the train dataset have a sequence"
+        which, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
         most, row = longest.max(), f"row {longest.argmax()}"
     else:
-        index = int((longest > budget).argmax())
-        which, most, row = "A row of the train stream has a sequence", longest[index], f"row {first + index}"
+        which, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
+        most, row = longest[index], f"row {first + index}"
     raise ValueError(
         f"{which} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
-        f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {'them' if first is None else 'it'}."
+        f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {them}."
     )
 
 
