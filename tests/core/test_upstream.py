@@ -157,6 +157,8 @@ TRANSFORMERS = [
              takes("train_dataset")),
     Upstream("_remove_unused_columns", "transformers.Trainer",
              "what is asked for the rows of a step has the columns of the collator", takes("dataset", "description")),
+    Upstream("_signature_columns", "transformers.Trainer", "columns that the collator gets of a stream", partial(is_set, "")),
+    Upstream("_set_signature_columns_if_needed", "transformers.Trainer", "fills in the former", has),
     Upstream("_get_num_items_in_batch", "transformers.Trainer", "overridden: counts the labels of all micro-batches",
              takes("batch_samples", "device"), "transformers>=5.23"),
     Upstream("_track_num_input_tokens", "transformers.Trainer", "overridden: counts the tokens of all micro-batches",
