@@ -64,7 +64,8 @@ class LayoutCollator:
 
     def __getattr__(self, name: str) -> Any:
         # Trainers read attributes of their collator (sentence-transformers the names of label columns).
-        if name == "collator":  # not there yet in a copy that is being made
+        # Copies and pickles ask for `__getstate__` and the like, and have no `collator` yet while they are made.
+        if name == "collator" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.collator, name)
 
