@@ -481,11 +481,6 @@ def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
         trainer.padding.part(token_budget.MicroBatchBudget).attach()
 
 
-def test_a_stream_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the training dataset is a `IterableDataset`"):
-        make("dpo", tmp_path, ours=True, train_dataset=build_data("dpo").to_iterable_dataset())
-
-
 def test_another_sampling_strategy_is_refused(tmp_path):
     trainer = make("sft", tmp_path, ours=True, train_sampling_strategy="group_by_length")
     with pytest.raises(ValueError, match="a `LengthGroupedSampler`, which rearranges them differently"):

@@ -26,6 +26,7 @@ from .heads import HeadPatch, LMHeadPatch, PoolingPatch
 from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
+from .pipelines import ENCODERS, padding_reader, pipeline_in
 from .refusals import device_obstacle, prefix_sharing_obstacle, refusal
 from .switch import OFF, is_off
 from .towers import MultimodalPatch, TowerPatch, towers
@@ -59,7 +60,7 @@ def remove_padding(
     Args:
         model (`torch.nn.Module`):
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
-            wrapper.
+            wrapper, a `SentenceTransformer` or `CrossEncoder`.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Whether to compute a token prefix that several rows have in common only once. In a batch where this would
             cost more than it saves, nothing is shared. With `"auto"` a model or a call that cannot share prefixes is
@@ -110,9 +111,16 @@ def remove_padding(
     # Before anything is wrapped: a model that is refused is left untouched.
     reason = refusal(anatomy) or device_obstacle(decoder)
     if reason is not None:
+        remedy = "Leave it padded: `padding_free=False` in a trainer's configuration."
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. Leave it padded: "
-            "`padding_free=False` in a trainer's configuration."
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
+            f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
+        )
+    if (reader := padding_reader(model)) is not None:
+        raise PaddingRemovalError(
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the "
+            "states of padding, which a packed forward does not compute: embeddings depend on the padding of a batch. "
+            "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
         )
     if prefix_sharing and (why := prefix_sharing_obstacle(anatomy)):
         if prefix_sharing != "auto":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
+from ..core.model.patching import Attachment, ForwardPatch
 from ..core.parity.check import check_parity
 from ..core.parity.report import ParityReport
 from .distributed import models_of, named_models_of
@@ -189,8 +190,19 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
         if handle is None or (kwargs.get("past_key_values") is None and will_pack(handle, tensors)):
             call.update(tensors)
 
-    hook = module_called_by_trainer(model).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    recording = Attachment()
+    # A patch and no hook: sentence-transformers calls `model.forward`, which runs no hooks.
+    with recording.attach([_Recorder(module_called_by_trainer(model), recording, keep)]):
         yield call
-    finally:
-        hook.remove()
+
+
+class _Recorder(ForwardPatch):
+    """Hands the arguments of each call to a function, and passes the call on."""
+
+    def __init__(self, module: torch.nn.Module, attachment: Attachment, keep: Callable[..., None]):
+        super().__init__(module, attachment)
+        self.keep = keep
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.keep(self.module, args, kwargs)
+        return self.wrapped(*args, **kwargs)

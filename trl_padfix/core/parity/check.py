@@ -27,6 +27,7 @@ from ..handle import PaddingRemoval
 from ..layout.build import padding_free_layout
 from ..model.older import supports
 from ..model.sharded import reset_gather_order, reshard_parameters
+from ..pipelines import by_name
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, gradient_obstacle, gradient_tolerance, relative_difference, with_gradient
 from .report import ParityReport
@@ -84,7 +85,7 @@ def check_parity(
 
     Args:
         model (`torch.nn.Module`):
-            Causal language model or reward model, or a wrapper around one.
+            Causal language model, reward model or embedding model, or a wrapper around one.
         batch (`dict`):
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a packed batch `input_ids` and `position_ids`
             (and `cu_seq_lens_q`, if the batch has it). Other entries are used by multimodal models only.
@@ -253,7 +254,7 @@ def _run(
     ids = sample.ids
 
     def forward(is_packed: bool = False) -> torch.Tensor:
-        logits = logits_of_packed(model, ids, sample.mask) if is_packed else logits_of(model(**sample.inputs))
+        logits = logits_of_packed(model, ids, sample.mask) if is_packed else logits_of(by_name(model)(**sample.inputs))
         return scores_of(logits, ids, sample.mask, sample.columns)
 
     def run(score: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -330,7 +331,7 @@ def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRe
     inputs, columns = select_columns({"input_ids": row, "attention_mask": mask}, handle.anatomy.pretrained)
 
     def scores() -> torch.Tensor:
-        return scores_of(logits_of(model(**inputs)), row, mask, columns)
+        return scores_of(logits_of(by_name(model)(**inputs)), row, mask, columns)
 
     distributed = scores()
     with handle.without_context_parallel():

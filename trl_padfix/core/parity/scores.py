@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..layout.build import packed_layout
+from ..pipelines import by_name
 
 
 __all__ = ["logits_of", "logits_of_packed", "scores_of", "select_columns", "unpack_batch", "with_padding"]
@@ -31,7 +32,7 @@ def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) ->
     """Logits `(B, L, V)` of a padded batch that the model receives as one packed row, as a user of packing does."""
     keep = mask.bool()
     positions = (mask.cumsum(1) - 1)[keep][None]
-    logits = logits_of(model(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
+    logits = logits_of(by_name(model)(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
     padded = logits.new_zeros(*ids.shape, logits.shape[-1])
     padded[keep] = logits[0]
     return padded

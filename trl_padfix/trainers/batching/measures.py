@@ -37,7 +37,7 @@ class RowMeasure:
     """The columns of each sequence of a row, in their order. Only the first column counts for shared prefixes."""
 
     def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return self._costs(lambda name: [np.asarray(example[name], dtype=np.int64) for example in examples])
+        return self._costs(partial(_read, examples))
 
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
         """Costs of `examples`, the rows `numbers` of the train dataset."""
@@ -49,9 +49,9 @@ class RowMeasure:
     def dataset(self, dataset: Dataset) -> RowCosts:
         return self._costs(partial(_read, dataset))
 
-    def longest(self, dataset: Dataset) -> np.ndarray:
+    def longest(self, rows: Dataset | Sequence[dict[str, Any]]) -> np.ndarray:
         """Tokens of the longest sequence of each row, as it is trained on."""
-        longest = self._lengths(self._columns(partial(_read, dataset))).max(0)
+        longest = self._lengths(self._columns(partial(_read, rows))).max(0)
         return longest if self.max_length is None else np.minimum(longest, self.max_length)
 
     def _columns(self, read: Callable[[str], list[np.ndarray]]) -> dict[str, list[np.ndarray]]:
@@ -75,8 +75,10 @@ class RowMeasure:
         return prefix_costs(tokens, shareable, *sort_by_prefix(first))
 
 
-def _read(dataset: Dataset, name: str) -> list[np.ndarray]:
-    return list(lists(dataset, name))
+def _read(rows: Dataset | Sequence[dict[str, Any]], name: str) -> list[np.ndarray]:
+    if isinstance(rows, Dataset):
+        return list(lists(rows, name))
+    return [np.asarray(row[name], dtype=np.int64) for row in rows]
 
 
 class PairMeasure(RowMeasure):

@@ -9,11 +9,13 @@ epoch and the data, so all processes and a resumed run have the same order.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["GroupedStream", "StepDataset", "StepOrder", "StepSampler"]
+__all__ = ["GroupedStream", "StepDataset", "StepOrder", "StepSampler", "StepStream"]
 
 logger = get_logger(__name__)
 
@@ -133,6 +135,76 @@ class GroupedStream(IterableDataset):
             yield from (rows[i] for i in plan.order_by_micro_batch(group_rows(range(len(rows)), costs, size), costs))
 
 
+class StepStream(GroupedStream):
+    """
+    A stream whose items are the rows of a step, as those of [`StepDataset`] are. It reads a step ahead, or
+    `buffer` rows if these are grouped.
+
+    Args:
+        budget (`int`):
+            Most tokens of a sequence. A row beyond it is an error as soon as it is read.
+        columns (`set[str]`, *optional*):
+            Columns that the collator gets; by default all.
+    """
+
+    def __init__(
+        self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int | None, budget: int, columns: set[str] | None
+    ):
+        super().__init__(rows, measure, plan, buffer or plan.per_process)
+        self.is_grouped, self.budget, self.columns = buffer is not None, budget, columns
+        self.has_warned = False
+
+    def __iter__(self) -> Iterator[Any]:
+        size, first = self.plan.per_process, 0
+        stream = iter(self.rows)
+        # A buffer ends where a step does: only the last one may hold an incomplete step.
+        while rows := list(islice(stream, self.buffer // size * size)):
+            check_budget(self.measure.longest(rows), self.budget, first)
+            costs = self.measure.examples(rows)
+            self._warn_of_large(costs, first)
+            order: Any = range(len(rows))
+            if self.is_grouped:
+                order = group_rows(order, costs, size)
+            if self.columns is not None:
+                rows = [{k: v for k, v in row.items() if k in self.columns} for row in rows]
+            for count, numbers in replace(self.plan, rows=len(rows)).rows_per_process(order, costs):
+                yield count, [first + i for i in numbers], [rows[i] for i in numbers]
+            first += len(rows)
+
+    def _warn_of_large(self, costs: RowCosts, first: int) -> None:
+        """Warn once of a row whose sequences fit one by one, and not together."""
+        if self.has_warned or not (costs.tokens > self.budget).any():
+            return
+        self.has_warned, row = True, int((costs.tokens > self.budget).argmax())
+        # Not accelerate's logger: a worker of a data loader has none of its state.
+        logging.getLogger(__name__).warning(
+            f"Row {first + row} of the train stream has {costs.tokens[row]} tokens, more than "
+            f"`max_tokens_per_batch={self.budget}`: it is a micro-batch by itself, and needs the memory of its size. "
+            "Raise the budget, or lower `max_length`. Said once."
+        )
+
+
+def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> None:
+    """
+    Check the `longest` sequence of each row of a dataset, or of a stream from its row `first` on.
+
+    Raises:
+        ValueError: If a sequence has more tokens than the budget.
+    """
+    if not (longest > budget).any():
+        return
+    if first is None:
+        which, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
+        most, row = longest.max(), f"row {longest.argmax()}"
+    else:
+        which, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
+        most, row = longest[index], f"row {first + index}"
+    raise ValueError(
+        f"{which} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
+        f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {them}."
+    )
+
+
 class StepOrder(Part):
     """The rows of each optimizer step, for `group_by_prefix` and `max_tokens_per_batch`."""
 
@@ -171,6 +243,8 @@ class StepOrder(Part):
         buffer = self.settings.group_by_prefix_buffer
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
+        if self.settings.max_tokens_per_batch is not None:
+            return contextlib.nullcontext()  # its own stream groups the rows
         return temporarily_set(
             self.trainer, "train_dataset", GroupedStream(dataset, self.measure(), self.plan(), buffer)
         )
@@ -193,6 +267,33 @@ class StepOrder(Part):
         self.steps = self.plan()
         self.images = None if rows_with_images is None else self._count_tokens(rows_with_images)
         return self.steps
+
+    def stream(self, rows: Any, budget: int) -> StepStream:
+        """
+        The steps of a streamed train dataset.
+
+        Raises:
+            ValueError: If this launch reads a stream in parts, or if the buffer holds less than a step.
+        """
+        trainer, plan, buffer = self.trainer, self.steps or self.plan(), self.settings.group_by_prefix_buffer
+        workers = trainer.args.dataloader_num_workers
+        if workers > 1 or trainer.accelerator.num_processes > 1:
+            raise ValueError(
+                f"`max_tokens_per_batch` makes a step of consecutive rows of a stream, and {workers} data loader "
+                f"workers in {trainer.accelerator.num_processes} processes would read it in parts. Set "
+                "`dataloader_num_workers` to 0 or 1 and train in one process, or give a `datasets.Dataset` "
+                "(`Dataset.from_generator`)."
+            )
+        if buffer is not None and buffer < plan.per_process:
+            raise ValueError(
+                f"`group_by_prefix_buffer={buffer}` rows are fewer than the {plan.per_process} of an optimizer step, "
+                "so none could be brought together. Read several steps ahead, or leave `group_by_prefix` out."
+            )
+        columns = None
+        if trainer.args.remove_unused_columns:  # what transformers does with a `Dataset`, and not with a stream
+            trainer._set_signature_columns_if_needed()
+            columns = set(trainer._signature_columns)
+        return StepStream(rows, self.measure(), plan, buffer, budget, columns)
 
     def _count_tokens(self, rows: Dataset) -> ImageMeasure:
         trainer = self.trainer
@@ -274,13 +375,7 @@ class StepOrder(Part):
         Raises:
             ValueError: If a sequence has more tokens than the budget.
         """
-        longest = self.measure().longest(dataset)
-        if (longest > budget).any():
-            raise ValueError(
-                f"{(longest > budget).sum()} rows of the train dataset have a sequence of more tokens than "
-                f"`max_tokens_per_batch={budget}`, the longest {longest.max()} (row {longest.argmax()}), and no "
-                f"forward could hold it. Raise the budget to {longest.max()} at least, set `max_length`, or drop them."
-            )
+        check_budget(self.measure().longest(dataset), budget)
         is_over = costs.tokens > budget
         if is_over.any():
             logger.warning(

@@ -25,7 +25,7 @@ import torch
 import trl
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
@@ -66,7 +66,6 @@ from .sub_batches import SubBatches, joins_balancing_losses
 
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import TrainingArguments
 
     from ..parts import PaddingFreeTrainer
@@ -315,11 +314,15 @@ class MicroBatchBudget(SubBatchBudget):
                 f"`neftune_noise_alpha={config.neftune_noise_alpha}` adds noise whose size depends on the length of a "
                 "padded batch, and `max_tokens_per_batch` makes other batches. Leave one of them out."
             )
-        if not isinstance(init_kwargs.get("train_dataset"), Dataset | None):
+        data = init_kwargs.get("train_dataset")
+        is_stream = isinstance(data, IterableDataset)
+        has_images = is_stream and bool(column_names(data) & {"image", "images"})
+        if has_images or not (is_stream or isinstance(data, Dataset | None)):
+            images = " with images, whose tokens are counted before the first step" if has_images else ""
             raise ValueError(
-                f"`max_tokens_per_batch` plans an epoch by the lengths of all its rows, and the training dataset is a "
-                f"`{type(init_kwargs['train_dataset']).__name__}`. Give a `datasets.Dataset` (of a stream "
-                "`Dataset.from_generator`), or leave the budget out."
+                f"`max_tokens_per_batch` splits steps by the tokens of their rows, and the training dataset is a "
+                f"`{type(data).__name__}`{images}. Give a `datasets.Dataset` (of a stream `Dataset.from_generator`), "
+                "or leave the budget out."
             )
 
     @contextlib.contextmanager
@@ -329,7 +332,8 @@ class MicroBatchBudget(SubBatchBudget):
             return
         self._check_loss()  # a loss may have been set on the trainer since
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
-        rows = trainer._remove_unused_columns(dataset, description="training")
+        is_stream = not isinstance(dataset, Dataset)
+        rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if _has_images(trainer) else None)
         collator = BudgetCollator(
             trainer.data_collator,
@@ -348,11 +352,15 @@ class MicroBatchBudget(SubBatchBudget):
         if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
             logger.warning(_what_collator_gets(order.images is not None, task.needs_all_rows()))
         # An item is a step of a process; the plan has left out the rows that are dropped.
-        fields = {"train_dataset": StepDataset(rows, steps), "data_collator": collator, "_train_batch_size": 1}
+        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
+        fields = {"train_dataset": items, "data_collator": collator, "_train_batch_size": 1}
+        config = trainer.accelerator.dataloader_config
         with contextlib.ExitStack() as stack:
             for name, value in fields.items():
                 stack.enter_context(temporarily_set(trainer, name, value))
             stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
+            if is_stream:  # accelerate would cut the tensors of a step, and knows none of its micro-batches
+                stack.enter_context(temporarily_set(config, "dispatch_batches", False))
             yield
 
     def training_step(

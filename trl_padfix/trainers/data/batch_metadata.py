@@ -62,6 +62,13 @@ class LayoutCollator:
     packs_padded: bool = True
     pooling_pad_id: int | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        # Trainers read attributes of their collator (sentence-transformers the names of label columns).
+        # Copies and pickles ask for `__getstate__` and the like, and have no `collator` yet while they are made.
+        if name == "collator" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
     def __call__(self, examples: list[Any]) -> Any:
         try:
             batch = self.collator(examples)

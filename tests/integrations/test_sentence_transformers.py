@@ -1,0 +1,214 @@
+"""Embedding models and rerankers of sentence-transformers on decoders: its numbers, without padding."""
+
+import copy
+
+import pytest
+
+
+pytest.importorskip("sentence_transformers")
+
+import torch
+from kit.embedding_runs import INSTRUCTION, build_embedder, build_reranker, build_trainer, triplets, with_lora
+from kit.observe import entered_tokens
+from kit.trainer_runs import assert_same, break_mode, trained
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import CNN
+from transformers import BertConfig, BertModel
+
+from trl_padfix import (
+    PaddingRemovalCallback,
+    PaddingRemovalError,
+    ParityError,
+    check_parity,
+    padding_free_trainer,
+    remove_padding,
+)
+
+
+MODELS = {
+    "last token, right": lambda folder: build_embedder(folder, "lasttoken", "right"),
+    "last token, left": lambda folder: build_embedder(folder, "lasttoken", "left"),
+    "mean, left": lambda folder: build_embedder(folder, "mean", "left"),
+    "mean, right, LoRA": lambda folder: with_lora(build_embedder(folder, "mean", "right")),
+    "reranker, score head": lambda folder: build_reranker(folder, "classifier"),
+    "reranker, score head, left, LoRA": lambda folder: with_lora(build_reranker(folder, "classifier", "left")),
+    "reranker, logits of yes and no": lambda folder: build_reranker(folder, "yes and no"),
+}
+
+
+def rows_of(model):
+    """Rows that have much in common, and the texts that they are made of."""
+    texts = triplets(12)["positive"]
+    if isinstance(model, SentenceTransformer):
+        return [INSTRUCTION + text for text in texts]
+    return [(INSTRUCTION * 2, text) for text in texts]  # one query with many documents
+
+
+def outputs(model):
+    """Embeddings or scores of all rows in one batch, and the gradient of every weight."""
+    model.zero_grad()
+    features = model.preprocess(rows_of(model))
+    out = model(features)["sentence_embedding" if isinstance(model, SentenceTransformer) else "scores"]
+    (out.flatten() * torch.linspace(-1, 1, out.numel())).sum().backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return out.detach(), torch.cat(gradients), features["attention_mask"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_embeddings_scores_and_gradients_are_those_of_the_padded_model(name, tmp_path, monkeypatch):
+    model = MODELS[name](tmp_path).eval()
+    out, gradients, mask = outputs(model)
+    is_left = "left" in name or "yes and no" in name
+    assert (mask[:, 0] == 0).any() == is_left
+    ids = model.preprocess(rows_of(model))["input_ids"]
+    rows = [tuple(row[kept.bool()].tolist()) for row, kept in zip(ids, mask, strict=True)]
+    prefixes = {row[: i + 1] for row in rows for i in range(len(row))}
+    for sharing, tokens in ((False, sum(map(len, rows))), (True, len(prefixes))):
+        with remove_padding(model, prefix_sharing=sharing) as handle, entered_tokens(model) as entered:
+            ours, our_gradients, _ = outputs(model)
+        assert (ours - out).abs().max() < 1e-5
+        assert (our_gradients - gradients).norm() / gradients.norm() < 1e-5
+        assert list(entered) == [tokens]
+        assert handle.stats.padded_tokens == mask.numel() > tokens
+        assert not handle.stats.padded_forwards
+    break_mode(monkeypatch, "prefix sharing")
+    with remove_padding(model, prefix_sharing=True):
+        wrong, wrong_gradients, _ = outputs(model)
+    assert (wrong - out).abs().max() > 1e-2
+    assert (wrong_gradients - gradients).norm() / gradients.norm() > 1e-2
+
+
+def test_one_query_is_computed_once_for_a_hundred_documents(tmp_path):
+    model = build_reranker(tmp_path).eval()
+    query, documents = INSTRUCTION * 8, [f"w{i % 20 + 2} w{i // 20 + 2}" for i in range(100)]
+    theirs = model.rank(query, documents, batch_size=100)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        ours = model.rank(query, documents, batch_size=100)
+    assert [result["corpus_id"] for result in ours] == [result["corpus_id"] for result in theirs]
+    assert max(abs(a["score"] - b["score"]) for a, b in zip(ours, theirs, strict=True)) < 1e-6
+    assert handle.stats.packed_tokens < 4 * 100 < handle.stats.real_tokens / 10
+
+
+TRAININGS = [
+    ("last token, right", "in-batch negatives"),
+    ("mean, left", "cached"),
+    ("mean, right, LoRA", "cached"),
+    ("reranker, score head", "pairs"),
+    ("reranker, score head", "lists"),
+    ("reranker, logits of yes and no", "pairs"),
+]
+
+
+def build(name, loss, folder, **given):
+    return build_trainer(folder, MODELS[name](folder / name), loss, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "loss"), TRAININGS)
+def test_ten_steps_of_its_trainer_are_those_of_the_padded_model(name, loss, tmp_path, monkeypatch):
+    theirs = trained(build(name, loss, tmp_path))
+    trainer = build(name, loss, tmp_path)
+    with remove_padding(trainer.model, prefix_sharing=True) as handle:
+        assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
+    assert handle.stats.packed_tokens < handle.stats.real_tokens < handle.stats.padded_tokens
+    assert handle.stats.forwards >= 10
+    break_mode(monkeypatch, "prefix sharing")
+    trainer = build(name, loss, tmp_path)
+    with remove_padding(trainer.model, prefix_sharing=True), pytest.raises(AssertionError):
+        assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"), [TRAININGS[0], TRAININGS[3], *(pytest.param(*t, marks=pytest.mark.slow) for t in TRAININGS[2:3])]
+)
+@pytest.mark.parametrize("way", ["callback", "trainer"])
+def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, loss, tmp_path, monkeypatch):
+    short = {"max_steps": 2}
+    theirs = trained(build(name, loss, tmp_path, **short))
+
+    def ours():
+        callback = PaddingRemovalCallback(prefix_sharing=True)
+        given = {"callbacks": [callback]} if way == "callback" else {}
+        own = {} if way == "callback" else {"trainer_class": padding_free_trainer(type(plain), prefix_sharing=True)}
+        return build(name, loss, tmp_path, **short, **given, **own), callback
+
+    plain = build(name, loss, tmp_path, **short)
+    trainer, callback = ours()
+    assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
+    reports = callback.reports if way == "callback" else trainer.padding.parity["train"]
+    assert [report.ok for report in reports] == [True]
+    assert reports[0].packed_tokens < reports[0].padded_tokens
+    assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):
+        ours()[0].train()
+
+
+@pytest.mark.parametrize("name", ["mean, left", "reranker, score head", "reranker, logits of yes and no"])
+def test_the_parity_check_compares_pipelines(name, tmp_path, monkeypatch):
+    model = MODELS[name](tmp_path)
+    batch = model.preprocess(rows_of(model))
+    report = check_parity(model, batch, prefix_sharing=True)
+    assert report.ok
+    assert report.gradient is not None
+    break_mode(monkeypatch, "prefix sharing")
+    assert not check_parity(model, batch, prefix_sharing=True).ok
+
+
+def test_batches_that_sentence_transformers_unpads_share_prefixes(tmp_path):
+    """With FlashAttention a batch comes as one row; without a GPU its collator is set by hand."""
+    from transformers import DataCollatorWithFlattening
+
+    model = build_embedder(tmp_path, "mean").eval()
+    texts = rows_of(model)
+    theirs = model.encode(texts, convert_to_tensor=True)
+    first = model[0]
+    first.data_collator = DataCollatorWithFlattening(
+        return_seq_idx=True, return_flash_attn_kwargs=True, return_position_ids=True
+    )
+    first.can_flatten_inputs, first._flatten_position_offset = True, 0
+    with remove_padding(model, prefix_sharing=True) as handle:
+        ours = model.encode(texts, convert_to_tensor=True)
+    assert (ours - theirs).abs().max() < 1e-5
+    assert handle.stats.packed_tokens < handle.stats.real_tokens == handle.stats.padded_tokens
+
+
+def test_a_pooling_that_reads_padding_is_refused_by_name(tmp_path):
+    convolved = CNN(32, 32)
+    with pytest.raises(PaddingRemovalError, match=r"`CNN` after it reads the states"):
+        remove_padding(build_embedder(tmp_path, "mean", "right", convolved))
+
+    class LastColumn(torch.nn.Module):
+        def forward(self, features):
+            return features | {"sentence_embedding": features["token_embeddings"][:, -1]}
+
+    for side in ("left", "right"):
+        model = build_embedder(tmp_path, "mean", side)
+        model[1] = LastColumn()
+        if side == "left":  # the last column is the last token
+            remove_padding(model).remove()
+            continue
+        with pytest.raises(PaddingRemovalError, match="`LastColumn`"):
+            remove_padding(model)
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):
+    model = build_embedder(tmp_path, "mean")
+    config = BertConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model[0].model = BertModel(config)
+    with pytest.raises(PaddingRemovalError, match=r"(?s)BertModel: .*unpads encoders itself.*flash_attention_2"):
+        remove_padding(model)
+
+
+def test_an_attached_model_is_saved_copied_and_loaded_as_before(tmp_path):
+    model = build_embedder(tmp_path / "decoder")
+    texts = rows_of(model)
+    theirs = model.encode(texts, convert_to_tensor=True)
+    with remove_padding(model, prefix_sharing=True):
+        model.save(str(tmp_path / "saved"))
+        assert_same(copy.deepcopy(model).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
+    assert_same(SentenceTransformer(str(tmp_path / "saved")).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
+    assert not issubclass(CrossEncoder, SentenceTransformer)  # what the tests above tell them apart by
