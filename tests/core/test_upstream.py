@@ -242,6 +242,7 @@ TRL = [
         Upstream(name, f"{ASYNC}.async_rollout_worker.AsyncRolloutWorker", why, partial(is_set, ""), "trl>=1.16")
         for name, why in {
             "_loop_kwargs": "holds the model that the rollouts come from, to compare it with the policy",
+            "_stop_event_mp": "tells the process of the rollouts to end; it is not set where that has ended",
             "_process": "the process of the rollouts, whose end is noticed while a batch is waited for",
         }.items()
     ),
@@ -277,6 +278,10 @@ OTHERS = [
              takes("state", "handle", "free_unsharded_flat_param")),
     Upstream("_handle", "torch.distributed.fsdp.FullyShardedDataParallel", "what a unit of FSDP1 shards",
              lambda owner, name: says(owner.forward, f"self.{name}")),
+    Upstream("_current_graph_task_id", "torch._C", "whether a forward runs within a backward: its recomputation", has),
+    Upstream("_top_saved_tensors_default_hooks", "torch._C._autograd",
+             "whether a checkpoint, or another block of saved tensors, is around a forward", has),
+    Upstream("_autograd", "torch._C", "has the function above", has),
     Upstream("_foreach_norm", "torch", "norms of many gradients in one call", has),
     Upstream("_base", "torch.Tensor", "the tensor that another one is a view of", has),
     Upstream("_is_view", "torch.Tensor", "whether a tensor is a view, as a slice of all rows is", has),
