@@ -96,14 +96,20 @@ def test_where_the_last_token_is_another_one_it_is_said_once(caplog):
     assert "In 4 of 7 rows" in said[0]
 
 
-def test_padding_is_never_scored():
+def test_padding_is_never_scored_packed():
     """The model takes another id for padding than the batch is padded with, so it would score a padded column."""
     model = classifier(pad_token_id=3)
     ids, mask = ending_in_eos("right", PAD)
     with (
-        remove_padding(model),
+        remove_padding(model, strict=True),
         pytest.raises(PaddingRemovalError, match=r"rows \[0, 1, 2, 4, 5, 6\].*pool_last_token"),
     ):
         model(ids, attention_mask=mask)
-    with remove_padding(model, pool_last_token=True):
-        model(ids, attention_mask=mask)
+    with torch.no_grad():
+        padded = model(ids, attention_mask=mask).logits
+        with remove_padding(model) as handle:
+            assert torch.equal(model(ids, attention_mask=mask).logits, padded)
+        assert (handle.stats.padded_forwards, handle.stats.packed_tokens) == (1, 0)
+        with remove_padding(model, pool_last_token=True) as handle:
+            assert not torch.allclose(model(ids, attention_mask=mask).logits, padded)
+        assert handle.stats.padded_forwards == 0
