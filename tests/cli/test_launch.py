@@ -94,6 +94,7 @@ def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls, tmp_path):
     flags = ["--padding_free", "true", "--prefix_sharing", "--output_dir", str(tmp_path)]
     flags += ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]

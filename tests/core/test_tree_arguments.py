@@ -77,7 +77,7 @@ def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
             _, by_others = numbers(model, tree_loss(model, other, fused))
         assert abs(loss - expected) <= 1e-5 * abs(expected)
         assert difference(by_tree, by_rows) <= 1e-5
-        assert difference(by_others, by_rows) > 1e-2
+        assert difference(by_others, by_rows) > 1e-3
 
 
 @pytest.mark.slow

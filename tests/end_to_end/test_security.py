@@ -110,6 +110,7 @@ for name in {NAMES}:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_but_a_name_of_the_hub_does(material):
     command = ["stats", "nobody/at-all", "--tokenizer", "models/good"]
     code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"

@@ -39,6 +39,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(set_up, tmp_path):
     assert all(torch.equal(resumed_weights[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.matrix
 def test_another_order_of_the_rows_would_be_seen(tmp_path):
     logs, _ = finished("ddp", tmp_path / "run")
     resumed, _ = stopped_and_resumed("ddp", tmp_path / "run", data_seed=7)

@@ -115,6 +115,7 @@ def test_a_server_that_is_killed_ends_the_run(policy, tmp_path, make_online):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_server_that_is_killed_while_its_answers_are_waited_for_ends_the_run(policy, make_online, monkeypatch):
     monkeypatch.setattr(rollout_checks, "SERVER_SECONDS", 1)
     with serve(policy) as server:
@@ -139,6 +140,7 @@ class Killing(TrainerCallback):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_worker_that_fails_ends_the_run(policy, make_online, monkeypatch):
     with serve(policy) as server:
         monkeypatch.setattr(server, "complete", lambda **kwargs: ([], []))  # TRL's worker cannot parse this
