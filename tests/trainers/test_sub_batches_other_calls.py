@@ -7,6 +7,7 @@ from kit.observe import entered_tokens
 from kit.trainer_runs import our_warnings, trained
 
 from trl_padfix.core.call.runner_patch import RunnerPatch
+from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
 def of_decoder(model, ids, mask):
@@ -107,3 +108,18 @@ def test_patches_of_an_earlier_trainer_go(tmp_path):
     second.restore_padding()
     first.restore_padding()
     assert not any(isinstance(vars(module).get("forward"), RunnerPatch) for module in second.model.modules())
+
+
+def test_arguments_without_a_row_for_each_row_are_not_cut():
+    """Three rows, and three axes of M-RoPE, three columns to score, three positions in a cache."""
+    ids, mask = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.int64)
+    axes = torch.arange(36).view(3, 3, 4)
+    columns = torch.arange(3)
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
+    call |= {"logits_to_keep": columns, "cache_position": columns}
+    batch = SubBatches(8, sharing=False).split(ids, mask)
+    assert len(batch.rows) == 2
+    for rows, of_rows in zip(batch.rows, batch.calls(call), strict=True):
+        assert torch.equal(of_rows["labels"], ids[rows])
+        assert torch.equal(of_rows["position_ids"], axes[:, rows])
+        assert of_rows["logits_to_keep"] is of_rows["cache_position"] is columns

@@ -281,7 +281,7 @@ class BudgetCollator:
                 ids, plain.get("attention_mask", torch.ones_like(ids)), self.rows_per_item, self.measure.sharing
             )
             parts = self._pack(costs, self.budget)
-            result += [batch] if len(parts) == 1 else [self._relaid(items_of(plain, part, count)) for part in parts]
+            result += [batch] if len(parts) == 1 else [self._with_metadata(items_of(plain, part, count)) for part in parts]
             result_weights += [weight * len(part) / count for part in parts]
             order += [begin_of_items + item for part in parts for item in part]
         return result, result_weights, order
@@ -306,10 +306,10 @@ class BudgetCollator:
                 f"{what[1]}, or leave the budget out."
             )
 
-    def _relaid(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _with_metadata(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch with the metadata that the collator adds, if it does."""
-        is_laid = isinstance(self.collator, LayoutCollator)
-        return replace(self.collator, collator=lambda _: batch)([]) if is_laid else batch
+        adds_metadata = isinstance(self.collator, LayoutCollator)
+        return replace(self.collator, collator=lambda _: batch)([]) if adds_metadata else batch
 
 
 def micro_batches_of(batch: Any) -> list[Any]:

@@ -53,6 +53,10 @@ RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""
 
 
+_WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
+"""Arguments with one value per column, of which there may be as many as rows."""
+
+
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
     """
@@ -77,7 +81,9 @@ class _SplitBatch:
         name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
         for rows, (tokens, mask) in zip(self.rows, self.inputs, strict=True):
-            of_rows = {k: v[rows] for k, v in call.items() if _has_rows(v, count)}
+            of_rows = {k: v[rows] for k, v in call.items() if k not in _WITHOUT_ROWS and _has_rows(v, count)}
+            if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
+                of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
             # The very tensors of the first forward, by which later forwards find their layout.
             of_rows |= {name: tokens} if mask is None else {name: tokens, "attention_mask": mask}
             calls.append(call | of_rows)
