@@ -7,7 +7,6 @@ Compact on purpose. The decoder in every mode against each row computed alone, m
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ NOT_HANDED = {  # a layout: neither by their decoders to their layers nor, in ol
 
 
 @pytest.mark.parametrize(("name", "reentrant"), every_pair(NOT_HANDED, [False, True]))
-def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused(name, reentrant):
+def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_padded(name, reentrant):
     shape = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
     config = getattr(transformers, f"{name}Config")(**shape, **NOT_HANDED[name])
     torch.manual_seed(0)
@@ -85,11 +84,17 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_refused
     expected_gradient = backward(model, expected)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    may_refuse = Version(transformers.__version__) < Version("5.23")
-    with suppress(PaddingRemovalError) if may_refuse else nullcontext(), remove_padding(model):
+    with remove_padding(model) as handle:
         found = scores_of(model)(ids, mask)
         assert relative_error(backward(model, found), expected_gradient) < 1e-5
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    stats = handle.stats
+    assert stats.forwards + stats.padded_forwards == 1
+    if stats.padded_forwards:  # before transformers 5.23
+        assert Version(transformers.__version__) < Version("5.23")
+        assert stats.packed_tokens == 0
+        with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="checkpointed from outside"):
+            scores_of(model)(ids, mask)
 
 
 @pytest.mark.parametrize(("name", "implementation"), CASES)

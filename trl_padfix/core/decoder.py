@@ -81,7 +81,7 @@ class DecoderPatch(ForwardPatch):
         outer = model_call(self.module)
         call = bind(self.wrapped, args, kwargs)
         try:
-            # All that can refuse a call comes before any computation, which would be done twice.
+            # What can refuse a call comes before any computation, which would be done twice.
             try:
                 call, layout, prepared = self._with_layout(call, outer)
                 row = self._packed_arguments(call, layout, prepared)
@@ -92,7 +92,6 @@ class DecoderPatch(ForwardPatch):
                 if call.get("use_cache") is False:
                     self._match_other_processes(call)
                 return self.wrapped(*args, **kwargs)
-            self.attachment.stats.add(layout)
             # Decoders cache by default, and a packed row has no rows that a later call could continue.
             call["use_cache"] = False
             cp_layout = self.attachment.cp_layout_of(layout)
@@ -100,16 +99,24 @@ class DecoderPatch(ForwardPatch):
                 # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
                 if prepared is not None:
                     call["attention_mask"] = prepared.original
+                self.attachment.stats.add(layout)
                 self._match_other_processes(call)
                 return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
-            if isinstance(layout, PrefixedLayout):
-                output = self._over_prefixed_rows(call, layout, row)
-                if layout.is_prefix:
-                    return output
-            elif self.takes_whole_rows:
-                output = over_whole_rows(self.wrapped, self._accepted(call), layout)
-            else:
-                output = self._over_packed_row(call, layout, row, prepared, cp_layout)
+            try:
+                if isinstance(layout, PrefixedLayout):
+                    output = self._over_prefixed_rows(call, layout, row)
+                elif self.takes_whole_rows:
+                    output = over_whole_rows(self.wrapped, self._accepted(call), layout)
+                else:
+                    output = self._over_packed_row(call, layout, row, prepared, cp_layout)
+            except UnpackableCallError as error:  # of the first layer: its recomputation could not be packed
+                if cp_layout is not None:  # a padded forward has no local tokens
+                    raise
+                self.attachment.run_padded(error)
+                return self._padded(outer, call, args, kwargs)
+            self.attachment.stats.add(layout)
+            if isinstance(layout, PrefixedLayout) and layout.is_prefix:
+                return output
             # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
             if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
                 set_until_reset(model=replace(outer, layout=layout))

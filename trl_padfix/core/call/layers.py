@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..context import context, within
-from ..errors import PaddingRemovalError
+from ..errors import UnpackableCallError
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
 from .arguments import bind
@@ -104,10 +104,11 @@ class LayerPatch(ForwardPatch):
             is_checkpointed = layer.call.cached("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
         # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
         if is_checkpointed and not has_layout:
-            raise PaddingRemovalError(
+            raise UnpackableCallError(
+                "checkpoint",
                 f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
                 "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.23 or "
-                "later, or set one of `padding_free` and `gradient_checkpointing` to False."
+                "later, or set `gradient_checkpointing` to False.",
             )
         return self.wrapped
 

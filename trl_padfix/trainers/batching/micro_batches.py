@@ -281,7 +281,9 @@ class BudgetCollator:
                 ids, plain.get("attention_mask", torch.ones_like(ids)), self.rows_per_item, self.measure.sharing
             )
             parts = self._pack(costs, self.budget)
-            result += [batch] if len(parts) == 1 else [self._with_metadata(items_of(plain, part, count)) for part in parts]
+            result += (
+                [batch] if len(parts) == 1 else [self._with_metadata(items_of(plain, part, count)) for part in parts]
+            )
             result_weights += [weight * len(part) / count for part in parts]
             order += [begin_of_items + item for part in parts for item in part]
         return result, result_weights, order
