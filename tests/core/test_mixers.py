@@ -18,6 +18,7 @@ import pytest
 import torch
 from kit.cells import MATRIX, every_pair, every_second, once_each
 from peft import LoraConfig, get_peft_model
+from simulated_gpu.simulated_cuda import to_simulated
 from torch import nn
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from zoo import family_outcomes
@@ -45,6 +46,7 @@ from trl_padfix import (
     remove_padding,
 )
 from trl_padfix.core.attention.attention import counts_columns
+from trl_padfix.core.mixers import forks
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.primitives import primitives_of
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
@@ -140,6 +142,23 @@ def test_a_node_ends_where_rows_part():
     assert [level.cu_seqlens.tolist() for level in tree.levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
+@pytest.mark.parametrize(
+    ("copies", "levels"),
+    [
+        (0, [[0], [1, 5], [4, 2, 3]]),
+        (1, [[0, 1, 0, 5], [4, 2, 3]]),  # one of token 0; merging level 1 would copy two more
+        (9, [[0, 5, 0, 1, 4, 0, 1, 2, 3]]),
+    ],
+)
+def test_levels_of_few_tokens_are_merged_into_the_next_one(copies, levels, monkeypatch):
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
+    monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
+    tree = NodeTree(prefix_sharing_layout(ids, (ids > 0).long()))
+    assert [level.tokens.tolist() for level in tree.levels] == levels
+    tokens = torch.cat([level.tokens for level in tree.levels])
+    assert tokens[tree.packed_from_levels].tolist() == [*range(6)]
+
+
 def test_the_left_context_of_a_segment_is_on_its_path():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
     index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
@@ -148,7 +167,9 @@ def test_the_left_context_of_a_segment_is_on_its_path():
 
 
 @SHARING
-def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing):
+@pytest.mark.parametrize("copies", [0, 3, 99])
+def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing, copies, monkeypatch):
+    monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
     ids, mask = padded("right")
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
     x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(0))
@@ -251,6 +272,38 @@ def test_a_state_that_does_not_fork_would_be_seen(family):
     model = build(family)
     with trees_without_parents(), torch.no_grad(), remove_padding(model, prefix_sharing=True):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+def test_merged_levels_give_the_numbers_of_rows_computed_alone(family, monkeypatch):
+    model, levels = without_dropout(build(family)).train(), []
+    build_tree = NodeTree.__init__
+
+    def counted(self, *args):
+        build_tree(self, *args)
+        levels.append(len(self.levels))
+
+    monkeypatch.setattr(NodeTree, "__init__", counted)
+    for copies in (0, 2, 999):
+        monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
+        with remove_padding(model, prefix_sharing=True):
+            logps = batched(model, "left")
+            assert_exact(logps, gradients_of(model, weighted(logps)), reference(family))
+    assert levels == [4, 3, 1]
+
+
+def test_merged_levels_spare_launches_on_a_gpu(gpu, monkeypatch):
+    model, ids = to_simulated(build("qwen3_5_text")), torch.randint(3, 60, (4, 24))
+    ids[:, :8] = ids[0, :8]
+    call = {"input_ids": to_simulated(ids), "attention_mask": to_simulated(torch.ones_like(ids)), "use_cache": False}
+    launches = []
+    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
+        for copies in (0, 8 * 3):
+            monkeypatch.setattr(forks, "MAX_COPIES_ELSEWHERE", copies)
+            gpu.reset()
+            model(**call)
+            launches.append(gpu.launches)
+    assert launches[1] < launches[0] - 40
 
 
 @SHARING

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from threading import Thread
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,11 @@ POLL_SECONDS = 1.0
 
 SERVER_SECONDS = 15.0
 """How long a server may refuse connections, before the training and in it, if no `vllm_server_timeout` is set."""
+
+IDLE_SECONDS = 15.0
+"""How long a worker that runs nothing in this process may yield no sample, if no `request_timeout` is set."""
+
+_OTHER_THREADS = set(threading.enumerate())  # of whoever imports this: no worker of a training is among them
 
 
 def check_server(trainer: PaddingFreeTrainer) -> None:
@@ -70,9 +76,11 @@ def check_server(trainer: PaddingFreeTrainer) -> None:
 
 def _server_timeout(trainer: PaddingFreeTrainer) -> float:
     """Seconds that a server is waited for: `vllm_server_timeout`, if it is not TRL's default of four minutes."""
-    timeout = trainer.args.vllm_server_timeout
-    is_default = timeout == type(trainer.args).__dataclass_fields__["vllm_server_timeout"].default
-    return SERVER_SECONDS if is_default else timeout
+    return SERVER_SECONDS if _is_default(trainer, "vllm_server_timeout") else trainer.args.vllm_server_timeout
+
+
+def _is_default(trainer: PaddingFreeTrainer, field: str) -> bool:
+    return getattr(trainer.args, field) == type(trainer.args).__dataclass_fields__[field].default
 
 
 def _obstacle_to_server(trainer: PaddingFreeTrainer) -> str:
@@ -118,7 +126,7 @@ def stop_without_waiting(worker: Any) -> None:
 
 def _stop(worker: Any) -> None:
     # `set` waits for an answer of the process, which gives none once it has failed or was killed: so, in a thread.
-    setting = Thread(target=worker._stop_event_mp.set, daemon=True)
+    setting = threading.Thread(target=worker._stop_event_mp.set, daemon=True)
     with temporarily_set(worker, "_stop_event_mp", SimpleNamespace(set=setting.start)):
         type(worker).stop(worker)
 
@@ -171,11 +179,15 @@ class RolloutQueue(RolloutQueueDataset):
         waited = time.monotonic() - self._waits_since
         # A request may take `request_timeout` seconds, so a worker that works has no sample for that long.
         limit = self._trainer.args.request_timeout + stale_after_s
+        if not _something_runs() and _is_default(self._trainer, "request_timeout"):
+            limit = min(limit, IDLE_SECONDS)
         if waited > limit:
             raise RuntimeError(
                 f"The rollout worker ({type(self._trainer.rollout_worker).__name__}) has yielded no sample for "
-                f"{waited:.0f} seconds, longer than `request_timeout` and `heartbeat_stale_after_s` together. Look at "
-                "the log of the worker and of the server; raise these limits if completions take that long."
+                f"{waited:.0f} seconds; the limit is {limit:g} (`request_timeout` and `heartbeat_stale_after_s`, or "
+                f"{IDLE_SECONDS:g} if this process runs no thread and no process besides the training, and no "
+                "`request_timeout` is set). Look at the log of the worker and of the server; set `request_timeout` "
+                "if completions take that long."
             )
         if waited > limit / 10 and not self._has_warned:
             self._has_warned = True
@@ -193,3 +205,12 @@ class RolloutQueue(RolloutQueueDataset):
                 f"({obstacle}), so no sample will come. Its log may say why it ended. Weights of the run are in its "
                 "checkpoints: start a server, and resume."
             )
+
+
+def _something_runs() -> bool:
+    """Whether a thread or a process of this one could still put samples into the queue."""
+    if multiprocessing.active_children():
+        return True
+    others = set(threading.enumerate()) - _OTHER_THREADS
+    # Progress bars have a thread, and so has TRL's queue: it logs samples.
+    return any(not type(t).__module__.startswith("tqdm") and t.name != "rollout-trace-logger" for t in others)

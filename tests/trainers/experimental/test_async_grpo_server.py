@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import trl
+from accelerate import PartialState
 from datasets import Dataset
 from kit.trainer_runs import build_tokenizer
 from packaging.version import Version
@@ -25,6 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from zoo.models import build
 
 from trl_padfix.experimental import rollout_checks
+from trl_padfix.experimental.async_grpo import AsyncGRPOConfig
 from trl_padfix.tools.rollout_server import FileTransfer, kill, letters, serve
 
 
@@ -151,6 +153,7 @@ def test_a_worker_that_fails_ends_the_run(policy, make_online, monkeypatch):
 
 
 def test_stopping_a_worker_that_ends_meanwhile_does_not_wait():
+    PartialState()  # without it the worker cannot log
     worker = object.__new__(AsyncRolloutWorker)
     ended = threading.Event()
     worker._process = SimpleNamespace(
@@ -227,6 +230,27 @@ def test_a_worker_without_samples_is_an_error(policy, tmp_path):
     with pytest.raises(RuntimeError, match=r"rollout worker \(RecordedWorker\) has yielded no sample for"):
         train(trainer)
     assert trainer.rollout_worker.is_stopped
+
+
+@pytest.mark.parametrize(
+    ("runs", "timeout", "seconds"),
+    [(False, 1, 0.5), (False, 2, 2.2), (True, 1, 1.2)],
+    ids=["nothing runs", "a time of the user", "a thread"],
+)
+def test_a_worker_that_runs_nothing_is_not_waited_for(policy, tmp_path, monkeypatch, runs, timeout, seconds):
+    monkeypatch.setattr(rollout_checks, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(AsyncGRPOConfig.__dataclass_fields__["request_timeout"], "default", 1)  # it is 10 minutes
+    monkeypatch.setattr(rollout_checks, "_OTHER_THREADS", set(threading.enumerate()))
+    trainer = make(policy, tmp_path / "run", [], heartbeat_stale_after_s=0.2, request_timeout=timeout, **SHARED)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, daemon=True)
+    if runs:
+        thread.start()
+    try:
+        with pytest.raises(RuntimeError, match=rf"no sample for \d+ seconds; the limit is {seconds:g} "):
+            train(trainer)
+    finally:
+        ended.set()
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,15 @@ convolution needs no states, only the few tokens before each segment on its path
 Example: the rows `1 2 3 4`, `1 2 5` and `1 6` share prefixes and pack into `1 2 3 4 | 5 | 6` (tokens 0 to 5). Node
 `[0]` is the root. Nodes `[1]` and `[5]` form level 1; their parent is `[0]`. Nodes `[4]` and `[2, 3]` form level 2;
 their parent is `[1]`.
+
+On a GPU a level costs the launches of its kernels, in each layer, however few tokens it has. A level of short nodes is
+therefore merged into the next one: each child begins with a copy of its parent, and nothing else computes the copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +48,15 @@ class Parent(NamedTuple):
 
 
 _NO_PARENT = Parent("none")
+
+MAX_COPIES = {"cpu": 0}
+"""By kind of device, how many tokens may be copied to spare the launches of a level."""
+
+MAX_COPIES_ELSEWHERE = 1024
+"""
+Copies on other devices. A level is some 230 launches in each layer with transformers' functions, forward and backward
+(counted), which is a millisecond; a copied token takes a fraction of a microsecond there (estimated, not measured).
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +120,9 @@ class NodeTree:
         self.fork_tokens = None if prefix_states.records is None else list(prefix_states.records.fork_tokens)
         self.parent_tokens, self.num_prefix_states = _parent_tokens(layout, prefix_states)
         nodes, parents = _nodes(layout.query_lengths, self.parent_tokens, self.fork_tokens or [])
-        depth: list[int] = []
-        for parent in parents:  # parents come before their children
-            depth.append(depth[parent.number] + 1 if parent.kind == "packed" else 0)
+        if self.fork_tokens is None:  # else other forwards need the states between the levels
+            nodes, parents = _merge_levels(nodes, parents, MAX_COPIES.get(self.device.type, MAX_COPIES_ELSEWHERE))
+        depth = _depths(parents)
         # Numbers of states: the prefix states, one state of zeros for nodes without a parent, then nodes in the order
         # of their computation. Without prefix states roots have no initial state at all, and numbers begin with nodes.
         number: dict[Parent, int] = {}
@@ -117,33 +130,40 @@ class NodeTree:
             number = {Parent("prefix", n): n for n in range(self.num_prefix_states)}
             number[_NO_PARENT] = self.num_prefix_states
         self.levels: list[Level] = []
-        tokens_in_blocks, tokens_in_levels = [], []
+        tokens_in_blocks: list[torch.Tensor] = []
+        tokens_in_levels: list[torch.Tensor] = []
         for d in range(max(depth) + 1):
             level = [n for n in range(len(nodes)) if depth[n] == d]
             blocks, node_tokens = [], []
             has_states = d > 0 or self.num_prefix_states > 0
-            for group in bucket_by_length([len(nodes[n]) for n in level]):
+            for group in bucket_by_length([len(nodes[n].tokens) for n in level]):
                 members = [level[i] for i in group]
-                members_tokens = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
-                tokens = pad_sequence(members_tokens, batch_first=True, padding_value=self.tokens)
+                members_tokens = [torch.tensor(nodes[n].tokens) for n in members]
+                new_tokens = [
+                    torch.tensor([self.tokens] * nodes[n].copies + nodes[n].tokens[nodes[n].copies :]) for n in members
+                ]
+                tokens, new = (
+                    pad_sequence(x, batch_first=True, padding_value=self.tokens) for x in (members_tokens, new_tokens)
+                )
                 block_parents = (
                     torch.tensor([number[parents[n]] for n in members], device=self.device) if has_states else None
                 )
                 blocks.append(NodeBlock(tokens.to(self.device), block_parents))
                 number |= {Parent("packed", n): len(number) + i for i, n in enumerate(members)}
                 node_tokens += members_tokens
-                tokens_in_blocks.append(tokens.flatten())
+                tokens_in_levels += new_tokens
+                tokens_in_blocks.append(new.flatten())
             cu_seqlens = torch.tensor([0, *map(len, node_tokens)]).cumsum(0).to(self.device, torch.int32)
             all_parents = torch.cat([block.parents for block in blocks]) if has_states else None
             is_last = d == max(depth) and self.fork_tokens is None
-            tokens = torch.cat(node_tokens)
-            self.levels.append(Level(tuple(blocks), tokens.to(self.device), cu_seqlens, all_parents, is_last))
-            tokens_in_levels.append(tokens)
-        # argsort inverts a permutation. Each token is in one block only, and the filler `T` beyond the ends of nodes
-        # sorts behind all tokens, so the first `T` places are the inverse.
-        self.packed_from_blocks = torch.cat(tokens_in_blocks).argsort()[: self.tokens].to(self.device)
-        self.packed_from_levels = torch.cat(tokens_in_levels).argsort().to(self.device)
-        state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
+            tokens = torch.cat(node_tokens).to(self.device)
+            self.levels.append(Level(tuple(blocks), tokens, cu_seqlens, all_parents, is_last))
+        # argsort inverts a permutation. Each token is in one block only, and the number `T`, of copies and of places
+        # beyond the ends of nodes, sorts behind all tokens, so the first `T` places are the inverse.
+        self.packed_from_blocks, self.packed_from_levels = (
+            torch.cat(x).argsort()[: self.tokens].to(self.device) for x in (tokens_in_blocks, tokens_in_levels)
+        )
+        state_after = {node.tokens[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         self._fork_states = torch.tensor(
             # A dtype, because a tensor of an empty list would be float32.
             [state_after[fork] for fork in self.fork_tokens or []],
@@ -154,8 +174,8 @@ class NodeTree:
 
     @property
     def is_flat(self) -> bool:
-        """Whether no node needs a state of another one: each row is by itself, in this forward and beyond it."""
-        return len(self.levels) == 1 and not self.num_prefix_states and self.fork_tokens is None
+        """Whether no row shares tokens, in this forward and beyond it: each segment is a whole row."""
+        return self.layout.key_index is None and not self.num_prefix_states and self.fork_tokens is None
 
     @cached_property
     def seq_idx(self) -> torch.Tensor:
@@ -306,18 +326,25 @@ def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Pa
     return parents, len(prefix_forks)
 
 
+class _Node(NamedTuple):
+    """The packed tokens of a node, of which the first `copies` belong to another node too, which computes them."""
+
+    tokens: list[int]
+    copies: int = 0
+
+
 def _nodes(
     lengths: Iterable[int], parent_tokens: list[Parent], fork_tokens: list[int]
-) -> tuple[list[range], list[Parent]]:
+) -> tuple[list[_Node], list[Parent]]:
     """
-    The nodes of segments, each a range of packed tokens, and the parent of each node.
+    The nodes of segments, and the parent of each node.
 
     A node ends at the end of its segment, at the parent token of a segment, and at each of `fork_tokens`. Segments of
     lengths 4 and 1, of which the second continues after token 1, have the nodes `0 1`, `2 3` and `4`; node 0 is the
     parent of the other two.
     """
     forks = {parent.number for parent in parent_tokens if parent.kind == "packed"}.union(fork_tokens)
-    nodes: list[range] = []
+    nodes: list[_Node] = []
     parents: list[Parent] = []
     node_ending_at: dict[int, Parent] = {}
     begin = 0
@@ -325,8 +352,52 @@ def _nodes(
         is_packed, last = parent_token.kind == "packed", begin + length - 1
         parent = node_ending_at[parent_token.number] if is_packed else parent_token
         for end in sorted({f for f in forks if begin <= f < last} | {last}):
-            nodes.append(range(begin, end + 1))
+            nodes.append(_Node([*range(begin, end + 1)]))
             parents.append(parent)
             parent = node_ending_at[end] = Parent("packed", len(nodes) - 1)
             begin = end + 1
+    return nodes, parents
+
+
+def _depths(parents: list[Parent]) -> list[int]:
+    """How many nodes of this forward come before each node on its path; parents come before their children."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent.number] + 1 if parent.kind == "packed" else 0)
+    return depths
+
+
+def _merge_levels(nodes: list[_Node], parents: list[Parent], max_copies: int) -> tuple[list[_Node], list[Parent]]:
+    """
+    Merge levels into the next ones, the cheapest first, as long as a merge copies `max_copies` tokens at most.
+
+    Example: the nodes `0 1` and its children `2 3` and `4` become `0 1 2 3` and `0 1 4`, where `0 1` are copies.
+    """
+    while max_copies:
+        depths, children = _depths(parents), Counter(parent.number for parent in parents if parent.kind == "packed")
+        copies: Counter[int] = Counter()
+        for n, count in children.items():
+            copies[depths[n]] += len(nodes[n].tokens) * (count - 1)
+        if not copies or min(copies.values()) > max_copies:
+            break
+        merged = min(copies, key=copies.__getitem__)
+        is_merged = [depths[n] == merged and n in children for n in range(len(nodes))]
+        number = [*accumulate((not gone for gone in is_merged), initial=0)]  # of the nodes that are left
+        begun: set[int] = set()  # merged nodes whose tokens a child computes already
+        left_nodes: list[_Node] = []
+        left_parents: list[Parent] = []
+        for node, parent, gone in zip(nodes, parents, is_merged, strict=True):
+            if gone:
+                continue
+            if parent.kind == "packed" and is_merged[parent.number]:
+                before = nodes[parent.number]
+                is_copy = parent.number in begun
+                begun.add(parent.number)
+                node = _Node(before.tokens + node.tokens, len(before.tokens) if is_copy else before.copies)
+                parent = parents[parent.number]
+            if parent.kind == "packed":
+                parent = Parent("packed", number[parent.number])
+            left_nodes.append(node)
+            left_parents.append(parent)
+        nodes, parents = left_nodes, left_parents
     return nodes, parents
