@@ -74,6 +74,8 @@ def draw(panels: Mapping[str, Mapping[str, Curve | float]]) -> None:
             axis.plot(*points, style, label=name, linewidth=2)
         if curves:
             axis.legend(fontsize=8)
+            what, _, over = title.partition(" over ")
+            axis.set(xlabel=over or "step", ylabel=what)
         else:
             axis.bar_label(axis.bar(list(values), list(values.values())), fmt="{:,.0f}")
             axis.margins(y=0.15)

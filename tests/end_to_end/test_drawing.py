@@ -36,6 +36,7 @@ def test_a_race_draws_both_curves_over_time_and_says_how_long_each_took(monkeypa
     curves = {line.get_label(): list(line.get_xdata()) for line in over_seconds.lines}
     assert curves == {"padded": [0.0, 4.0], "padding-free": [0.0, 1.0]}
     assert [list(line.get_xdata()) for line in over_steps.lines] == [[1, 2], [1, 2]]
+    assert [axis.get_xlabel() for axis in (over_steps, over_seconds)] == ["steps", "seconds"]
     assert capsys.readouterr().out.splitlines() == ["padded: 4.0 s, 1.0x", "padding-free: 1.0 s, 4.0x"]
     draw({"tokens": {"padded": 6.0, "packed": 4.0}})
     assert [bar.get_height() for bar in plt.gcf().axes[0].patches] == [6.0, 4.0]

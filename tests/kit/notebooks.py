@@ -37,11 +37,13 @@ CLAIMS: dict[str, dict[int, str]] = {
         ),
         8: ("assert handle.stats.packed_tokens == sum(row.shape[1] for row in rows)\n"),
         9: SAME,
+        10: "assert len(ids) == 8 + beginning['input_ids'].shape[1]\n",
     },
     "2": {
         5: ('assert account["distinct"] < account["real"] < account["padded"]\n'),
         7: "assert distinct.sum() < real.sum() < padded.sum()\n",
         8: SAME + "assert_allclose(curves[2], curves[0], rtol=1e-3)\n",
+        9: "assert len(ids) > question['input_ids'].shape[1]\n",
     },
     "3": {
         8: (
@@ -52,6 +54,7 @@ CLAIMS: dict[str, dict[int, str]] = {
         ),
         9: "assert exactly_right(student) > untaught + 0.3\n",
         10: SAME,
+        11: "assert 'rivière' in answers or 'jardin' in answers\n",
     },
     "4": {
         5: (
@@ -61,6 +64,7 @@ CLAIMS: dict[str, dict[int, str]] = {
         ),
         6: ("assert (rewards - alone).abs().max() < 1e-3 < (plain - alone).abs().max()\n"),
         7: SAME,
+        8: "assert len(ids) > len(tokenizer(questions[0])['input_ids'])\n",
     },
     "5": {
         5: (
@@ -79,6 +83,7 @@ CLAIMS: dict[str, dict[int, str]] = {
             "assert tokens['group_by_prefix'] < 0.75 * tokens['prefix_sharing']\n"
         ),
         12: SAME + "assert all(losses[-1] < losses[0] - 0.5 for losses in (*curves, runs['group_by_prefix'][1]))\n",
+        13: "assert 0 < len(ids) <= 12\n",
     },
 }
 """By the number of a notebook: what must hold after so many of its code cells."""
@@ -89,9 +94,10 @@ def read(name: str) -> nbformat.NotebookNode:
 
 
 def with_claims(notebook: nbformat.NotebookNode, number: str) -> nbformat.NotebookNode:
-    """The notebook with a cell after each one that something is claimed of."""
+    """The notebook with half of a race's steps, and with a cell after each one that something is claimed of."""
     cells, count = [], 0
     for cell in notebook.cells:
+        cell.source = cell.source.replace("steps=40", "steps=20")
         cells.append(cell)
         count += cell.cell_type == "code"
         if cell.cell_type == "code" and count in CLAIMS[number]:
