@@ -15,7 +15,15 @@ from kit.cells import slow_but
 from kit.commands import trl_padfix_command
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 import trl_padfix
 from trl_padfix.tools import counted_step
@@ -223,7 +231,8 @@ def sizes(monkeypatch):
 
     def step(self, how):
         kept, working = (5_000, 20_000) if how.checkpointing else (40_000, 2_000)
-        return CountedStep(how.lora * 1_000 or self.parameters, kept, working, 2 * self.parameters * how.autocast)
+        fixed = 2 * self.parameters * how.autocast
+        return CountedStep(how.lora * 1_000 or self.parameters, kept, kept / 4, working, fixed)
 
     monkeypatch.setattr(ModelSizes, "step", step)
     return ModelSizes.of(SHAPES["wide"])
@@ -289,6 +298,35 @@ def test_rows_are_split_over_gpus_only_where_one_holds_none(sizes):
     assert f"--per_device_train_batch_size {plan.tokens // 16}" in flags(plan, 16)
     with pytest.raises(ValueError, match="Nothing fits"):
         smallest_fit(sizes, longest=longest, may_split=False, **fits)
+
+
+def test_checkpoints_wait_on_the_host_only_where_nothing_else_helps(sizes):
+    fits = {"available": 10**8, "gpus": 8}
+    kept = memory(sizes, Training(8, True, True, split=sizes.config.num_attention_heads))
+    most = int(0.92 * 10**8 - kept.fixed) // kept.token // 256 * 256  # tokens, in steps of 256
+    assert not smallest_fit(sizes, longest=most, **fits).training.offload
+    plan = smallest_fit(sizes, longest=most + 1, **fits)
+    assert plan.training.offload
+    assert plan.tokens > most
+    assert """--activation_checkpointing_kwargs '{"offload": true}'""" in flags(plan, 8)
+
+
+@pytest.mark.slow
+def test_a_million_tokens_take_the_memory_that_was_published():
+    """
+    TRL's guide to long contexts: Qwen3-8B, one row of 1,048,576 tokens on 8 GPUs, all weights, checkpoints on the
+    host, chunks of 256 tokens in the loss: 56.2 GB of each.
+    """
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    sizes = ModelSizes.of(config)
+    assert sizes.parameters == 8_190_735_360  # as published
+    training = Training(8, True, True, head_tokens=256, split=8, offload=True)
+    offloaded, kept = (memory(sizes, t).total(2**20) / 1e9 for t in (training, replace(training, offload=False)))
+    assert offloaded == pytest.approx(56.2, rel=0.05)
+    assert kept > 80  # more than such a GPU has
 
 
 @pytest.mark.usefixtures("sizes")

@@ -98,7 +98,8 @@ def _print_notes(fit: Plan, sizes: ModelSizes, lengths: DataLengths) -> None:
     training = fit.training
     sharding = f"sharded over {training.gpus} GPUs (FSDP2)" if training.sharded else "not sharded"
     sharding += f", each row computed by {training.split} of them (cp_size)" if training.split > 1 else ""
-    console.print(f"{sharding}, {'with' if training.checkpointing else 'without'} gradient checkpointing")
+    host = ", checkpoints offloaded to the host" if training.offload else ""
+    console.print(f"{sharding}, {'with' if training.checkpointing else 'without'} gradient checkpointing{host}")
     if lengths.distinct_per_row:
         rows = fit.tokens / lengths.distinct_per_row
         console.print(f"a forward of {fit.tokens:,} tokens holds about {rows:,.0f} rows of the data")

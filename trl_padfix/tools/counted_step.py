@@ -68,6 +68,7 @@ class CountedStep:
 
     trained: int  # number of trained parameters, not bytes
     kept: float  # per token, saved from forward to backward
+    kept_by_layer: float  # of these, those of one layer: its checkpoint, if layers are checkpointed
     working: float  # per token, in addition to `kept` at the peak
     fixed: int  # independent of the tokens
 
@@ -98,7 +99,8 @@ def count_step(config: PretrainedConfig, settings: StepSettings, layers: tuple[i
         ) from error
     more = (config.num_hidden_layers - layers[0]) / max(layers[1] - layers[0], 1)
     trained, kept, peak, fixed = (a + (b - a) * more for a, b in zip(few, many, strict=True))
-    return CountedStep(round(trained), kept, peak - kept, max(0, round(fixed)))
+    kept_by_layer = (many[1] - few[1]) / max(layers[1] - layers[0], 1)
+    return CountedStep(round(trained), kept, kept_by_layer, peak - kept, max(0, round(fixed)))
 
 
 def _count(config: PretrainedConfig, settings: StepSettings) -> tuple[float, float, float, float]:

@@ -50,6 +50,9 @@ ENOUGH = 4096
 MOST_GPUS = 4096
 """Largest number of GPUs that an error message proposes."""
 
+ON_DEVICE = 1
+"""Offloaded checkpoints that are on the GPU at one time: that of the layer which is computed again."""
+
 FOUR_BITS = 0.5 + 4 / 64
 """Bytes of a weight in bitsandbytes' four bits: half a byte, and a float32 scale per 64 weights (not nested)."""
 
@@ -136,6 +139,7 @@ class Training:
     half: bool = True  # forwards in bfloat16, trained weights in float32; else everything in float32
     head_tokens: int = 1024  # tokens whose logits exist at the same time; 0 for all of a forward
     split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
+    offload: bool = False  # checkpoints wait on the host
 
 
 @dataclass(frozen=True)
@@ -207,8 +211,11 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
     items["copies while it computes"] = step.fixed
     if training.head_tokens:  # scores, their log-softmax and its gradient, in float32
         items["scores"] = 3 * 4 * sizes.config.vocab_size * training.head_tokens
-    name = "checkpoints" if training.checkpointing else "activations"
-    per_token = {name: step.kept, "at the peak": step.working}
+    name, kept = "checkpoints" if training.checkpointing else "activations", step.kept
+    if training.offload:
+        layers = sizes.config.num_hidden_layers
+        kept -= step.kept_by_layer * max(layers - ON_DEVICE, 0)
+    per_token = {name: kept, "at the peak": step.working}
     return Memory(items, {item: round(n / training.split) for item, n in per_token.items()})
 
 
@@ -287,11 +294,13 @@ class _Search:
         return self.plan(gpus, gpus > 1, True, **changes)
 
     def split_plans(self, gpus: int) -> Iterator[Plan]:
-        """Plans in which several GPUs compute a row together, the fewest first."""
+        """Plans in which several GPUs compute a row together, the fewest first; then those whose checkpoints wait on
+        the host."""
         # `cp_size` divides the number of GPUs; with more GPUs than heads some would have no head.
-        for split in range(2, min(gpus, self.sizes.config.num_attention_heads) + 1 if self.may_split else 0):
+        most = min(gpus, self.sizes.config.num_attention_heads) if self.may_split else 0
+        for offload, split in product((False, True), range(2, most + 1)):
             if gpus % split == 0:
-                yield self.plan(gpus, True, True, split)
+                yield self.plan(gpus, True, True, split, offload=offload)
 
     def remedies(self, gpus: int, needed: int) -> list[str]:
         """Changes with which `needed` tokens fit, as words of an error message."""
@@ -403,6 +412,8 @@ def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = Fa
     else:  # a token budget does not work with context parallelism
         result.append(f"--per_device_train_batch_size {max(1, plan.tokens // ((longest or plan.tokens) * rows))}")
     result.append(f"--gradient_checkpointing {str(training.checkpointing).lower()}")
+    if training.offload:
+        result.append("""--activation_checkpointing_kwargs '{"offload": true}'""")
     if training.lora:
         result.append(f"--use_peft --lora_r {training.lora} --lora_target_modules all-linear --dtype bfloat16")
         result += ["--lora_dropout 0"] if has_experts else []  # PEFT puts adapters on experts without dropout only
