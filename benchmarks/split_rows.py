@@ -4,11 +4,13 @@ Memory, communication and time of a step under context parallelism: several proc
     torchrun --nproc-per-node 2 benchmarks/split_rows.py --attention heads --rows 4 --tokens 1024
     python benchmarks/split_rows.py --rows 4 --tokens 1024  # one process, for comparison
     python benchmarks/split_rows.py --compare --hidden 256 --steps 5  # one process, and two, on a core each
+    torchrun --nproc-per-node 4 benchmarks/split_rows.py --rows 4 --tokens 32768 --shared 24576 --hidden 32 \\
+        --steps 1 --loss dpo --save gradients.pt  # without torchrun it saves the same gradients
 
-A tiny Qwen2 on a CPU, with the loss of SFT. `kept_mib`: storages saved for backward, without weights. `sent_mib`:
-counted at the collective, beside its formula. `seconds`: median of the steps, each process on its
-own core if there are enough. `share_of_communication`: measured in as many further steps, with a barrier before each
-exchange, so that the time does not include waiting for the attention of other processes.
+A tiny Qwen2 on a CPU, with the loss of SFT, or of DPO without a reference. `kept_mib`: storages saved for backward,
+without weights. `sent_mib`: counted at the collective, beside its formula. `seconds`: median of the steps, each
+process on its own core if there are enough. `share_of_communication`: measured in as many further steps, with a
+barrier before each exchange, so that the time does not include waiting for the attention of other processes.
 """
 
 from __future__ import annotations
@@ -63,6 +65,12 @@ def formula(args: argparse.Namespace, tokens: int, n: int) -> float:
     return 4 * args.layers * numbers * (3 if args.checkpointing else 2)
 
 
+def dpo_loss(log_probs: torch.Tensor) -> torch.Tensor:
+    """The first half of the rows is chosen, the second rejected; the reference is uniform."""
+    chosen, rejected = log_probs.sum(1).chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
 def compare() -> None:
     """Run a step of one process on one core, and of two processes on one core each."""
     arguments = [arg for arg in sys.argv[1:] if arg != "--compare"]
@@ -80,6 +88,8 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--loss", choices=["sft", "dpo"], default="sft")
+    parser.add_argument("--save", help="file for the loss, and the gradient of each parameter")
     parser.add_argument("--limit-mib", type=float, help="most that a process may save for backward")
     parser.add_argument("--compare", action="store_true", help="one process on a core, and two on one core each")
     args = parser.parse_args()
@@ -120,13 +130,21 @@ def main() -> None:
         handle.stats.reset()
         start = time.perf_counter()
         with saved_storages([*model.parameters(), *model.buffers()]) as saved:
-            loss = model(ids, attention_mask=mask, labels=ids, fused_lm_head=True).loss
+            output = model(ids, attention_mask=mask, labels=ids, fused_lm_head=True)
+            loss = output.loss if args.loss == "sft" else dpo_loss(output.log_probs)
         loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
         if traffic.has_barrier:
             exchanging.append(traffic.seconds)
         else:
             seconds.append(time.perf_counter() - start)
+    if n > 1:
+        for gradient in gradients.values():  # as DDP and FSDP2 do
+            distributed.all_reduce(gradient)
+            gradient /= n
+    if args.save and int(os.environ.get("RANK", "0")) == 0:
+        torch.save({"loss": loss.detach(), "gradients": gradients}, args.save)
     tokens, mib = handle.stats.packed_tokens, sum(storage.nbytes() for storage in saved.values()) / 2**20
     figures = {
         "processes": n,
