@@ -29,6 +29,7 @@ from trl_padfix import check_parity, remove_padding, split_rows
 from trl_padfix.core.context import context
 from trl_padfix.core.parallel import collectives
 from trl_padfix.core.parallel import layout as cp_layout
+from trl_padfix.core.parallel.layout import MAX_SHARE
 
 
 __all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
@@ -74,9 +75,10 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
         return torch.randint(1, 60, (n,), generator=draw).tolist()
 
     if kind == "pairs":
-        prompts = [tokens(n) for n in (19, 7, 12)]
+        # With shared prompts 35 and 26 tokens, and 61: two processes compute whole rows.
+        prompts = [tokens(n) for n in (19, 7, 9)]
         parts = [
-            (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 9)) for p, n in zip(prompts, answers, strict=True)
+            (p, tokens(n)) for answers in ((11, 3, 20), (5, 16, 32)) for p, n in zip(prompts, answers, strict=True)
         ]
     elif kind == "rows of one length":  # with no padding between them, and nothing in common
         parts = [(tokens(9), tokens(10)) for _ in range(3)]
@@ -193,11 +195,11 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def assert_split(counts: list[dict[str, int]]) -> None:
-    """Each process has computed half of the tokens of every layer, with an all-to-all for each."""
+    """Each process has computed about half of the tokens of every layer; an output was gathered for every forward."""
     assert counts[0]["packed"] == counts[1]["packed"] == sum(count["local"] for count in counts)
     for count in counts:
-        assert count["all_to_alls"] > count["calls"] > 0
-        assert abs(2 * count["local"] - count["packed"]) <= count["calls"]
+        assert count["all_to_alls"] > 0 < count["calls"]
+        assert abs(2 * count["local"] - count["packed"]) <= count["calls"] + (MAX_SHARE - 1) * count["packed"]
 
 
 def main(*models: str) -> None:

@@ -25,7 +25,7 @@ from .model.changes import ModuleChanges
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
-from .parallel.layout import ContextParallelConfig, ContextParallelLayout
+from .parallel.layout import ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
@@ -345,7 +345,9 @@ class PaddingRemoval(Attachment):
         config = self.context_parallel
         if config is None or layout is None or layout.packed_tokens < config.group.size:
             return None
-        return ContextParallelLayout(layout, config.group, config.attention)
+        # Rows that are even without being cut need no communication within the layers.
+        comm = config.attention if ranges_of_rows(layout, config.group.size) is None else ROWS
+        return ContextParallelLayout(layout, config.group, comm)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

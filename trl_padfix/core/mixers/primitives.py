@@ -16,6 +16,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import count, repeat
 from types import CellType, FunctionType
@@ -31,6 +32,7 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
+from ..parallel.layout import ROWS, ContextParallelLayout
 from ..parallel.mixers import with_context_parallel
 from .forks import tree_of
 from .row_buckets import row_buckets
@@ -99,6 +101,8 @@ class PrimitivesPatch(ForwardPatch):
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
+        if call.cp_layout is not None and call.cp_layout.comm == ROWS:
+            call = _local_call(call, call.cp_layout)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()
         function = getattr(forward, "__func__", None)
@@ -112,6 +116,11 @@ class PrimitivesPatch(ForwardPatch):
         }
         with within(packed=call):
             return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
+
+
+def _local_call(call: PackedCall, cp_layout: ContextParallelLayout) -> PackedCall:
+    """A packed forward of the whole rows that this process computes."""
+    return call.cached("local", lambda: replace(call, layout=cp_layout.local_layout, cp_layout=None, cache={}))
 
 
 def _with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:

@@ -3,7 +3,7 @@ Context-parallel attention; see [`ContextParallelLayout`].
 
 Around attention a process has its local tokens, `(1, N, t, D)`. With `"heads"` it attends with some heads for all
 tokens, and the layout stays the same. With `"keys"` it attends with all heads for its local queries to the keys and
-values of all tokens, with a layout of its own.
+values of all tokens, with a layout of its own. With `"rows"` all that its queries see is local.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..model.views import view_of
 from .collectives import even_split
-from .layout import HEADS, ContextParallelLayout
+from .layout import HEADS, ROWS, ContextParallelLayout
 
 
 __all__ = ["attend_context_parallel"]
@@ -51,6 +51,8 @@ def attend_context_parallel(
     Returns:
         `torch.Tensor` of shape `(1, t, N, D)`.
     """
+    if cp_layout.comm == ROWS:
+        return attend(module, query, key, value, cp_layout.local_layout, kwargs)
     if cp_layout.comm != HEADS:
         key, value = (cp_layout.all_gather(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
         return attend(module, query, key, value, cp_layout.local_layout, kwargs)

@@ -18,10 +18,16 @@ from ..layout.layout import Layout
 from .collectives import Group, even_split
 
 
-__all__ = ["HEADS", "KEYS", "ContextParallelConfig", "ContextParallelLayout"]
+__all__ = ["HEADS", "KEYS", "ROWS", "ContextParallelConfig", "ContextParallelLayout", "ranges_of_rows"]
 
-HEADS, KEYS = "heads", "keys"
-"""Communication of attention: all-to-all of tokens for heads (Ulysses), or all-gather of keys and values."""
+HEADS, KEYS, ROWS = "heads", "keys", "rows"
+"""
+Communication of attention: all-to-all of tokens for heads (Ulysses), all-gather of keys and values, or none, where
+each process computes whole rows.
+"""
+
+MAX_SHARE = 1.1
+"""Most tokens of a process, relative to an even share, for which rows are left whole."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class ContextParallelLayout:
         comm (`str`):
             Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
             `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
+            `"rows"`: each process has whole rows, with all that they share, and nothing is exchanged.
 
     Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
     the end of the row.
@@ -83,8 +90,12 @@ class ContextParallelLayout:
         Ranges of packed tokens of each process, as (begin, end).
 
         One range per process for `"heads"`. Two ranges for `"keys"`, one from the front and one from the back of the
-        row, because later tokens see more keys.
+        row, because later tokens see more keys. For `"rows"` see [`ranges_of_rows`].
         """
+        if self.comm == ROWS:
+            rows = ranges_of_rows(self.layout, self.group.size)
+            assert rows is not None, "the rows of this layout are not even"
+            return rows
         n, T = self.group.size, self.layout.packed_tokens
         has_two = self.comm == KEYS and 2 * n <= T
         ends = list(accumulate(even_split(T, 2 * n if has_two else n)))
@@ -139,8 +150,9 @@ class ContextParallelLayout:
         return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
 
     def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
-        # With one range per process rank order is the order of the packed tokens.
-        return x if len(self.ranges[0]) == 1 else x.index_select(0, self._index_in_rank_order)
+        # With one range per process rank order is the order of the packed tokens, unless rows are left whole.
+        has_order = self.comm != ROWS and len(self.ranges[0]) == 1
+        return x if has_order else x.index_select(0, self._index_in_rank_order)
 
     def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""
@@ -163,7 +175,7 @@ class ContextParallelLayout:
     @cached_property
     def local_layout(self) -> Layout:
         """
-        Layout of the local tokens as queries, with all tokens, in rank order, as keys.
+        Layout of the local tokens as queries, with all tokens, in rank order, as keys; with local keys for `"rows"`.
 
         A segment that ends outside of a local range is cut at the end of the range, and its keys with it.
         """
@@ -179,15 +191,56 @@ class ContextParallelLayout:
                     query_lengths.append(end - begin)
                     # The last key is the last query: cut the keys of the queries behind `end`.
                     paths.append(path[: len(path) - (segment_end - end)])
+        key_lengths = [len(path) for path in paths]
+        key_index = self._index_in_rank_order.index_select(0, torch.cat(paths).to(layout.packed_index.device))
+        key_source_positions = layout.positions.index_select(0, self._rank_order)
+        if self.comm == ROWS:
+            key_index = key_index - sum(self.tokens_per_rank[: self.group.rank])
+            key_source_positions = self.local(layout.positions)
+        keys_are_queries = self.comm == ROWS and query_lengths == key_lengths
         return Layout.of_segments(
             query_lengths,
-            [len(path) for path in paths],
+            key_lengths,
             batch_shape=layout.batch_shape,
             real_index=layout.real_index,
             source=layout.source,
             packed_index=self.local(layout.packed_index),
             positions=self.local(layout.positions),
-            key_index=self._index_in_rank_order.index_select(0, torch.cat(paths).to(layout.packed_index.device)),
+            key_index=None if keys_are_queries else key_index,
             spans=tuple(int(positions[path[-1]] - positions[path[0]]) + 1 for path in paths),
-            key_source_positions=layout.positions.index_select(0, self._rank_order),
+            key_source_positions=None if keys_are_queries else key_source_positions,
         )
+
+
+def ranges_of_rows(layout: Layout, processes: int) -> list[list[tuple[int, int]]] | None:
+    """
+    Ranges of packed tokens of each process, if processes compute whole rows; `None` if their shares would be uneven.
+
+    Rows that share a prefix go to one process. The largest are given away first, each to the process with the fewest
+    tokens (longest processing time first).
+
+    Example: rows of 3, 2 and 1 tokens are even for two processes, and not for three.
+
+    ```python
+    >>> import torch
+    >>> from trl_padfix import padding_free_layout
+
+    >>> layout = padding_free_layout(torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]]))
+    >>> ranges_of_rows(layout, 2), ranges_of_rows(layout, 3)
+    ([[(0, 3)], [(3, 5), (5, 6)]], None)
+
+    ```
+    """
+    ends = [*accumulate(layout.query_lengths)]
+    # A segment without shared keys begins a tree; those behind it, up to the next such one, share a prefix with it.
+    begins = [end - q for end, q, k in zip(ends, layout.query_lengths, layout.key_lengths, strict=True) if q == k]
+    trees = sorted(zip(begins, [*begins[1:], ends[-1]], strict=True), key=lambda tree: (tree[0] - tree[1], tree[0]))
+    if len(trees) < processes:
+        return None
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(processes)]
+    tokens = [0] * processes
+    for begin, end in trees:
+        rank = tokens.index(min(tokens))
+        ranges[rank].append((begin, end))
+        tokens[rank] += end - begin
+    return [sorted(of_rank) for of_rank in ranges] if max(tokens) <= MAX_SHARE * sum(tokens) / processes else None
