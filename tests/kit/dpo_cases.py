@@ -99,4 +99,5 @@ SET_UPS = {
     "a stream": (SHORT, lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}),
 }
 CASES = {"plain": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": (SHORT, tuned)}
+CASES |= {"a last batch of one pair": (SHORT, lambda: {"train_dataset": build_pairs(9)})}
 CASES |= OBJECTIVES | OTHER_OBJECTIVES | SET_UPS

@@ -33,6 +33,7 @@ BUDGET = {"max_tokens_per_batch": 60}
 GROUPED = {"group_by_prefix": True}
 TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO": ("DPO", "short", {}),
+    "DPO, a last batch of one pair": ("DPO", "a last batch of one pair", {}),
     "DPO, whole rows": ("DPO", "accumulation", {}),
     "DPO, checkpointing": ("DPO", "checkpointing", KEYS),
     "DPO, reentrant checkpointing": ("DPO", "reentrant checkpointing", {}),

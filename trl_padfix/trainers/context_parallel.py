@@ -91,10 +91,6 @@ class ContextParallel(Part):
             "in place of accelerate's ring attention."
         )
 
-    def on_init_end(self) -> None:
-        if self.group is not None and hasattr(self.trainer, "_tp_size"):
-            self.trainer._tp_size = self.size  # TRL divides its count of tokens by this
-
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         self.check_batch(step.inputs)
@@ -102,7 +98,8 @@ class ContextParallel(Part):
             yield
             return
         generates = self.trainer.padding.task.supports_cp_generation
-        with self._count_groups_as_processes() if generates else contextlib.nullcontext():
+        # `gather_for_metrics` also cuts the values of a last batch to its rows, which are those of one process.
+        with self._count_groups_as_processes() if generates else self._gather_without_duplicates():
             yield
 
     def check_batch(self, batch: dict[str, Any]) -> None:
@@ -213,12 +210,15 @@ class ContextParallel(Part):
         if self.group is None:
             yield
             return
-        accelerator, size, gather_all = self.trainer.accelerator, self.group.size, self.trainer.accelerator.gather
+        accelerator, size = self.trainer.accelerator, self.group.size
+        gather_all = type(accelerator).gather  # a step of an evaluation is a block within the evaluation's
 
         def first_of_each(x: torch.Tensor) -> torch.Tensor:
             return _first_of_each_group(x, accelerator.num_processes, size)
 
-        with temporarily_set(accelerator, "gather", lambda x: recursively_apply(first_of_each, gather_all(x))):
+        with temporarily_set(
+            accelerator, "gather", lambda x: recursively_apply(first_of_each, gather_all(accelerator, x))
+        ):
             yield
 
 
