@@ -1,6 +1,7 @@
 """Rows that cannot be trained on: an error before the first step, and left out of a stream with a warning."""
 
 import logging
+import re
 
 import pytest
 import trl
@@ -19,6 +20,7 @@ TEXT = {"text": "w3 w4"}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
 KTO = {"prompt": "w3", "completion": "w4 w5", "label": True}
 CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
+COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
 IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
 
 BAD = {
@@ -32,6 +34,16 @@ BAD = {
     "DPO": ("DPO", PAIR, {"rejected": None}, r"Row 5 .*None in column `rejected`"),
     "Reward": ("Reward", PAIR, {"prompt": None}, r"Row 5 .*None in column `prompt`"),
     "KTO": ("KTO", KTO, {"completion": None}, r"Row 5 .*None in column `completion`"),
+    "SFT, an empty text": (
+        "SFT",
+        TEXT,
+        {"text": ""},
+        r"Row 5 .*of the train dataset has an empty text in column `text`",
+    ),
+    "SFT, an empty completion": ("SFT", COMPLETION, {"completion": ""}, r"Row 5 .* an empty text in .*`completion`"),
+    "DPO, an empty completion": ("DPO", PAIR, {"rejected": ""}, r"Row 5 .* an empty text in column `rejected`"),
+    "Reward, an empty completion": ("Reward", PAIR, {"chosen": ""}, r"Row 5 .* an empty text in column `chosen`"),
+    "KTO, an empty completion": ("KTO", KTO, {"completion": ""}, r"Row 5 .* an empty text in column `completion`"),
     "GRPO": ("GRPO", {"prompt": "w3 w4"}, {"prompt": None}, r"Row 5 .*None in column `prompt`"),
 }
 
@@ -48,7 +60,28 @@ def test_a_bad_row_is_found_before_the_first_step(case, tmp_path):
     kind, good, change, message = BAD[case]
     data = Dataset.from_list([good] * 5 + [good | change] + [good] * 2)
     with pytest.raises(ValueError, match=message):
-        make(kind, tmp_path, data, strict="messages" in change)  # a chat template may render odd messages
+        # A chat template may render odd messages, and TRL ends an empty text with an EOS token.
+        make(kind, tmp_path, data, strict="messages" in change or "" in change.values())
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "KTO"])
+def test_an_empty_text_is_a_warning_and_trained_on_as_in_trl(kind, tmp_path, caplog):
+    _, good, change, message = BAD[f"{kind}, an empty completion"]
+    rows = [{k: f"{v} w{7 + i}" if isinstance(v, str) else v for k, v in good.items()} for i in range(8)]
+    data = Dataset.from_list([*rows[:5], rows[5] | change, *rows[6:]])
+    curves = []
+    for library in (trl, trl_padfix):
+        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+            trainer = make(kind, tmp_path, data, library)
+        trainer.train()
+        curves.append(trajectory(trainer).tolist())
+    assert curves[0] == curves[1]
+    assert any(re.search(message, text) and "a warning, because TRL trains on it" in text for text in caplog.messages)
+
+
+def test_an_empty_prompt_is_none(tmp_path, caplog):
+    make("SFT", tmp_path, Dataset.from_list([COMPLETION] * 5 + [COMPLETION | {"prompt": ""}]), strict=True)
+    assert "empty text" not in caplog.text
 
 
 def test_a_number_is_no_text(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import yaml
 from datasets import Dataset, load_dataset
 
 from ..files import is_missing_path
-from ..trainers.data.row_checks import TRAINED, check_row
+from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
 from .formats import rename_message_keys
 from .reading import reading
 
@@ -161,7 +162,8 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
             f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or correct the row."
         ):
             row = dataset[number]
-        check_row(row, number)
+        with suppress(EmptyTextError):  # TRL trains on it
+            check_row(row, number)
         yield row
 
 

@@ -101,7 +101,7 @@ def load_examples(
     rows = to_trl_format(rows)
     if expand_turns:
         return validate_rows(rows, "", ["messages"])
-    return validate_rows(rows_for_trainer(rows, trainer), "", TRAINED)
+    return validate_rows(rows_for_trainer(rows, trainer), "", TRAINED, strict=False)
 
 
 @dataclass(frozen=True)

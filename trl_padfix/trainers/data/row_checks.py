@@ -15,7 +15,15 @@ from .columns import chunks, ids_outside, values
 from .data_warnings import name_rows, warn_or_raise
 
 
-__all__ = ["TRAINED", "DoubtfulRowError", "check_ids", "check_row", "image_token_ids", "validate_rows"]
+__all__ = [
+    "TRAINED",
+    "DoubtfulRowError",
+    "EmptyTextError",
+    "check_ids",
+    "check_row",
+    "image_token_ids",
+    "validate_rows",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +36,10 @@ INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 
 class DoubtfulRowError(ValueError):
     """A row whose messages a chat template may render, though one lacks its role or its content, or there is none."""
+
+
+class EmptyTextError(DoubtfulRowError):
+    """A row with an empty text beside its prompt, to which TRL adds an EOS token."""
 
 
 def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterable[str], strict: bool = True) -> Any:
@@ -62,7 +74,8 @@ def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterab
 def _is_valid(chunk: pa.Array, column: str) -> bool:
     """Whether Arrow's types and null counts prove all rows valid: a fast test, mostly enough without [`check_row`]."""
     if pa.types.is_string(chunk.type):
-        return column != "messages" and not chunk.null_count
+        is_full = column == "prompt" or not pc.any(pc.equal(chunk, "")).as_py()
+        return column != "messages" and not chunk.null_count and is_full
     if not pa.types.is_list(chunk.type) or chunk.null_count or not pa.types.is_struct(chunk.type.value_type):
         return False
     messages = chunk.flatten()
@@ -140,7 +153,7 @@ _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decode
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:
     """Raise a `ValueError` if a row has neither text nor messages with text in one of `columns`; `of`: its dataset."""
     which = "A row" if number is None else f"Row {number} (counted from 0)"
-    where = f"{which}{of and f' of the {of} dataset'} has"
+    columns, where = tuple(columns), f"{which}{of and f' of the {of} dataset'} has"
     remedy = "correct the row, or filter it out"
     for name in (column for column in columns if column in row):
         value = row[name]
@@ -155,6 +168,10 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
             if defect := _defect(message):
                 kind = DoubtfulRowError if isinstance(message, dict) else ValueError
                 raise kind(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
+    if empty := next((name for name in columns if name != "prompt" and row.get(name) == ""), None):
+        raise EmptyTextError(
+            f"{where} an empty text in column `{empty}`, and only its EOS token is trained on: {remedy}."
+        )
 
 
 def _defect(message: Any) -> str | None:
