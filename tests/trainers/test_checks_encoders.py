@@ -30,6 +30,10 @@ MODELS = {
     "roberta": (lambda: RobertaForSequenceClassification(RobertaConfig(**SIZE)), BOTH),
     "modernbert": (lambda: ModernBertForMaskedLM(ModernBertConfig(**SIZE)), BOTH),
     "t5": (lambda: T5ForSequenceClassification(T5Config(**T5)), "encoder-decoder"),
+    "t5 that says otherwise": (
+        lambda: T5ForSequenceClassification(T5Config(**T5, is_encoder_decoder=False)),
+        "encoder-decoder",
+    ),
     "the encoder of t5": (lambda: T5EncoderModel(T5Config(**T5)), f"{BOTH}|encoder-decoder"),
 }
 

@@ -51,7 +51,7 @@ def refusal(anatomy: Anatomy) -> str | None:
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
-    if reason := _encoder_decoder_obstacle(model.config):
+    if reason := _encoder_decoder_obstacle(model):
         return reason
     for table in anatomy.position_tables:
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
@@ -80,13 +80,15 @@ def encoder_obstacle(model: nn.Module) -> str | None:
     will do.
     """
     anatomy = Anatomy.of(model)
-    if reason := _encoder_decoder_obstacle(anatomy.pretrained.config):
+    if reason := _encoder_decoder_obstacle(anatomy.pretrained):
         return reason
     return None if anatomy.whole_rows or not anatomy.mixers.mixers else _direction_obstacle(anatomy)
 
 
-def _encoder_decoder_obstacle(config: PretrainedConfig) -> str | None:
-    if not getattr(config, "is_encoder_decoder", False):
+def _encoder_decoder_obstacle(model: nn.Module) -> str | None:
+    # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), and the forward is not.
+    takes_two = "decoder_input_ids" in inspect.signature(type(model).forward).parameters
+    if not (takes_two or getattr(model.config, "is_encoder_decoder", False)):
         return None
     return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
 
