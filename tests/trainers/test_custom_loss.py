@@ -95,6 +95,36 @@ def test_computed_by_micro_batches_it_has_others(name, run, theirs, monkeypatch)
         assert_same(run(name, on_object, True)[0], theirs(name))
 
 
+class Cut:
+    """Cuts the columns of a batch to the length of its shortest row."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        width = max(6, int(inputs["attention_mask"].sum(1).min()))
+        return {k: v[:, :width] if v.dim() > 1 else v for k, v in inputs.items()}
+
+
+def cutting(trainer, patch):
+    patch.setattr(trainer, "__class__", type("Own", (Cut, type(trainer)), {}))
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_what_prepares_the_inputs_may_compare_rows(name, sharing, run):
+    theirs, _ = run(name, cutting, False)
+    figures, forwards = run(name, cutting, True, prefix_sharing=sharing)
+    assert_same(figures, theirs)
+    assert max(forwards) <= BUDGET[name]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward"])
+def test_called_for_each_micro_batch_it_gives_others(name, run, monkeypatch):
+    theirs, _ = run(name, cutting, False)
+    monkeypatch.setattr("trl_padfix.trainers.custom_loss.TRUSTED", ("trl", "transformers.", __name__))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run(name, cutting, True)[0], theirs)
+
+
 def test_a_method_that_trls_loss_calls_counts_and_one_that_it_does_not_call_does_not(tmp_path, monkeypatch):
     trainer = make("kto", tmp_path, ours=True)
     assert custom_loss_name(trainer) is None

@@ -5,12 +5,14 @@ from types import MethodType
 
 import pytest
 import torch
-from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
+import trl
+from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, make, make_on_images
 from kit.observe import entered_tokens
-from kit.trainer_runs import build_tokenizer, make_plain_trainer, trained
+from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, trained
 from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
+import trl_padfix
 from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.trainers.batching import micro_batches
 
@@ -54,6 +56,14 @@ def writing(self, model, inputs, train):
 
 
 @stepping
+def writing_data(self, model, inputs, train):
+    """A write that leaves no trace in the version counter of the tensor."""
+    labels = inputs["labels"] if "labels" in inputs else inputs["completion_mask"]
+    labels.data[:, 3] = -100 if "labels" in inputs else 0
+    return train(inputs)
+
+
+@stepping
 def of_its_own(self, model, inputs, train):
     model.train()
     inputs = self._prepare_inputs(inputs)
@@ -74,7 +84,8 @@ def counting(trainer, read):
     trainer.get_batch_samples = get_batch_samples
 
 
-READERS = {"reading": reading, "copying": copying, "writing": writing, "of its own": of_its_own, "counting": counting}
+READERS = {"reading": reading, "copying": copying, "writing": writing, "writing data": writing_data}
+READERS |= {"of its own": of_its_own, "counting": counting}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +109,7 @@ def theirs(run):
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", ALL_TRAINERS)
 def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, run, theirs):
-    if (name, reader) in {("reward", "writing")}:
+    if (name, reader) in {("reward", "writing"), ("reward", "writing data")}:
         pytest.skip("has neither labels nor a completion mask")
     expected, _, read_there = theirs(name, reader)
     figures, forwards, read = run(name, reader, True, prefix_sharing=sharing)
@@ -119,12 +130,18 @@ def test_so_it_does_with_accumulation(name, reader, run, theirs):
     assert max(forwards) <= BUDGET[name]
 
 
-@pytest.mark.parametrize("reader", ["copying", "writing"])
+@pytest.mark.parametrize("reader", ["writing", "writing data"])
 def test_by_the_micro_batches_of_the_collator_an_edit_is_lost(reader, run, theirs, monkeypatch):
     monkeypatch.setattr(micro_batches.StepBatch, "is_unmodified", True)
-    expected, *_ = theirs("sft", "writing")
+    expected, *_ = theirs("sft", reader)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run("sft", "writing", True)[0], expected)
+        assert_same(run("sft", reader, True)[0], expected)
+
+
+def test_with_the_counts_of_the_data_loader_those_of_a_user_are_lost(run, theirs):
+    """The control of `counting`: TRL counts labels, and its figures are others."""
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run("sft", "reading", True)[0], theirs("sft", "counting")[0])
 
 
 def test_where_nobody_reads_it_no_batch_is_joined(tmp_path, monkeypatch):
@@ -145,6 +162,26 @@ def test_a_callback_reads_the_data_loader(tmp_path):
         trainer.train()
         totals.append(callback.totals)
     assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("kind", IMAGE_BUDGETS)
+def test_a_reader_finds_trls_images(kind, tmp_path, monkeypatch):
+    figures, batches = [], []
+    for library, budget in ((trl, {}), (trl_padfix, IMAGE_BUDGETS[kind])):
+        trainer = make_on_images(library, kind, "llava", tmp_path / library.__name__, **budget)
+        reading(trainer, read := [])
+        figures.append(trained(trainer))
+        batches.append(read)
+    assert_same(figures[1], figures[0])
+    for theirs, ours in zip(*batches, strict=True):
+        assert "pixel_values" in theirs
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    monkeypatch.setattr("trl_padfix.trainers.batching.token_budget.may_read_steps", lambda trainer: False)
+    trainer = make_on_images(trl_padfix, kind, "llava", tmp_path / "unread", **IMAGE_BUDGETS[kind])
+    reading(trainer, [])
+    with pytest.raises(ValueError, match=r"images are not numbered by row.* `training_step` that is there before"):
+        trainer.train()
 
 
 # -- a checkpoint around the model
@@ -180,6 +217,18 @@ def test_a_checkpoint_around_the_model_has_trls_figures(reentrant, config, tmp_p
     assert max(forwards[2:]) <= BUDGET["sft"]  # but for the parity check
 
 
+def test_a_checkpoint_whose_forward_leaks_has_others(tmp_path, monkeypatch):
+    figures = []
+    for ours in (False, True):
+        mode = break_mode(monkeypatch, "padding-free") if ours else {}
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **mode | ({"parity_check": False} if ours else {}))
+        own = type("Own", (type(trainer),), {"compute_loss": checkpointed(False)})
+        monkeypatch.setattr(trainer, "__class__", own)
+        figures.append(trained(trainer))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures[1], figures[0])
+
+
 # -- a collator without a mask
 
 
@@ -211,6 +260,18 @@ def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, tmp_path, m
         trainer.data_collator = Maskless(trainer.data_collator)
         figures.append(trained(trainer))
     assert_same(figures[1], figures[0])
+
+
+def test_where_tokens_are_taken_for_others_it_has_others(tmp_path, monkeypatch):
+    figures = []
+    for ours in (False, True):
+        mode = break_mode(monkeypatch, "prefix sharing") | {"max_tokens_per_batch": None} if ours else {}
+        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **mode | ({"parity_check": False} if ours else {}))
+        monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": without_mask}))
+        trainer.data_collator = Maskless(trainer.data_collator)
+        figures.append(trained(trainer))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures[1], figures[0])
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])

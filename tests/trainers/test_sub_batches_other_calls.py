@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from kit.budget_runs import BUDGET, assert_same, make
+from kit.budget_runs import BUDGET, assert_same, build_branching, make
 from kit.observe import entered_tokens
 from kit.trainer_runs import our_warnings, trained
 
 from trl_padfix.core.call.runner_patch import RunnerPatch
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
@@ -31,11 +32,17 @@ def without_mask(model, ids, mask):
     return model(input_ids=ids).logits
 
 
+def with_hidden_states(model, ids, mask):
+    output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    return output.logits * (1 + output.hidden_states[1].detach()[..., :1])
+
+
 def with_cache(model, ids, mask):
     return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
 
 
-CALLS = {f.__name__: f for f in (of_decoder, of_embeddings, of_embeddings_in_the_decoder, by_position, without_mask)}
+CALLS = (of_decoder, of_embeddings, of_embeddings_in_the_decoder, by_position, without_mask, with_hidden_states)
+CALLS = {f.__name__: f for f in CALLS}
 
 
 def calling(call):
@@ -73,15 +80,28 @@ def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode, run)
     theirs, *_ = run(name, CALLS[call], False)
     figures, forwards, _ = run(name, CALLS[call], True, **mode)
     assert_same(figures, theirs)
-    # Micro-batches are planned with shared prefixes, and embeddings share none.
-    if not ("embeddings" in call and "loss_reduction" in mode):
-        assert max(forwards) <= BUDGET[name]
+    assert max(forwards) <= BUDGET[name]
 
 
 def test_it_does_not_where_the_decoder_has_no_patch(run, monkeypatch):
     monkeypatch.setattr("trl_padfix.core.call.runner_patch._modules_of", lambda model: [model])
     _, forwards, _ = run("sft", of_decoder, True)
     assert max(forwards) > BUDGET["sft"]
+
+
+def test_it_does_not_where_embeddings_run_as_planned(run, monkeypatch):
+    """A micro-batch is planned with shared prefixes, and embeddings share none."""
+    monkeypatch.setattr(
+        MicroBatchRunner, "embeddings", property(lambda runner: None, lambda runner, value: None), False
+    )
+    mode = {"loss_reduction": "rows", "prefix_sharing": True, "train_dataset": build_branching("sft")}
+    _, forwards, _ = run("sft", of_embeddings, True, **mode)
+    assert max(forwards) > BUDGET["sft"]
+    monkeypatch.undo()
+    theirs, *_ = run("sft", of_embeddings, False, train_dataset=mode["train_dataset"])
+    figures, forwards, _ = run("sft", of_embeddings, True, **mode)
+    assert_same(figures, theirs)
+    assert max(forwards) <= BUDGET["sft"]
 
 
 def test_a_call_that_cannot_be_split_is_named_once(run, caplog):

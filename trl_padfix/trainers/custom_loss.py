@@ -23,6 +23,7 @@ __all__ = [
     "custom_loss_name",
     "has_custom_loss",
     "is_custom_collator",
+    "may_read_steps",
     "module_of",
     "observe_loss",
     "observe_own_loss",
@@ -44,18 +45,30 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
 
-    It is a method of a subclass or a mixin, a function that was set on a class or on the trainer itself, or
-    `compute_loss_func`. The class does not tell: one with a patched method is still TRL's.
+    It is a method of a subclass or a mixin (also `_prepare_inputs`), a function that was set on a class or on the
+    trainer itself, or `compute_loss_func`. The class does not tell: one with a patched method is still TRL's.
     """
-    classes = type(trainer).__mro__[:-1]
-    methods = _methods_of_loss(classes)
+    # What prepares the inputs of a loss may compare their rows as well.
+    if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1]) | {"_prepare_inputs"}):
+        return name
+    loss_function = getattr(trainer, "compute_loss_func", None)
+    return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
+
+
+def may_read_steps(trainer: PaddingFreeTrainer) -> bool:
+    """Whether code of a user gets the batches of the data loader before the loss does."""
+    return _custom_method(trainer, {"training_step", "get_batch_samples"}) is not None
+
+
+def _custom_method(trainer: PaddingFreeTrainer, methods: set[str]) -> str | None:
+    """The first of `methods` that is a user's, by name."""
     # All owners, also of methods that are hidden: those above may be called by `super()`.
+    classes = type(trainer).__mro__[:-1]
     for owner, members in [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in classes)]:
         for name in sorted(methods & members.keys()):
             if not _is_trusted(members[name]):
                 return f"{owner}.{name}"
-    loss_function = getattr(trainer, "compute_loss_func", None)
-    return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
+    return None
 
 
 def is_custom_collator(collator: Any) -> bool:

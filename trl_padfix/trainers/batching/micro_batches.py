@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -13,7 +14,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ...core.call.batch_metadata import PooledTokens, TensorVersion
+from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
 from ..data.batch_metadata import (
     BatchWithMetadata,
@@ -60,6 +61,7 @@ class CollatedStep(NamedTuple):
         pad_token_id (`int`): Padding of the ids, for the batch that a user's code reads.
         keeps_micro_batches (`bool`): Whether the micro-batches are those of TRL.
         prefix_plan (`FlatIndexMaps`, *optional*): The plan of their shared prefixes.
+        whole (`dict`, *optional*): The batch of TRL, where it cannot be put together of them.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -69,28 +71,28 @@ class CollatedStep(NamedTuple):
     pad_token_id: int = 0
     keeps_micro_batches: bool = False
     prefix_plan: Any = None
+    whole: dict[str, Any] | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The step on a device; accelerate calls this method of what a data loader returns."""
-        batches, plan = self.micro_batches, self.prefix_plan
-        batches = [send_to_device(batch, device, non_blocking=non_blocking) for batch in batches]
-        plan = plan if plan is None else send_to_device(plan, device, non_blocking=non_blocking)
-        return StepBatch((), self._replace(micro_batches=batches, prefix_plan=plan))
+        parts = (self.micro_batches, self.prefix_plan, self.whole)
+        batches, plan, whole = (x and send_to_device(x, device, non_blocking=non_blocking) for x in parts)
+        return StepBatch((), self._replace(micro_batches=batches, prefix_plan=plan, whole=whole))
 
     def joined(self) -> dict[str, Any]:
         """
         The batch that TRL has, of all rows.
 
         Raises:
-            ValueError: If it has images.
+            ValueError: If it has images, and the collator did not expect that it is read.
         """
-        if len(self.micro_batches) == 1:
-            return dict(self.micro_batches[0])
+        if self.whole is not None or len(self.micro_batches) == 1:
+            return dict(self.micro_batches[0] if self.whole is None else self.whole)
         if any(map(image_tensors, self.micro_batches)):
             raise ValueError(
                 "Code of yours reads the batch of a step. With `max_tokens_per_batch` it is in micro-batches, and "
-                "images are not numbered by row, so they cannot be put together. Read the batches in `compute_loss`, "
-                "or leave the budget out."
+                "images are not numbered by row, so they cannot be put together. Read the batches in `compute_loss` "
+                "or in a `training_step` that is there before `train()`, or leave the budget out."
             )
         joined = join_batches(self.micro_batches, self.rows_per_item, self.pad_token_id)
         place = {item: i for i, item in enumerate(self.order)}
@@ -107,22 +109,21 @@ class StepBatch(BatchWithMetadata):
     def __init__(self, batch: Mapping[str, Any] | Iterable[Any] = (), step: CollatedStep | None = None):
         super().__init__(batch)
         self._step = step
-        self._versions: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None
 
     def fill(self) -> None:
         """Make the batch, if it was not read before."""
-        if self._step is not None and self._versions is None:
-            self._versions = {}
+        if self._step is not None and self._saved is None:
+            self._saved = {}
             self.update(self._step.joined())
-            self._versions = {name: _version(value) for name, value in self.items()}
+            # Copies, and not version counters: a write by `.data` or numpy leaves no trace there.
+            self._saved = {name: x.clone() if isinstance(x, torch.Tensor) else [*x] for name, x in self.items()}
 
     @property
     def is_unmodified(self) -> bool:
-        """Whether the batch was not read, or has the tensors that it had then, unwritten."""
-        versions = self._versions
-        if versions is None:
-            return True
-        return self.keys() == versions.keys() and all(_is_same(version, self[k]) for k, version in versions.items())
+        """Whether the batch was not read, or has the values that it had then."""
+        saved = self._saved
+        return saved is None or (self.keys() == saved.keys() and all(_is_same(x, self[k]) for k, x in saved.items()))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The batch itself: it is on its device."""
@@ -150,12 +151,10 @@ for _name in (
     setattr(StepBatch, _name, _reading(_name))
 
 
-def _version(value: Any) -> Any:
-    return TensorVersion.of(value) if isinstance(value, torch.Tensor) else value
-
-
-def _is_same(version: Any, value: Any) -> bool:
-    return version.matches(value) if isinstance(version, TensorVersion) else version is value
+def _is_same(saved: Any, value: Any) -> bool:
+    if isinstance(saved, torch.Tensor) and isinstance(value, torch.Tensor):
+        return saved.dtype == value.dtype and saved.device == value.device and torch.equal(saved, value)
+    return isinstance(value, list) and len(saved) == len(value) and all(map(operator.is_, saved, value))
 
 
 def step_of(batch: Any) -> CollatedStep | None:
@@ -195,6 +194,8 @@ class BudgetCollator:
             Rows of a batch that belong together.
         pad_token_id (`int`, *optional*, defaults to 0):
             Padding of the ids, for the batch that a user's code reads.
+        adds_whole (`bool`, *optional*, defaults to `False`):
+            Whether a step with images also has the batch of TRL, because a user's code may read it.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -208,6 +209,7 @@ class BudgetCollator:
     cuts_batches: bool = False
     rows_per_item: int = 1
     pad_token_id: int = 0
+    adds_whole: bool = False
 
     def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> CollatedStep:
         ((rows_of_step, numbers, examples),) = shares
@@ -223,6 +225,8 @@ class BudgetCollator:
         else:
             batches, shares_of_step, order = self._planned(numbers, examples, weights)
         step = CollatedStep(batches, shares_of_step, order, **how)
+        if self.adds_whole and len(batches) > 1 and any(map(image_tensors, batches)):
+            step = step._replace(whole=pop_metadata(self.collator(examples))[0])
         if self.weight_by_tokens:
             positions = [label_positions(batch) for batch in batches]
             counts = [0 if labels is None else len(labels) for labels in positions]

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from ...core.call.batch_metadata import BatchVersion, defer_check
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
-from ...core.context import within
+from ...core.context import ForwardRunner, within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import FlatIndexMaps
@@ -195,6 +195,7 @@ class MicroBatchRunner:
         self.count, self.plan, self.with_head = count, plan, with_head
         self.batches = [BatchVersion.of(ids, mask) for ids, mask in batches]
         self.index, self.modified = 0, False
+        self.embeddings: ForwardRunner | None = None  # runs forwards of embeddings: they share none of the prefixes
         self.schedules: dict[Any, PrefixSchedule] = {}
         self.calls: Counter[Any] = Counter()
 
@@ -240,6 +241,8 @@ class MicroBatchRunner:
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for the running micro-batch; it reads the prefix states if it can."""
+        if self.embeddings is not None and call.get("input_ids") is None:
+            return self.embeddings.run(model, forward, call)
         layout = self._next_layout(model, forward, call)
         with contextlib.nullcontext() if layout is None else with_prefix_states(call, layout):
             return forward(**call)
@@ -248,7 +251,8 @@ class MicroBatchRunner:
         """A micro-batch is within the budget, however it is computed."""
 
     def recomputes(self, call: dict[str, Any]) -> bool:
-        return False  # a micro-batch is computed in one forward, and with prefix states not within a checkpoint
+        # Ids are computed in one forward, and with prefix states not within a checkpoint.
+        return self.embeddings is not None and call.get("input_ids") is None and self.embeddings.recomputes(call)
 
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]

@@ -235,8 +235,8 @@ class _ModelForward:
     def run(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, RouterLogits]:
         """The output of a sub-batch, and its router logits."""
         prefixes = with_prefix_states(call, layout) if layout is not None else nullcontext()
-        # Recomputed in backward, when the block that disabled an attachment has ended.
-        with within(disabled=self.disabled), prefixes:
+        # Recomputed in backward, when the block that disabled an attachment has ended, and a step may have its runner.
+        with within(disabled=self.disabled, runner=None), prefixes:
             if not self.with_router_logits:
                 return self.forward(**call), None
             with record_router_logits(self.model) as recorded:
@@ -285,6 +285,10 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
             output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
         elif name == "router_logits":
             output[name] = tuple(_tokens_in_order(layer, calls, inverse) for layer in zip(*values, strict=True))
+        elif isinstance(value, tuple) and all(
+            _has_rows(x, len(_tokens(c))) for v, c in zip(values, calls, strict=True) for x in v
+        ):
+            output[name] = tuple(torch.cat(layer).index_select(0, inverse) for layer in zip(*values, strict=True))
         elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
             output[name] = _merged_loss(values, calls)
         elif value is not None:

@@ -33,7 +33,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
-from ..custom_loss import custom_loss_name, is_custom_collator, observe_own_loss
+from ..custom_loss import custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss
 from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.columns import column_names
 from ..data.tokenizers import tokenizer_of
@@ -207,6 +207,8 @@ class SubBatchBudget(Part):
     @contextlib.contextmanager
     def _run(self, runner: MicroBatchRunner) -> Iterator[StepMetrics]:
         """A block with the micro-batches of a step, one after another."""
+        assert self.budget is not None
+        runner.embeddings = self._sub_batches(self.budget)
         with temporarily_set(self, "running", runner), within(runner=runner):
             yield StepMetrics(self.trainer)
         runner.check()
@@ -348,6 +350,7 @@ class MicroBatchBudget(SubBatchBudget):
             cuts_batches=order.has_custom_collator,
             rows_per_item=task.rows_per_item,
             pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
+            adds_whole=may_read_steps(trainer),
         )
         if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
             logger.warning(_what_collator_gets(order.images is not None, task.needs_all_rows()))
@@ -424,6 +427,11 @@ class MicroBatchBudget(SubBatchBudget):
                 "or leave the budget out."
             )
         if trainer.args.per_device_train_batch_size <= size:
+            if _has_images(trainer):
+                logger.warning_once(
+                    "`max_tokens_per_batch`: code of yours has modified a batch with images, which are not numbered "
+                    "by row, so it is computed as one, whatever its tokens."
+                )
             return CollatedStep([inputs], [1.0], [], keeps_micro_batches=True)
         plain = pop_metadata(inputs)[0]
         count = len(plain["input_ids"]) // rows_per_item
@@ -517,7 +525,7 @@ class MicroBatchBudget(SubBatchBudget):
             whole = join_batches(batches, trainer.padding.task.rows_per_item)
             with temporarily_set(self, "verifies_whole", True):
                 expected = loss_and_norm((loss(whole, None) for _ in range(1)), parameters)
-            with temporarily_set(self, "running", MicroBatchRunner(len(batches))):
+            with self._run(MicroBatchRunner(len(batches))):
                 losses = (loss(pop_metadata(b)[0], w) for b, w in zip(batches, weights, strict=True))
                 found = loss_and_norm(losses, parameters)
         if differs(expected, found, next(trainer.model.parameters()).dtype):
