@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithPadding, Trainer
 
-from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix import PaddingRemovalCallback, ParityError, padding_free_trainer
 from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
 
 
@@ -121,6 +121,13 @@ class NeedsLabels(Pooled):
         return {"loss": self.head(states[labels != -100]).square().mean(), "states": states}
 
 
+class ReadsLabels(NeedsLabels):
+    """The same, and the labels have a default."""
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        return super().forward(input_ids, attention_mask, labels)
+
+
 def classifier() -> Any:
     return build_model("reward", num_labels=2, pad_token_id=PAD)
 
@@ -138,6 +145,7 @@ CASES = {
     "an embedding model": (Read, lambda: build_model().model, collate),
     "a module around a decoder": (Trainer, Pooled, collate),
     "a forward that needs labels": (Trainer, NeedsLabels, labelled),
+    "a forward that reads labels": (Trainer, ReadsLabels, labelled),
     "a user's checkpoint": (Checkpointed, build_model, collate),
 }
 
@@ -161,6 +169,36 @@ def test_the_figures_are_those_of_the_padded_trainer(case, sharing, tmp_path):
     stats = ours.padding.stats
     assert (stats.padded_forwards, stats.packed_tokens < stats.padded_tokens) == (0, True)
     assert computed
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_so_they_are_with_the_callback(sharing, tmp_path):
+    case = "a forward that reads labels"
+    callback = PaddingRemovalCallback(sharing)
+    ours = make(case, tmp_path / "ours", callbacks=[callback])
+    assert_same(trained(ours), trained(make(case, tmp_path / "theirs")), rtol=1e-3)
+    (report,) = callback.reports
+    assert report.ok
+    assert report.compared
+    assert callback.stats.packed_tokens < callback.stats.padded_tokens
+
+
+class Cut(Trainer):
+    """Cuts the columns of a batch."""
+
+    def _prepare_inputs(self, inputs):
+        return {k: v[:, :6] for k, v in super()._prepare_inputs(inputs).items()}
+
+
+def test_an_evaluation_counts_the_labels_that_a_user_prepared(tmp_path):
+    rows = {"train_dataset": build_rows(), "eval_dataset": build_rows(8), "data_collator": labelled, "max_steps": 2}
+    inside, outside = padding_free_trainer(Cut), type("Outside", (Cut, padding_free_trainer(Trainer)), {})
+    kinds = (Trainer, Cut, inside, outside)
+    uncut, expected, *ours = (trained(make_plain_trainer(tmp_path, kind, **rows)) for kind in kinds)
+    for figures in ours:
+        assert_same(figures, expected)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(uncut, expected)
 
 
 @pytest.mark.parametrize("case", ["an embedding model", "a module around a decoder", "a forward that needs labels"])

@@ -267,3 +267,34 @@ def test_a_loop_gets_the_loss_of_the_padded_model(collator, sharing):
         assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 0)
         model(**batch | {"labels": None})
         assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 1)
+
+
+class Hiding:
+    """Hides tokens within rows from attention."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "attention_mask": inputs["attention_mask"] * (inputs["input_ids"] % 5 != 2)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_labels_behind_hidden_spans_are_trained_on_as_in_trl(side, tmp_path, monkeypatch):
+    def run(library, **mode):
+        kind = type("Own", (Hiding, library.SFTTrainer), {})
+        return trained(make_trainer(library, "SFT", tmp_path, kind, max_steps=3, optim="sgd", **mode))
+
+    mode = {"padding_free": True, "padding_side": side}
+    expected = run(trl)
+    assert_same(run(trl_padfix, **mode), expected)
+    if side == "left":  # the control: every label behind a masked token is dropped
+        monkeypatch.setattr(
+            "trl_padfix.trainers.sft.drop_first_labels",
+            lambda batch: {
+                **batch,
+                "labels": batch["labels"].masked_fill(
+                    torch.nn.functional.pad(batch["attention_mask"].diff(dim=1) == 1, (1, 0)), -100
+                ),
+            },
+        )
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(run(trl_padfix, **mode), expected)

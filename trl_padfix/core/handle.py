@@ -288,6 +288,16 @@ class PaddingRemoval(Attachment):
             self._reported.add(kind)
             logger.warning(message)
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
+        try:
+            if self.changes is not None:
+                self.changes.check()
+        except UnpackableCallError:
+            return True
+        return False
+
     @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:
         """Count the forwards of a block apart from those of the user; yields the counts of the block."""

@@ -179,9 +179,9 @@ def attachment_of(model: nn.Module) -> PaddingRemoval | None:
 
 
 def packs_now(model: nn.Module) -> bool:
-    """Whether calls of `model` in this thread are packed: padding removal is attached, and not disabled."""
+    """Whether calls of `model` in this thread are packed: attached, not disabled, and no hook was registered since."""
     handle = attachment_of(model)
-    return handle is not None and handle.enabled
+    return handle is not None and handle.enabled and not handle.has_changed
 
 
 def attachments_on(decoder: nn.Module) -> list[Attachment]:

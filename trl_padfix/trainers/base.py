@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.batch_metadata import with_known_batch
+from ..core.call.batch_metadata import TensorVersion, with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
 from .attention_choice import AttentionChoice
 from .batching.micro_batches import micro_batches_of, step_of
@@ -243,7 +243,10 @@ class PaddingFreeMixin:
         prepared = super()._prepare_inputs(inputs)
         if (metadata := batch_metadata_of(inputs)) is not None and batch_metadata_of(prepared) is None:
             prepared = BatchWithMetadata(prepared, metadata)  # transformers makes a new dictionary of the same tensors
-        return self.padding.task.loss_inputs(prepared)
+        scored = self.padding.task.loss_inputs(prepared)
+        if scored is not prepared and "labels" in scored:
+            self.padding.first_labels = TensorVersion.of(scored["labels"]), prepared["labels"]
+        return scored
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +289,7 @@ class PaddingFreeMixin:
             yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with temporarily_set(self.padding, "predicted", inputs):
-            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,9 +298,10 @@ class PaddingFreeMixin:
         return norm
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        if (predicted := self.padding.predicted) is not None:
-            batch_samples = [predicted]  # before `loss_inputs`: TRL counts the labels of first tokens, too
         batches = [micro_batch for batch in batch_samples for micro_batch in micro_batches_of(batch)]
+        scored, labels = self.padding.first_labels
+        # In evaluation Trainer counts what was prepared: without the labels of first tokens, which TRL counts, too.
+        batches = [{**b, "labels": labels} if labels is not None and _has_labels(b, scored) else b for b in batches]
         return super()._get_num_items_in_batch(self.padding.task.label_count_inputs(batches), device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
@@ -367,6 +370,12 @@ class PaddingFreeMixin:
         super().create_model_card(*call.args, **call.kwargs)
         if self.is_world_process_zero():
             describe_in_card(Path(self.args.output_dir) / "README.md", handle)
+
+
+def _has_labels(batch: Any, version: TensorVersion) -> bool:
+    """Whether a batch has these very labels."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    return isinstance(labels, torch.Tensor) and version.matches(labels)
 
 
 def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

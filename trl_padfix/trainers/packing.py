@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accelerate.logging import get_logger
 from datasets import Dataset
 
+from ..core.call.batch_metadata import TensorVersion
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
@@ -92,7 +93,8 @@ class Padding:
         self.is_restored = False
         self.running: Step | None = None
         self.gradient_hook: str | None = None  # under a token budget: what acts in each backward of a step
-        self.predicted: dict[str, Any] | None = None  # the batch of the running `prediction_step`
+        # Labels of the last batch that was prepared for a loss, and before those of first tokens were dropped.
+        self.first_labels = TensorVersion(None, None), None
 
     @property
     def handle(self) -> PaddingRemoval | None:
@@ -160,6 +162,9 @@ class RemovePadding(Part):
                     attachment.take_over()
         before, self._models = self._decoders, models_of(self.trainer)
         self._decoders = _decoders_of(self._models)
+        if self._pads_left():  # also for calls that are computed padded
+            for numbering in filter(None, map(number_padded_rows, self._models)):
+                self._register(numbering)
         if self.settings.padding_free:
             self._remove_padding()
         else:
@@ -196,12 +201,8 @@ class RemovePadding(Part):
         )
 
     def _attach_to_packed_rows(self) -> None:
-        """Without `padding_free`: number left-padded rows from their first token, and keep packed sequences apart."""
+        """Without `padding_free`: keep packed sequences apart."""
         trainer, task = self.trainer, self.trainer.padding.task
-        is_ours = type(trainer.data_collator) in task.collators.values()
-        if is_ours and trainer.data_collator.padding_side == "left":
-            for numbering in filter(None, map(number_padded_rows, models_of(trainer))):
-                self._register(numbering)
         if is_off() or not task.packs_rows() or trainer.args.torch_compile:  # a compiled model stays TRL's
             return
         try:
@@ -212,6 +213,12 @@ class RemovePadding(Part):
             return
         handle.leave_padded_calls()
         trainer.padding.handles.append(handle)
+
+    def _pads_left(self) -> bool:
+        """Whether our collator pads on the left: rows are then numbered from their first token, as padded right."""
+        collator = self.trainer.data_collator
+        is_ours = type(collator) in self.trainer.padding.task.collators.values()
+        return is_ours and collator.padding_side == "left"
 
     def _register(self, attachment: A) -> A:
         """Let [`RemovePadding.restore`], or the next trainer on the same model, remove an attachment."""

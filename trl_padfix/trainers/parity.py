@@ -53,13 +53,16 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         padding = self.trainer.padding
-        if step.mode in padding.parity or not (padding.handles and self.settings.parity_check):
+        is_compared = step.mode in padding.parity or not (padding.handles and self.settings.parity_check)
+        # Hooks that are registered between training and evaluation: calls are computed padded from there on.
+        if is_compared or (padding.parity and padding.handle.has_changed):
             yield
             return
         for batch in step.batches:
             if padding.handle.layout_of(batch) is not None:
                 images = padding.task.parity_inputs(step.inputs, batch)
-                self.compare(step, batch | _multimodal(padding.handle.multimodal, images))
+                labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
+                self.compare(step, labels | batch | _multimodal(padding.handle.multimodal, images))
         if step.batches:
             self.print_reports(step)
             yield
@@ -161,9 +164,9 @@ def module_called_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors in a call of `module` by parameter name, without labels. For use in a forward hook."""
+    """The tensors in a call of `module` by parameter name. For use in a forward hook."""
     arguments = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-    return {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor) and k != "labels"}
+    return {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
 
 
 def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -177,22 +180,27 @@ def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tens
 @contextlib.contextmanager
 def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> Iterator[dict[str, Any]]:
     """
-    A block that records the first call of the model in `model`: its tensors by name, without labels.
+    A block that records the first call of the model in `model`: its tensors by name.
 
     With a `handle`, the first call that it packs. The dictionary is empty until then.
     """
     call: dict[str, Any] = {}
+    outer: dict[str, Any] = {}  # of a module of a user's around the model, which may need its labels
+
+    def keep_labels(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        outer.update({name: x for name, x in tensor_arguments(module, args, kwargs).items() if name == "labels"})
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if call:
             return
         tensors = tensor_arguments(module, args, kwargs)
         if handle is None or (kwargs.get("past_key_values") is None and will_pack(handle, tensors)):
-            call.update(tensors)
+            call.update(outer | tensors)
 
-    recording = Attachment()
+    recording, called = Attachment(), module_called_by_trainer(model)
+    around = [_Recorder(model, recording, keep_labels)] if model is not called else []
     # A patch and no hook: sentence-transformers calls `model.forward`, which runs no hooks.
-    with recording.attach([_Recorder(module_called_by_trainer(model), recording, keep)]):
+    with recording.attach([*around, _Recorder(called, recording, keep)]):
         yield call
 
 

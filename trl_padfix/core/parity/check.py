@@ -186,6 +186,7 @@ class Outcome:
 def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> _Sample:
     """Choose the rows and columns to compare."""
     pretrained, has_mask = handle.anatomy.pretrained, batch.get("attention_mask") is not None
+    labels, batch = batch.get("labels"), {name: value for name, value in batch.items() if name != "labels"}
     is_packed = not has_mask and ("position_ids" in batch or "cu_seq_lens_q" in batch)
     if not has_mask and not is_packed:  # rows of one length
         batch = batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
@@ -196,16 +197,19 @@ def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) ->
     ids, mask = unpack_batch(batch) if is_packed else (batch["input_ids"], batch["attention_mask"])
     padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
     ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk)
-    inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, ids, mask)
+    # A module of a user's around the model may need its labels, whatever their default is.
+    is_own = not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model")
+    has_labels = is_own and isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape
+    inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, ids, mask, has_labels)
     return _Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), is_packed)
 
 
-def _other_arguments(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """`use_cache=False` if the forward of a model takes it, and labels if it cannot be called without."""
+def _other_arguments(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor, has_labels: bool) -> dict[str, Any]:
+    """`use_cache=False` if the forward of a model takes it, and labels if it `has_labels` or needs them."""
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     arguments: dict[str, Any] = {"use_cache": False} if takes_any or "use_cache" in parameters else {}
-    if "labels" in parameters and parameters["labels"].default is inspect.Parameter.empty:
+    if "labels" in parameters and (has_labels or parameters["labels"].default is inspect.Parameter.empty):
         follows_real = torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()
         arguments["labels"] = ids.masked_fill(~(follows_real & mask.bool()), -100)
     return arguments

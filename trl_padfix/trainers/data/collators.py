@@ -322,7 +322,9 @@ def drop_first_labels(batch: dict[str, Any]) -> dict[str, Any]:
         return batch
     begins = torch.zeros_like(batch["labels"], dtype=torch.bool)
     # From column 1: a row that begins in column 0 has no column before it, and losses never score column 0.
-    begins[:, 1:] = batch["attention_mask"].diff(dim=1) == 1
+    # The first real token only: a label behind a hidden span is predicted from a masked token, as in TRL.
+    mask = batch["attention_mask"]
+    begins[:, 1:] = (mask.cumsum(1) * mask)[:, 1:] == 1
     return {**batch, "labels": batch["labels"].masked_fill(begins, -100)}
 
 
