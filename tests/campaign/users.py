@@ -604,7 +604,7 @@ CODES: dict[str, Code] = {
     "a backward hook": Code(on_module),
     "a BatchEncoding": Code(collated(BatchEncoding), (*PLAIN, "SFT", "DPO")),
     "a mapping": Code(collated(Mapping), PLAIN),
-    "no mask": Code(collated(without_mask), WITH_LABELS),
+    "no mask": Code(collated(without_mask), WITH_LABELS, by_column=True),
     "the longest rows": Code(collated(dict, lambda rows: sorted(rows, key=length)[-2:])),
     "rows twice": Code(collated(dict, lambda rows: [*rows, *rows[:1]])),
     "labels of padding": Code(collated(with_labels_of_padding), WITH_LABELS, by_column=True),
