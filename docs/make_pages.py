@@ -60,6 +60,7 @@ def options() -> str:
         "| metric | |\n|---|---|\n"
         "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
+        "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
         "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
         "`logits/rejected`) are means over all tokens of a step. TRL's are means over means of micro-batches. With "

@@ -9,6 +9,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
+from kit.observe import entered_tokens
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.conformance import CASES, conform, of_operator
 from zoo.gpu_models import build, step
@@ -233,3 +234,42 @@ def test_what_is_bound_on_an_instance_is_in_its_compiled_layer():
     assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
     assert (got[0] - other[0]).abs().max() > 1e-2
     assert graphs()[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiple", [None, 64])
+def test_fifty_batches_of_few_lengths_are_few_shapes(multiple):
+    """A backend that counts a graph for each shape of its inputs, as CUDA graphs do: one for each bucket."""
+    shapes, compilations, lengths, buckets = set(), [], set(), set()
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+
+        def call(*args):
+            shapes.add(tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args))
+            return graph(*args)
+
+        return call
+
+    def power_of_two(n):
+        return next(2**i for i in range(12) if 2**i >= n)
+
+    model = build().eval()
+    with torch.no_grad(), remove_padding(model, packed_multiple_of=multiple) as handle:
+        compile_layers(handle, backend=backend)
+        for ids, mask in batches(50):
+            with entered_tokens(model) as entered:
+                got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            rows = mask.sum(1).tolist()
+            filler = entered[0] - sum(rows)
+            segments = len(rows) + -(-filler // max(rows))
+            lengths.add(entered[0])
+            # The length of the longest row is no input of the graph here: only the kernel of a GPU takes it.
+            buckets.add((entered[0], power_of_two(segments + 1)))
+            with handle.disabled():
+                want = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=0, atol=1e-5)
+    assert len(compilations) == 1
+    assert graphs() == (1, 0)
+    assert (len(lengths), len(shapes)) == ((48, 50) if multiple is None else (21, len(buckets)))
+    assert len(buckets) == 29 or multiple is None

@@ -18,7 +18,7 @@ import torch
 from kit.cells import MATRIX, slow_but
 from kit.processes import launched, trained
 from kit.split_runs import assert_split
-from kit.split_trainings import REFUSED, TRAININGS, method_of, save_material, train
+from kit.split_trainings import LENGTH, REFUSED, TRAININGS, method_of, save_material, train
 from kit.trainer_runs import assert_same
 
 
@@ -65,6 +65,7 @@ EVERY_PUSH = [
     "DPO, a last batch of one pair",
     "DPO, whole rows",
     "DPO, LoRA",
+    "DPO, few lengths",
     "DPO, grouped",
     "SFT, accumulation",
     "Reward",
@@ -101,6 +102,8 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
             assert_split(counts)
     else:
         assert_split(counts)
+    if "few lengths" in name:  # on each process, as matrices in eight bits need
+        assert all(count["local"] % LENGTH == 0 for count in counts)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -25,11 +25,13 @@ from kit.trainer_runs import MODES, Run, run
 from trl_padfix.core.handle import PaddingRemoval
 
 
-__all__ = ["REFUSED", "TRAININGS", "method_of", "save_material", "train"]
+__all__ = ["LENGTH", "REFUSED", "TRAININGS", "method_of", "save_material", "train"]
 
 
 KEYS = {"cp_attention": "keys"}
 BUDGET = {"max_tokens_per_batch": 60}
+LENGTH = 16
+FEW = {"packed_multiple_of": LENGTH, "parity_check": False}  # which computes one whole row packed, not split
 GROUPED = {"group_by_prefix": True}
 TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO": ("DPO", "short", {}),
@@ -42,6 +44,8 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, LoRA, precomputed": ("DPO", "lora, precomputed reference", {}),
     "DPO, grouped": ("DPO", "short", GROUPED),
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
+    "DPO, few lengths": ("DPO", "short", FEW),
+    "SFT, few lengths": ("SFT", "completions only", KEYS | FEW),
     "DPO, budget": ("DPO", "short", BUDGET),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT": ("SFT", "completions only", KEYS),

@@ -25,6 +25,7 @@ OURS = {
     "parity_check": True,
     "stop_on_nonfinite": False,
     "strict": False,
+    "packed_multiple_of": None,
     "cp_attention": "heads",
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,

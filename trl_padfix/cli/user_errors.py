@@ -129,7 +129,7 @@ def describe(error: BaseException) -> str | None:
     if torch is not None and isinstance(error, torch.cuda.OutOfMemoryError):
         return (
             f"{str(error).split('. ')[0]}. Lower `per_device_train_batch_size`, `max_length` or "
-            "`max_tokens_per_batch`, or set `gradient_checkpointing`."
+            "`max_tokens_per_batch`, or set `activation_checkpointing`."
         )
     from ..core.errors import PaddingRemovalError
     from ..files import why_unwritable

@@ -315,7 +315,7 @@ def _neftune_embeddings(decoder: PreTrainedModel, call: dict[str, Any], layout: 
     embedding, ids = decoder.get_input_embeddings(), call.get("input_ids")
     if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
         return {}
-    if layout.packed_tokens < layout.real_tokens:
+    if layout.computed_tokens < layout.real_tokens:
         raise PaddingRemovalError(
             "NEFTune draws noise for every token of every row, so no two rows have a prefix in common. Attach with "
             "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,11 +47,12 @@ class PaddingStats:
     Attributes:
         padded_tokens (`int`): Tokens that the decoder would have computed padded, `B * L` per forward.
         real_tokens (`int`): Tokens that are not padding.
-        packed_tokens (`int`): Tokens that the decoder computed.
+        packed_tokens (`int`): Tokens that the decoder computed, without filler.
         forwards (`int`): Number of packed forwards.
         shared_forwards (`int`): Number of forwards that computed some prefix once for several rows.
         padded_forwards (`int`): Number of forwards that were computed padded, because they could not be packed. Their
             tokens are not among those above.
+        filler_tokens (`int`): Tokens computed only to lengthen packed rows (`packed_multiple_of`).
 
     Example:
 
@@ -71,6 +72,7 @@ class PaddingStats:
     forwards: int = 0
     shared_forwards: int = 0
     padded_forwards: int = 0
+    filler_tokens: int = field(default=0, repr=False)
 
     @property
     def pad_fraction(self) -> float:
@@ -87,6 +89,7 @@ class PaddingStats:
         computed = layout.computed_tokens
         with _counting:
             self.packed_tokens += computed
+            self.filler_tokens += layout.filler or 0
             if isinstance(layout, PrefixedLayout) and layout.is_prefix:
                 return  # a prefix forward: its rows are counted by the micro-batches that read the prefix
             self.padded_tokens += layout.padded_tokens
@@ -127,6 +130,8 @@ class PaddingRemoval(Attachment):
             Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
         strict (`bool`):
             Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
+        packed_multiple_of (`int`, *optional*):
+            Number of which the length of each packed row is a multiple, on each process.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`ContextParallelConfig`], *optional*):
@@ -161,6 +166,7 @@ class PaddingRemoval(Attachment):
         prefix_sharing: PrefixSharing = False,
         pool_last_token: bool = False,
         strict: bool = False,
+        packed_multiple_of: int | None = None,
     ):
         super().__init__()
         self.anatomy = anatomy
@@ -168,6 +174,7 @@ class PaddingRemoval(Attachment):
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.pool_last_token = pool_last_token
         self.strict = strict
+        self.packed_multiple_of = packed_multiple_of
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
@@ -343,7 +350,12 @@ class PaddingRemoval(Attachment):
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
     ) -> Layout | None:
         """The layout of a decoder call; `None` if the call must run unchanged. See [`layout_of`]."""
-        return layout_of(call, self, model_call, prepared)
+        layout = layout_of(call, self, model_call, prepared)
+        if layout is None or self.packed_multiple_of is None:
+            return layout
+        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
+        processes = 1 if self.context_parallel is None else self.context_parallel.group.size
+        return layout.filled(self.packed_multiple_of * processes)
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
@@ -355,8 +367,10 @@ class PaddingRemoval(Attachment):
         config = self.context_parallel
         if config is None or layout is None or layout.packed_tokens < config.group.size:
             return None
-        # Rows that are even without being cut need no communication within the layers.
-        comm = config.attention if ranges_of_rows(layout, config.group.size) is None else ROWS
+        # Rows that are even without being cut need no communication within the layers. They are not quite even, which
+        # they must be where the tokens of each process are a multiple.
+        has_whole_rows = layout.filler is None and ranges_of_rows(layout, config.group.size) is not None
+        comm = ROWS if has_whole_rows else config.attention
         return ContextParallelLayout(layout, config.group, comm)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
-from .call.layout_of import PrefixSharing, check_prefix_sharing
+from .call.layout_of import PrefixSharing, check_multiple, check_prefix_sharing
 from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
@@ -43,6 +43,7 @@ def remove_padding(
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
     strict: bool = False,
+    packed_multiple_of: int | None = None,
 ) -> PaddingRemoval:
     """
     Let the decoder of `model` compute real tokens only.
@@ -72,13 +73,17 @@ def remove_padding(
             Whether a call that cannot be packed (attention weights, prepared masks) raises a [`PaddingRemovalError`].
             By default it is computed padded, as it came, with one warning for each reason;
             `handle.stats.padded_forwards` counts such calls.
+        packed_multiple_of (`int`, *optional*):
+            Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur. The filler is
+            at the end of the row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
 
     Returns:
         [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.
 
     Raises:
         TypeError: If there is no pretrained model in `model`, or more than one.
-        ValueError: If padding removal is attached to this decoder already, or for another `prefix_sharing`.
+        ValueError: If padding removal is attached to this decoder already, or for another `prefix_sharing` or
+            `packed_multiple_of`.
         PaddingRemovalError: If the model cannot be packed with exact results; the message says which part and why.
 
     Example:
@@ -100,6 +105,7 @@ def remove_padding(
     ```
     """
     check_prefix_sharing(prefix_sharing)
+    check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
     decoder = anatomy.decoder
     if _padding_removal_of(decoder) is not None:
@@ -127,7 +133,18 @@ def remove_padding(
             raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
         logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
-    handle = PaddingRemoval(anatomy, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token, strict=strict)
+    if packed_multiple_of is not None and anatomy.whole_rows:
+        raise PaddingRemovalError(
+            f"{type(decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row whose "
+            "length could be a multiple of `packed_multiple_of`. Leave it out."
+        )
+    handle = PaddingRemoval(
+        anatomy,
+        prefix_sharing=prefix_sharing,
+        pool_last_token=pool_last_token,
+        strict=strict,
+        packed_multiple_of=packed_multiple_of,
+    )
     if is_off():
         logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
         return handle.attach(())

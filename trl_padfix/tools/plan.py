@@ -411,7 +411,7 @@ def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = Fa
         result.append(f"--max_tokens_per_batch {plan.tokens}")
     else:  # a token budget does not work with context parallelism
         result.append(f"--per_device_train_batch_size {max(1, plan.tokens // ((longest or plan.tokens) * rows))}")
-    result.append(f"--gradient_checkpointing {str(training.checkpointing).lower()}")
+    result.append(f"--activation_checkpointing {str(training.checkpointing).lower()}")
     if training.offload:
         result.append("""--activation_checkpointing_kwargs '{"offload": true}'""")
     if training.lora:

@@ -25,6 +25,7 @@ def attach_to_models(
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
     strict: bool = False,
+    packed_multiple_of: int | None = None,
 ) -> None:
     """
     Attach to each model of a trainer, the policy first.
@@ -34,7 +35,7 @@ def attach_to_models(
             The trainer.
         register (`Callable`):
             Called with each new handle before anything else can fail, so that the caller can remove it.
-        prefix_sharing, pool_last_token, strict:
+        prefix_sharing, pool_last_token, strict, packed_multiple_of:
             As in [`remove_padding`].
 
     Raises:
@@ -42,7 +43,13 @@ def attach_to_models(
     """
     check_launch(trainer)
     for model in models_of(trainer):
-        handle = remove_padding(model, prefix_sharing=prefix_sharing, pool_last_token=pool_last_token, strict=strict)
+        handle = remove_padding(
+            model,
+            prefix_sharing=prefix_sharing,
+            pool_last_token=pool_last_token,
+            strict=strict,
+            packed_multiple_of=packed_multiple_of,
+        )
         register(handle)
         if is_sharded(trainer):
             refuse_whole_rows(handle)

@@ -38,6 +38,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_metadata import TensorVersion, with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
+from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
@@ -73,6 +74,7 @@ __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
     ReferenceCopy,
+    ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`

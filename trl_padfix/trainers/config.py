@@ -57,6 +57,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
             finite. In a stream, stop at the first such row. By default they are counted in a warning. With
             `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
+        packed_multiple_of (`int`, *optional*):
+            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
+            occur. The filler is in no loss and no metric.
         cp_attention (`str`, *optional*, defaults to `"heads"`):
             With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
             packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
@@ -126,8 +129,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer:
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default the last token that is
@@ -161,8 +164,9 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        ref_attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer:
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        group_by_prefix_buffer:
             As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
             micro-batches, so `loss_reduction` is refused.
         **kwargs:
@@ -189,8 +193,8 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        ref_attn_implementation:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -221,8 +225,8 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        ref_attn_implementation, max_tokens_per_batch:
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -246,9 +250,9 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, attn_implementation,
-        max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer, exact_eval_means,
-        predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples,
+        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix, group_by_prefix_buffer,
+        exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs, eval_generation_samples,
         generation_rows_shown:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):

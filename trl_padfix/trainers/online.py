@@ -18,6 +18,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..core.call.batch_metadata import KnownBatch, with_known_batch
 from ..core.call.layout_of import LayoutInputs
+from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
@@ -171,8 +172,8 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ReferenceCopy, AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts, SubBatchBudget,
-        TokenCounts, FiniteValues, WholeCheckpoints,
+        ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts,
+        SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:

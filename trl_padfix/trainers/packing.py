@@ -198,6 +198,7 @@ class RemovePadding(Part):
             prefix_sharing=self._prefix_sharing,
             pool_last_token=self.settings.pool_last_token,
             strict=self.settings.strict,
+            packed_multiple_of=self.settings.packed_multiple_of,
         )
 
     def _attach_to_packed_rows(self) -> None:

@@ -11,21 +11,17 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, TrainingArguments
 
 from ..core.attention.backends import Implementation
-from ..core.call.layout_of import check_prefix_sharing
+from ..core.call.layout_of import check_multiple, check_prefix_sharing
 from ..core.switch import is_off
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
 from .field_types import ParityCheck, Sharing, parse_implementation
 from .temporary_attributes import temporarily_set
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 __all__ = [
@@ -49,6 +45,7 @@ __all__ = [
 COMPUTED = {
     "padding_free": False,
     "prefix_sharing": False,
+    "packed_multiple_of": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,
@@ -105,9 +102,16 @@ class PackingConfig:
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     stop_on_nonfinite: bool = False
     strict: bool = False
+    packed_multiple_of: int | None = None
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
+    if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
+        activation_checkpointing: bool | None = None
+        activation_checkpointing_kwargs: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
+            if name in PackingConfig.__dataclass_fields__ and getattr(self, name) is not None:
+                setattr(self, name.replace("activation", "gradient"), getattr(self, name))
         check_field_types(self)
         check_packing(self)
         # TRL's configurations of trainers that generate reject context parallelism. Ours support it, and the part
@@ -197,7 +201,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
         self.attn_implementation = attn_implementation
 
     @classmethod
-    def of(cls, config: "TrainingArguments", **fixed: Any) -> "Settings":
+    def of(cls, config: TrainingArguments, **fixed: Any) -> "Settings":
         """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
         names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
@@ -205,7 +209,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
         return settings
 
 
-def trls_configuration(config: "TrainingArguments") -> Any:
+def trls_configuration(config: TrainingArguments) -> Any:
     """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
     classes = type(config).__mro__
     package = __name__.partition(".")[0]
@@ -219,7 +223,7 @@ def trls_configuration(config: "TrainingArguments") -> Any:
     return copied
 
 
-def turn_off(config: "TrainingArguments") -> None:
+def turn_off(config: TrainingArguments) -> None:
     """
     With `TRL_PADFIX_OFF` set, undo the fields that change how a step is computed, on a configuration or [`Settings`].
 
@@ -232,7 +236,7 @@ def turn_off(config: "TrainingArguments") -> None:
                 setattr(config, name, off)
 
 
-def check_field_types(config: "TrainingArguments") -> None:
+def check_field_types(config: TrainingArguments) -> None:
     """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
     if not is_dataclass(config):
         return
@@ -259,10 +263,11 @@ def check_field_types(config: "TrainingArguments") -> None:
         )
 
 
-def check_packing(config: "TrainingArguments") -> None:
+def check_packing(config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `prefix_sharing` is set without `padding_free`, or it or `parity_check` has an unknown value.
+        ValueError: If `prefix_sharing` or `packed_multiple_of` is set without `padding_free`, if one of them or
+            `parity_check` has an unknown value, and if a token budget is no multiple of `packed_multiple_of`.
     """
     check = getattr(config, "parity_check", True)
     if not isinstance(check, bool) and check != "forward":
@@ -276,9 +281,23 @@ def check_packing(config: "TrainingArguments") -> None:
             f"`prefix_sharing={value}` needs `padding_free=True`: prefixes are shared in the packed row, and without "
             "it there is none. Set both, or neither."
         )
+    check_multiple(multiple := getattr(config, "packed_multiple_of", None))
+    if multiple is not None and not config.padding_free:
+        raise ValueError(
+            f"`packed_multiple_of={multiple}` needs `padding_free=True`: it is the length of packed rows. Set both, "
+            "or neither."
+        )
+    for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
+        budget = getattr(config, name, None)
+        if multiple is not None and isinstance(budget, int) and budget % multiple:
+            raise ValueError(
+                f"`{name}={budget}` is no multiple of `packed_multiple_of={multiple}`: a full micro-batch would be "
+                f"lengthened to {-(-budget // multiple) * multiple} tokens. Set the budget to that number, or take a "
+                "smaller multiple."
+            )
 
 
-def check_token_budget(config: "TrainingArguments") -> None:
+def check_token_budget(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length`, without
@@ -307,7 +326,7 @@ def check_token_budget(config: "TrainingArguments") -> None:
         )
 
 
-def check_loss_reduction(config: "TrainingArguments") -> None:
+def check_loss_reduction(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `loss_reduction` has an unknown value, or is set without `max_tokens_per_batch`.
@@ -322,7 +341,7 @@ def check_loss_reduction(config: "TrainingArguments") -> None:
         )
 
 
-def check_grouping(config: "TrainingArguments") -> None:
+def check_grouping(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
@@ -355,7 +374,7 @@ def check_grouping(config: "TrainingArguments") -> None:
         )
 
 
-def check_generation_settings(config: "TrainingArguments") -> None:
+def check_generation_settings(config: TrainingArguments) -> None:
     """Check the fields for generation in evaluation, before a model is loaded."""
     for name in ("generation_max_new_tokens", "eval_generation_samples"):
         value = getattr(config, name)

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as functional
 from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch.fx.experimental import _config
@@ -207,10 +208,22 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     if has_chunks or (window and layout.spans != layout.key_lengths):
         return None
     if layout.key_index is None:
-        return Segments(layout.cu_seqlens_q, None, None, *layout.longest, window)
+        cu_seqlens, (longest, _) = layout.cu_seqlens_q, layout.longest
+        if layout.filler is not None:
+            # The row has one of few lengths, so let these be few, too: a power of two of segments, the last of them
+            # empty, and a power of two as the bound of their lengths. Kernels skip what is not there.
+            empty = _power_of_two(len(cu_seqlens)) - len(cu_seqlens)
+            cu_seqlens = functional.pad(cu_seqlens, (0, empty), value=layout.packed_tokens)
+            longest = _power_of_two(longest)
+        return Segments(cu_seqlens, None, None, longest, longest, window)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
     return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is not less than `n`."""
+    return 1 << (n - 1).bit_length()
 
 
 def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayoutInputs", "PrefixSharing", "check_prefix_sharing", "layout_of"]
+__all__ = ["LayoutInputs", "PrefixSharing", "check_multiple", "check_prefix_sharing", "layout_of"]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
@@ -39,6 +39,15 @@ def check_prefix_sharing(prefix_sharing: Any) -> None:
     """Raise a `ValueError` for a value that `prefix_sharing` cannot have."""
     if not isinstance(prefix_sharing, bool) and prefix_sharing != "auto":
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
+
+
+def check_multiple(packed_multiple_of: Any) -> None:
+    """Raise a `ValueError` for a value that `packed_multiple_of` cannot have."""
+    is_number = isinstance(packed_multiple_of, int) and not isinstance(packed_multiple_of, bool)
+    if packed_multiple_of is not None and (not is_number or packed_multiple_of < 1):
+        raise ValueError(
+            f"`packed_multiple_of` is a number of tokens, such as 64 or 128, or None; got {packed_multiple_of!r}."
+        )
 
 
 _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}

@@ -71,7 +71,8 @@ class PrefixStates:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
         if self.records is not None:
-            self.records[module] = (key, value)
+            own = len(self.records.ids)
+            self.records[module] = (key[:, :, :own], value[:, :, :own])  # without filler
         if not self.reads:
             return key, value
         keys, values = zip(*(states[module] for states in self.reads), (key, value), strict=True)
@@ -107,7 +108,8 @@ class PrefixStates:
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
         """One output of the prefixes, followed by that of the `new` tokens, if there are any."""
         if self.records is not None and new is not None:
-            self.records[index] = (new,)
+            own = len(self.records.ids)
+            self.records[index] = (new[:, :own] if new.dim() > 2 else new[:own],)  # without filler
         outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
         dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers
         joined = torch.cat([x.to(outputs[-1].dtype) for x in outputs], dim=dim) if len(outputs) > 1 else outputs[0]

@@ -72,6 +72,9 @@ class Layout:
             Columns from the first key of each segment to its last, both included: its key length plus its holes.
         positions_among (`torch.Tensor` of shape `(n,)`, *optional*):
             `positions` of the `n` tokens that `key_index` indexes. `None` if these are the packed tokens.
+        filler (`int`, *optional*):
+            Packed tokens at the end of the row that belong to no row of the batch ([`Layout.filled`]). `None` if the
+            row has the length that its tokens give it.
 
     Example: two rows, the first two tokens shared.
 
@@ -105,6 +108,7 @@ class Layout:
     key_lengths: tuple[int, ...]
     spans: tuple[int, ...]
     key_source_positions: torch.Tensor | None = None
+    filler: int | None = None
 
     @classmethod
     def of_segments(cls, query_lengths: Sequence[int], key_lengths: Sequence[int], **fields: Any) -> Self:
@@ -133,13 +137,15 @@ class Layout:
 
     @property
     def packed_tokens(self) -> int:
-        """`T`: tokens of the packed row."""
+        """`T`: tokens of the packed row, with its filler."""
         return self.packed_index.numel()
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that a forward with this layout computes; fewer than `T` if it reads tokens of other forwards."""
-        return self.packed_tokens
+        """
+        Tokens of the batch that a forward with this layout computes: `T` without filler and tokens of other forwards.
+        """
+        return self.packed_tokens - (self.filler or 0)
 
     @property
     def last_index(self) -> torch.Tensor:
@@ -208,6 +214,8 @@ class Layout:
     @property
     def is_trivial(self) -> bool:
         """Whether the batch has neither padding nor shared prefixes: then it runs as it is."""
+        if self.filler is not None:
+            return False  # the batch itself has another shape than the packed rows of a run
         # In a packed batch a row without padding may have several segments, which must be kept apart.
         return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
 
@@ -223,6 +231,64 @@ class Layout:
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
         return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
+
+    def filled(self, multiple: int) -> Self:
+        """
+        The same layout with filler behind its last token, so that `T` is a multiple of `multiple`.
+
+        Filler repeats the begin of the longest row, in segments of its own: no token of the batch sees it, and
+        [`unpack`] drops it. The layout is built once for each `multiple`.
+
+        Example:
+
+        ```python
+        >>> import torch
+        >>> from trl_padfix import padding_free_layout
+
+        >>> layout = padding_free_layout(torch.tensor([[0, 1, 1], [1, 1, 1]])).filled(8)
+        >>> layout.packed_tokens, layout.filler, layout.query_lengths
+        (8, 3, (2, 3, 3))
+        >>> layout.packed_index
+        tensor([1, 2, 3, 4, 5, 3, 4, 5])
+
+        ```
+        """
+        if multiple not in self._filled:
+            with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
+                self._filled[multiple] = self._with_filler(-self.packed_tokens % multiple)
+        return self._filled[multiple]
+
+    @cached_property
+    def _filled(self) -> dict[int, Self]:
+        return {}
+
+    def _with_filler(self, filler: int) -> Self:
+        queries, keys = self.query_lengths, self.key_lengths
+        # A copy of tokens that are computed anyway: each has a position, embedding and mask that the model can take.
+        # Of a whole row, if there is one, because masks of images are those of whole rows.
+        copied = max(range(len(queries)), key=lambda s: (queries[s] == keys[s], queries[s]))
+        begin, length = sum(queries[:copied]), queries[copied]
+        lengths = [min(length, filler - done) for done in range(0, filler, length)]
+        places = torch.arange(filler, device=self.positions.device) % length + begin
+        holes = self.spans[copied] - keys[copied]
+
+        def extend(x: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
+            return None if x is None else torch.cat([x, values])
+
+        sources = self.packed_tokens if self.key_source_positions is None else len(self.key_source_positions)
+        return self.of_segments(
+            [*queries, *lengths],
+            [*keys, *lengths],
+            batch_shape=self.batch_shape,
+            real_index=self.real_index,
+            source=self.source,
+            packed_index=extend(self.packed_index, self.packed_index[places]),
+            positions=extend(self.positions, self.positions[places]),
+            key_index=extend(self.key_index, torch.arange(filler, device=places.device) + sources),
+            spans=(*self.spans, *(n + holes for n in lengths)),
+            key_source_positions=extend(self.key_source_positions, self.positions[places]),
+            filler=filler,
+        )
 
     def packed_index_of(self, flat_index: torch.Tensor) -> torch.Tensor:
         """
@@ -374,6 +440,8 @@ def unpack(x: torch.Tensor, layout: Layout) -> torch.Tensor:
             f"Cannot unpack values of shape {tuple(x.shape)} with a layout of {layout.packed_tokens} packed tokens."
         )
     real = x[0] if layout.source is None else x[0].index_select(0, layout.source)
+    if len(real) > layout.real_tokens:
+        real = real[: layout.real_tokens]  # without the filler
     if layout.real_tokens == layout.padded_tokens:
         return real.unflatten(0, layout.batch_shape)
     # In place: no graph needs the zeros, and a second padded batch would be the peak of memory.

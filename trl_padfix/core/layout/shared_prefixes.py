@@ -70,7 +70,15 @@ class PrefixedLayout(Layout):
     @property
     def computed_tokens(self) -> int:
         """Tokens that the forward computes."""
-        return 0 if self.new is None else self.new.packed_tokens
+        return 0 if self.new is None else self.new.computed_tokens
+
+    def filled(self, multiple: int) -> PrefixedLayout:
+        """The same layout with filler behind its new tokens, whose number is then a multiple of `multiple`."""
+        if self.new is None:
+            return self
+        new = self.new.filled(multiple)
+        packed_index = torch.cat([self.packed_index, new.packed_index[new.computed_tokens :]])
+        return replace(self, new=new, packed_index=packed_index, filler=new.filler)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
+from ..activation_checkpointing import checkpointing_kwargs
 from ..data.batch_metadata import pop_metadata
 
 
@@ -382,8 +383,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     is_reentrant = [
         (getattr(f, "keywords", None) or {}).get("use_reentrant", True) for f in functions if f is not None
     ]
-    if getattr(args, "gradient_checkpointing", False):
-        is_reentrant.append((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    if (kwargs := checkpointing_kwargs(args)) is not None:
+        is_reentrant.append(kwargs.get("use_reentrant"))
     if any(is_reentrant):
         return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
     return None

@@ -45,14 +45,14 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add the counts of a step, `(7,)`: real tokens of its batches, and the counts of [`forward_counts`]."""
+        """Add the counts of a step, `(8,)`: real tokens of its batches, and the counts of [`forward_counts`]."""
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; resets the counter. Fractions are of packed forwards, if any."""
         self.pause()
-        counts = torch.stack([torch.zeros(7, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
-        tokens, padded, real, packed, unpacked_forwards, shared, forwards = counts.tolist()
+        counts = torch.stack([torch.zeros(8, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
+        tokens, padded, real, packed, filler, unpacked_forwards, shared, forwards = counts.tolist()
         seconds = self.seconds
         self.__init__()  # resets sums and seconds
         if not tokens:
@@ -61,6 +61,8 @@ class TokenCounter:
         metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
         if padding_free and real:
             metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
+        if filler:
+            metrics["padfix/filler_fraction"] = filler / (packed + filler)
         if unpacked_forwards:
             metrics["padfix/padded_forwards"] = unpacked_forwards
         if forwards:
@@ -133,15 +135,16 @@ def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool =
 
 def forward_counts(handle: PaddingRemoval | None) -> list[int]:
     """
-    Counts of a model so far: padded, real and packed tokens, forwards that could not be packed, shared and all
-    packed forwards.
+    Counts of a model so far: padded, real, packed and filler tokens, forwards that could not be packed, shared and
+    all packed forwards.
 
     The last two are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share prefixes.
     """
     stats = handle.stats if handle is not None else PaddingStats()
     chooses = handle is not None and handle.prefix_sharing == "auto"
     choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
-    return [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.padded_forwards, *choices]
+    tokens = [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.filler_tokens]
+    return [*tokens, stats.padded_forwards, *choices]
 
 
 def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> torch.Tensor:
@@ -154,7 +157,7 @@ def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> 
 
 def _step_counts(batches: list[dict[str, torch.Tensor]], counts: list[int]) -> torch.Tensor:
     """
-    The counts of a step, `(7,)`: real tokens of `batches`, and the `counts` of its packed forwards.
+    The counts of a step, `(8,)`: real tokens of `batches`, and the `counts` of its packed forwards.
 
     A policy that is its own reference (with its adapter switched off) runs twice on the same batches, so the real
     tokens of the forwards are scaled to the padded size of the batches. Without packed forwards the real tokens are

@@ -1,0 +1,184 @@
+"""`packed_multiple_of`: packed rows of few lengths, with the numbers of rows of any length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit.cells import MATRIX, slow_but
+from kit.observe import entered_tokens
+from zoo.families import build as build_family
+from zoo.family_outcomes import TOLERANCE, alone, batched, gradient_difference, gradients_of, stable_topk, weighted
+from zoo.model_numbers import SHARING, assert_same_numbers, numbers, padded_numbers
+from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
+from zoo.vision_families import build_vision, collate
+from zoo.vision_outcomes import ROWS as ROWS_WITH_IMAGES
+from zoo.vision_outcomes import alone as alone_with_images
+from zoo.vision_outcomes import logps
+
+from trl_padfix import (
+    PaddingRemovalError,
+    pack,
+    padding_free_layout,
+    prefix_sharing_layout,
+    remove_padding,
+    unpack,
+)
+from trl_padfix.core.layout.layout import Layout
+
+
+@given(drawn_batches(), st.integers(1, 40), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
+    ids, mask = drawn
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    filled = layout.filled(multiple)
+    T = layout.packed_tokens
+    assert filled.packed_tokens == len(filled.positions) == sum(filled.query_lengths) >= T
+    assert filled.packed_tokens % multiple == 0
+    assert filled.packed_tokens - T == filled.filler < multiple
+    assert (filled.computed_tokens, filled.real_tokens) == (T, layout.real_tokens)
+    visible = filled.dense_mask()
+    assert torch.equal(visible[:T, :T], layout.dense_mask())
+    assert not visible[:T, T:].any()
+    assert not visible[T:, :T].any()
+    assert visible.diagonal().all()  # a query without a key would be NaN
+    # Each token of the filler has the position of the real token that it repeats.
+    assert torch.equal(filled.positions, pack(unpack(layout.positions[None], layout), filled)[0])
+    assert torch.equal(unpack(pack(ids, filled), filled) * mask, ids * mask)
+    assert layout.filled(multiple) is filled  # built once for all forwards of a batch
+
+
+MODELS = ["qwen2", "mistral", "gpt2", "gpt_oss", "gemma2", "llama4", "qwen3_moe"]
+
+
+@SHARING
+@pytest.mark.parametrize("name", slow_but(MODELS[:3], MODELS))
+@pytest.mark.parametrize("side", ["left", "holes"])
+def test_log_probabilities_and_gradients_are_those_of_padding(name, side, sharing):
+    model = build(name, "eager" if name in ("gpt_oss", "gemma2") else "sdpa")
+    ids, mask = batch(side)
+    expected = padded_numbers(name, model, ids, mask)
+    for multiple in (16, 64):
+        attached = remove_padding(model, prefix_sharing=sharing, packed_multiple_of=multiple)
+        with attached as handle, entered_tokens(model) as entered:
+            got = numbers(model, ids, mask)
+        assert_same_numbers(got, expected)
+        stats = handle.stats
+        assert entered == [stats.packed_tokens + stats.filler_tokens]
+        assert entered[0] % multiple == 0 < stats.filler_tokens < multiple
+        assert stats.packed_tokens <= stats.real_tokens == mask.sum()
+
+
+def test_filler_that_rows_see_gives_other_numbers(monkeypatch):
+    """The control: filler in front of the row, within its first segment."""
+    model, (ids, mask) = build("qwen2"), batch("left")
+    want = padded_numbers("qwen2", model, ids, mask)
+    with_filler = Layout._with_filler
+
+    def in_front(layout: Layout, filler: int) -> Layout:
+        filled = with_filler(layout, filler)
+        first, *others = layout.query_lengths
+        lengths = [first + filler, *others]
+        index = torch.cat([filled.packed_index[-filler:], layout.packed_index])
+        return Layout.of_segments(
+            lengths,
+            lengths,
+            batch_shape=layout.batch_shape,
+            real_index=layout.real_index,
+            source=torch.arange(layout.real_tokens) + filler,
+            packed_index=index,
+            positions=filled.positions.roll(filler),
+            key_index=None,
+            spans=tuple(lengths),
+            filler=filler,
+        )
+
+    monkeypatch.setattr(Layout, "_with_filler", in_front)
+    with remove_padding(model, packed_multiple_of=16):
+        got = numbers(model, ids, mask)
+    assert (got[0] - want[0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_batch_without_padding_has_one_of_the_lengths_too(rows):
+    model = build("qwen2")
+    ids = torch.tensor([ROWS[3]] * rows)
+    with remove_padding(model, packed_multiple_of=8) as handle, entered_tokens(model) as entered, torch.no_grad():
+        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        with handle.disabled():
+            want = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    assert entered[0] == -(-rows * COLUMNS // 8) * 8
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
+
+
+def test_experts_are_balanced_over_the_tokens_of_the_batch():
+    model = build("qwen3_moe").train()
+    ids, mask = batch("right")
+
+    def balance(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).aux_loss.detach()
+
+    want = balance(ids, mask)
+    with remove_padding(model, packed_multiple_of=64) as handle:
+        assert balance(ids, mask) == pytest.approx(float(want), abs=1e-6)
+        # The control: the tokens of the filler, as a row of the batch, move the balance.
+        again = torch.cat([ids, ids[3:4]]), torch.cat([mask, mask[3:4]])
+        assert abs(balance(*again) - want) > 1e-4
+    assert handle.stats.filler_tokens > 0
+
+
+# Linear attention, state-space scans (with gradients of states and without), convolutions; rows with ALiBi and an
+# indexer; layers that do not hand keyword arguments down.
+FAMILIES = ["qwen3_5_text", "mamba2", "lfm2", "bloom"]
+OTHERS = ["jamba", "zamba2", "glm_moe_dsa", "stablelm", "deepseek_v32", "bamba", "rwkv"]
+
+
+@SHARING
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=MATRIX) for f in OTHERS)])
+def test_filler_touches_no_state_of_a_row(family, sharing):
+    with stable_topk():
+        logps, gradients = alone(build_family(family))
+        with remove_padding(model := build_family(family), prefix_sharing=sharing, packed_multiple_of=32) as handle:
+            got = batched(model, "left")
+            assert (got.detach() - logps).abs().max() <= TOLERANCE
+            assert gradient_difference(gradients_of(model, weighted(got)), gradients) <= TOLERANCE
+        assert 0 < handle.stats.filler_tokens < 32
+
+
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]))
+def test_images_are_exact(family):
+    vision = build_vision(family)
+    expected, gradients = alone_with_images(vision, ROWS_WITH_IMAGES)
+    with remove_padding(vision.model, prefix_sharing=True, packed_multiple_of=64) as handle:
+        got = logps(vision.model, collate(vision, ROWS_WITH_IMAGES, "left"))
+        torch.testing.assert_close(got.detach(), expected, rtol=0, atol=2e-5)
+        assert gradient_difference(gradients_of(vision.model, weighted(got)), gradients) <= TOLERANCE
+    assert handle.stats.filler_tokens > 0
+
+
+def test_every_matrix_of_a_layer_gets_multiples_of_sixteen_tokens():
+    """Matrix products in eight bits (FP8) need them, in forward and, for the gradient of a weight, in backward."""
+    found: dict[int | None, set[int]] = {}
+    ids, mask = batch("left")
+    for multiple in (None, 16):
+        model, rows = build("qwen2"), found.setdefault(multiple, set())
+        for module in model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_full_backward_hook(lambda _, into, out, rows=rows: rows.add(out[0].shape[1]))
+        with remove_padding(model, packed_multiple_of=multiple):
+            numbers(model, ids, mask)
+    assert {n % 16 for n in found[16]} == {0}
+    assert {n % 16 for n in found[None]} != {0}
+
+
+@pytest.mark.parametrize("value", [0, -64, 64.0, True, "64"])
+def test_other_values_are_errors(value):
+    with pytest.raises(ValueError, match="`packed_multiple_of` is a number of tokens"):
+        remove_padding(build("qwen2"), packed_multiple_of=value)
+
+
+def test_a_decoder_of_whole_rows_is_refused():
+    with pytest.raises(PaddingRemovalError, match="there is no packed row whose length could be a multiple"):
+        remove_padding(build_family("cpmant"), packed_multiple_of=64)

@@ -1,0 +1,137 @@
+"""`packed_multiple_of` in every trainer: TRL's trajectory from packed rows of few lengths."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+
+import pytest
+from datasets import load_dataset
+from kit import budget_runs
+from kit.cells import slow_but
+from kit.methods import METHODS
+from kit.observe import entered_tokens
+from kit.trainer_runs import MODES, assert_same, figures
+
+from trl_padfix import DPOConfig, SFTConfig, padding_free_layout, prefix_sharing_layout
+from trl_padfix.core.layout import shared_prefixes as planning
+from trl_padfix.tools.tiny import train_tokenizer
+
+
+MULTIPLE = 32
+HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
+FAST = [
+    ("DPO", "short", "padding-free, left"),
+    ("DPO", "lora", "prefix sharing, right"),
+    ("SFT", "completions only", "prefix sharing, right"),
+]
+CASES = {
+    "DPO": ["short", "lora", "experts", "checkpointing", "precomputed reference", "synchronised reference"],
+    "SFT": ["completions only", "lora, checkpointing", "accumulation"],
+    "Reward": ["plain", "lora"],
+    "KTO": ["plain"],
+    "GRPO": ["plain", "accumulation"],
+    "RLOO": ["plain"],
+    "Distillation": ["plain"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "mode"),
+    slow_but(
+        FAST,
+        [(n, c, mode) for n in METHODS for c, mode in product(CASES[n], METHODS[n].packed_modes)],
+    ),
+)
+def test_the_trajectory_is_trls_from_rows_of_few_lengths(name, case, mode, makers):
+    make = makers(name)
+    method, theirs = make.method, make.theirs(case)
+    ours = make.train(case, **method.modes[mode], packed_multiple_of=MULTIPLE)
+    metrics = [m for m in (*method.metrics, "aux_loss", "num_tokens") if any(m in log for log in theirs.logs)]
+    metrics = [m for m in metrics if m not in method.means]
+    assert ours.completions == theirs.completions
+    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
+    for handle in ours.trainer.padding.handles:
+        stats = handle.stats
+        assert 0 < stats.packed_tokens <= stats.real_tokens < stats.padded_tokens
+        assert 0 < stats.filler_tokens < MULTIPLE * stats.forwards
+        assert (stats.packed_tokens + stats.filler_tokens) % MULTIPLE == 0
+    shares = [log[name] for log in ours.logs for name in log if name.endswith("padfix/filler_fraction")]
+    assert all(0 < share < 0.5 for share in shares)
+    assert len(shares) > len(ours.logs) / 2  # none is logged where rows have such a length by themselves
+    assert all(log[name] >= 0 for log in ours.logs for name in log if name.endswith("padfix/shared_fraction"))
+    if case not in method.uncounted and method.side:
+        counts = ours.counts()[mode.split(",")[0]]
+        assert counts < ours.entered == counts + ours.trainer.padding.stats.filler_tokens
+
+
+def test_without_the_field_no_share_is_logged(makers):
+    ours = makers("DPO").train("short", **MODES["padding-free"])
+    assert not any("padfix/filler_fraction" in log for log in ours.logs)
+
+
+@pytest.mark.parametrize("sharing", slow_but([True], [False, True]))
+@pytest.mark.parametrize("name", slow_but(["dpo"], list(budget_runs.ALL_TRAINERS)))
+def test_micro_batches_have_few_lengths_within_the_budget(name, sharing, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)  # every shared prefix has a forward of its own
+    given = {"train_dataset": budget_runs.build_branching(name, prompts=3), "max_steps": 5} | budget_runs.LOSSES.get(
+        name, {}
+    )
+    theirs = budget_runs.make(name, tmp_path, ours=False, **given)
+    theirs.train()
+    budget = {"max_tokens_per_batch": 64, "packed_multiple_of": 16, "prefix_sharing": sharing, "parity_check": False}
+    ours = budget_runs.make(name, tmp_path, ours=True, **given | budget)
+    with entered_tokens(ours.model) as entered:
+        ours.train()
+    budget_runs.assert_same(*(figures(trainer.state.log_history) for trainer in (ours, theirs)))
+    assert set(entered) <= {16, 32, 48, 64}
+    assert len(entered) >= 5 * 2  # steps of several forwards
+    stats = ours.padding.stats
+    assert stats.filler_tokens > 0
+    assert (stats.packed_tokens < stats.real_tokens) is sharing
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"packed_multiple_of": 64}, "`packed_multiple_of=64` needs `padding_free=True`"),
+        ({"padding_free": True, "packed_multiple_of": 0}, "`packed_multiple_of` is a number of tokens"),
+        (
+            {"padding_free": True, "packed_multiple_of": 2048, "max_tokens_per_batch": 1024},
+            r"`max_tokens_per_batch=1024` is no multiple of `packed_multiple_of=2048`: .* lengthened to 2048 tokens",
+        ),
+        (
+            {"padding_free": True, "packed_multiple_of": 64, "max_tokens_per_batch": 1000},
+            "`max_tokens_per_batch=1000` is no multiple of `packed_multiple_of=64`: .* lengthened to 1024 tokens",
+        ),
+    ],
+)
+@pytest.mark.parametrize("config", [DPOConfig, SFTConfig])
+def test_a_length_that_cannot_be_is_an_error_of_the_configuration(config, given, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        config(str(tmp_path), use_cpu=True, bf16=False, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
+@pytest.mark.parametrize(
+    ("multiple", "pairs", "sharing"), [(64, 8, False), (64, 8, True), (128, 16, True), (256, 32, True)]
+)
+def test_filler_is_a_small_share_of_real_pairs(multiple, pairs, sharing):
+    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/memory.md, and few lengths."""
+    rows = load_dataset("json", data_files=HH_RLHF, split="train").select(range(1600))
+    texts = [*rows["chosen"], *rows["rejected"]]
+    tokenizer = train_tokenizer(texts, 8192)
+    tokenizer.padding_side = "right"
+    filler, tokens, lengths, own_lengths = 0, 0, set(), set()
+    for begin in range(0, 50 * pairs, pairs):
+        chosen, rejected = (rows[side][begin : begin + pairs] for side in ("chosen", "rejected"))
+        made = tokenizer(chosen + rejected, padding=True, truncation=True, max_length=1024, return_tensors="pt")
+        ids, mask = made["input_ids"], made["attention_mask"]
+        layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+        own_lengths.add(layout.packed_tokens)
+        layout = layout.filled(multiple)
+        filler, tokens = filler + layout.filler, tokens + layout.packed_tokens
+        lengths.add(layout.packed_tokens)
+    assert 0 < filler / tokens < 0.03, (filler / tokens, len(lengths), len(own_lengths))
+    assert len(lengths) < len(own_lengths)

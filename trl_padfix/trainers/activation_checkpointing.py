@@ -1,0 +1,92 @@
+"""`every_n_layers`, `offload` and `selective` of `activation_checkpointing_kwargs`, in every trainer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.model.find import find_pretrained
+from .parts import Part
+from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .parts import PaddingFreeTrainer
+
+
+__all__ = ["ActivationCheckpointing", "checkpointing_kwargs"]
+
+METHOD = "gradient_checkpointing_enable"
+OF_TRANSFORMERS = ("every_n_layers", "offload")
+"""Keys that are arguments of [`~PreTrainedModel.activation_checkpointing_enable`], and none of torch's checkpoint."""
+SELECTIVE = "trl.models.selective_activation_checkpointing"
+
+
+def checkpointing_kwargs(config: TrainingArguments | None) -> dict[str, Any] | None:
+    """`activation_checkpointing_kwargs`, by its older name where there is only that; `None` without checkpointing."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if (is_on := getattr(config, name, None)) is not None:
+            return dict(getattr(config, f"{name}_kwargs", None) or {}) if is_on else None
+    return None
+
+
+class ActivationCheckpointing(Part):
+    """
+    Makes checkpointing survive TRL's forwards of the reference, and extends selective checkpointing.
+
+    docs/upstream.md has both faults. The part does nothing without one of the keys.
+    """
+
+    def __init__(self, trainer: PaddingFreeTrainer):
+        super().__init__(trainer)
+        self._undo = contextlib.ExitStack()
+
+    def around_init(self, config: TrainingArguments | None) -> contextlib.AbstractContextManager[Any]:
+        return _our_operators() if (checkpointing_kwargs(config) or {}).get("selective") else contextlib.nullcontext()
+
+    def attach_to_models(self) -> None:
+        self.restore()
+        kwargs, model = checkpointing_kwargs(self.trainer.args) or {}, find_pretrained(self.trainer.model)
+        is_wrapped = getattr(vars(model).get(METHOD), "_is_sac_wrapped", False)  # by TRL's `SFTTrainer`
+        if kwargs.get("selective") and not is_wrapped and find_spec(SELECTIVE) is not None:
+            from trl.models import enable_selective_activation_checkpointing
+
+            with _our_operators():
+                enable_selective_activation_checkpointing(model)
+            self._undo.callback(vars(model).pop, METHOD, None)
+        if kwargs.keys() & set(OF_TRANSFORMERS):
+            enable = partial(_enable, getattr(model, METHOD))
+            self._undo.enter_context(temporarily_set(model, METHOD, enable))
+
+    def restore(self) -> None:
+        self._undo.close()
+
+
+def _enable(
+    enable: Callable[..., None], gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+) -> None:
+    """Call `enable` with the arguments of transformers outside of those of torch, as `Trainer` does."""
+    given = dict(gradient_checkpointing_kwargs or {})
+    kwargs |= {name: given.pop(name) for name in OF_TRANSFORMERS if name in given}
+    if not torch.accelerator.is_available():  # all is on the host, and torch cannot pin its memory
+        kwargs.pop("offload", None)
+    enable(gradient_checkpointing_kwargs=given or None, **kwargs)
+
+
+def _our_operators() -> contextlib.AbstractContextManager[None]:
+    """A block in which selective checkpointing also keeps the outputs of attention over packed rows."""
+    if find_spec(SELECTIVE) is None:  # of TRL 1.16 and later
+        return contextlib.nullcontext()
+    from trl.models import selective_activation_checkpointing as selective
+
+    from ..core.attention.operators import attention_operators
+
+    theirs = selective._aten_attention_ops
+    return temporarily_set(selective, "_aten_attention_ops", lambda: theirs() | attention_operators())
