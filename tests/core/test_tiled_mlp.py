@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.methods import make_trainer
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from zoo.families import build
 from zoo.family_outcomes import LEAK, alone, batched, gradient_difference, gradients_of, padded, weighted
 
+import trl_padfix
 from trl_padfix import PaddingRemovalError, remove_padding, tile_mlps
 from trl_padfix.core import tiled_mlp
 from trl_padfix.core.attention.compiled import compile_layers
@@ -197,3 +199,19 @@ def test_compiled_layers_have_no_tiles():
         compile_layers(handle, backend="eager")
         with pytest.raises(PaddingRemovalError, match="compiled layer has no tiles"):
             tile_mlps(handle, TILE)
+
+
+def test_a_trainer_tiles_its_models(tmp_path):
+    given = {"max_steps": 2, "padding_free": True, "prefix_sharing": True}
+    tiled, whole = (
+        make_trainer(trl_padfix, "DPO", tmp_path / str(tile), **given, mlp_tile_tokens=tile) for tile in (TILE, None)
+    )
+    for trainer in (tiled, whole):
+        trainer.train()
+    logs = [[e for e in t.state.log_history if "loss" in e] for t in (tiled, whole)]
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    assert [len(tiles_of(handle)) for handle in tiled.padding.handles] == [2, 2]  # policy and reference
+    with pytest.raises(ValueError, match="needs `padding_free=True`"):
+        trl_padfix.DPOConfig(str(tmp_path), mlp_tile_tokens=8)

@@ -21,6 +21,7 @@ from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from ..core.switch import is_off
+from ..core.tiled_mlp import tile_mlps
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
 from .data.data_warnings import warn_or_raise
@@ -191,6 +192,8 @@ class RemovePadding(Part):
     def _remove_padding(self) -> None:
         def register(handle: PaddingRemoval) -> None:
             self.trainer.padding.handles.append(self._register(handle))
+            if self.settings.mlp_tile_tokens is not None and not is_off():
+                tile_mlps(handle, self.settings.mlp_tile_tokens)
 
         attach_to_models(
             self.trainer,

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, GenerationMixin, TrainingArguments
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_multiple, check_prefix_sharing
 from ..core.switch import is_off
+from ..core.tiled_mlp import check_tile
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
 from .field_types import ParityCheck, Sharing, parse_implementation
@@ -46,6 +47,7 @@ COMPUTED = {
     "padding_free": False,
     "prefix_sharing": False,
     "packed_multiple_of": None,
+    "mlp_tile_tokens": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,
@@ -103,6 +105,7 @@ class PackingConfig:
     stop_on_nonfinite: bool = False
     strict: bool = False
     packed_multiple_of: int | None = None
+    mlp_tile_tokens: int | None = None
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
         activation_checkpointing: bool | None = None
@@ -266,8 +269,9 @@ def check_field_types(config: TrainingArguments) -> None:
 def check_packing(config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `prefix_sharing` or `packed_multiple_of` is set without `padding_free`, if one of them or
-            `parity_check` has an unknown value, and if a token budget is no multiple of `packed_multiple_of`.
+        ValueError: If `prefix_sharing`, `packed_multiple_of` or `mlp_tile_tokens` is set without `padding_free`, if
+            one of them or `parity_check` has an unknown value, and if a token budget is no multiple of
+            `packed_multiple_of`.
     """
     check = getattr(config, "parity_check", True)
     if not isinstance(check, bool) and check != "forward":
@@ -286,6 +290,11 @@ def check_packing(config: TrainingArguments) -> None:
         raise ValueError(
             f"`packed_multiple_of={multiple}` needs `padding_free=True`: it is the length of packed rows. Set both, "
             "or neither."
+        )
+    check_tile(tile := getattr(config, "mlp_tile_tokens", None))
+    if tile is not None and not config.padding_free:
+        raise ValueError(
+            f"`mlp_tile_tokens={tile}` cuts packed rows, and needs `padding_free=True`. Set both, or neither."
         )
     for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
         budget = getattr(config, name, None)
