@@ -50,7 +50,9 @@ def test_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monk
         assert_same(figures(ours.logs, METRICS[name]), figures(theirs.logs, METRICS[name]), atol=1e-4)
     assert_same(ours.weights(), theirs.weights(), atol=1e-5)
     # Generation leaves no trace here, and TRL's forwards have padding.
-    assert max(ours.forwards) <= config["max_tokens_per_batch"] < max(theirs.forwards)
+    assert max(ours.forwards) < max(theirs.forwards)
+    if mode == "padding-free":  # a forward whose sharing would not pay computes more tokens than were counted
+        assert max(ours.forwards) <= config["max_tokens_per_batch"]
     assert len(ours.forwards) > len(theirs.forwards)
     wrong = train(name, "trl_padfix", tmp_path, policy, **config, **break_mode(monkeypatch, mode))
     with pytest.raises(AssertionError):
