@@ -378,7 +378,10 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed,
     found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
     for name in ALL_TRAINERS:
         whole, *resumed = found[name]
-        expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
+        # TRL logs extremes, and the rewards of KTO, by micro-batches: of two rows in each of two processes.
+        size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        size = size if name in ("reward", "kto") else {}
+        expected = fixed(name, **budget_runs.LOSSES.get(name, {}), **size)
         assert_same(figures(whole), figures(expected))
         for history in resumed:
             assert_same(figures(history, COUNTED), figures(expected, COUNTED))
