@@ -104,7 +104,7 @@ def simulate(costs: RowCosts, processes: int, budget: int, grouped: bool, steps:
     plan = StepPlan(len(costs), micro_batch=8, accumulation_steps=4, processes=processes)
     order = np.random.default_rng(0).permutation(len(costs))
     order = group_rows(order, costs, 32 * processes) if grouped else order
-    shares = [rows for _, rows in plan.rows_per_process(order[: steps * 32 * processes], costs)]
+    shares = [share.rows for share in plan.rows_per_process(order[: steps * 32 * processes], costs)]
     computed, longest, forwards = 0, 0, 0
     for begin in range(0, len(shares), processes):
         local_costs = [costs[rows] for rows in shares[begin : begin + processes]]

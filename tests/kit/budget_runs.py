@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from kit import trainer_runs
 from kit.loss_watchers import before_loss
 from kit.methods import make_trainer
@@ -146,6 +146,13 @@ def pictured(kind: str) -> Dataset:
     return IMAGE_DATA[kind](IMAGE_ROWS, (2, 1, 1, 3))
 
 
+def partly_pictured(kind: str) -> Dataset:
+    """Rows of which some have images, but one of every three."""
+    return IMAGE_DATA[kind](IMAGE_ROWS, (1, 0, 0, 0, 2, 1))
+
+
+IN_ORDER = {"train_sampling_strategy": "sequential", "eval_dataset": None}
+
 # -- recorded rollouts
 
 TEMPLATE = (
@@ -181,7 +188,7 @@ def make_grouped(name: str, folder: Any, **config: Any) -> Any:
 
 
 def main(path: str, what: str) -> dict[str, Any]:
-    parts = {"rows": train_on_rows, "experts": train_experts, "images": train_on_images}
+    parts = {"rows": train_on_rows, "experts": train_experts, "images": train_on_images, "streams": train_on_streams}
     parts |= {"packed": partial(evaluate, packs=True), "evaluated": partial(evaluate, packs=False)}
     return parts[what](Path(path))
 
@@ -243,9 +250,11 @@ def train_on_images(folder: Path) -> dict[str, Any]:
         trls = make_on_images(trl, "DPO", "llava", folder, train_dataset=pictured("DPO"), **config)
         trls.train()
         logged["TRL's DPO"] = {"history": trls.state.log_history}
-    for kind, budget in IMAGE_BUDGETS.items():
-        given = {"train_dataset": pictured(kind), **config, **budget}
-        trainer = make_on_images(trl_padfix, kind, "llava", folder / kind, **given)
+    runs = {kind: (kind, pictured(kind), {}) for kind in IMAGE_BUDGETS}
+    runs |= {f"{kind}, some with images": (kind, partly_pictured(kind), IN_ORDER) for kind in IMAGE_BUDGETS}
+    for name, (kind, data, more) in runs.items():
+        given = {"train_dataset": data, **config, **IMAGE_BUDGETS[kind], **more}
+        trainer = make_on_images(trl_padfix, kind, "llava", folder / name, **given)
         counts, step = [], trainer.training_step
 
         def counted(model: Any, inputs: Any, *args: Any, step: Any = step, counts: Any = counts) -> Any:
@@ -255,7 +264,28 @@ def train_on_images(folder: Path) -> dict[str, Any]:
         trainer.training_step = counted
         trainer.train()
         gathered = trainer.accelerator.gather(torch.tensor(counts)).view(-1, len(counts)).tolist()
-        logged[kind] = {"history": trainer.state.log_history, "micro_batches": gathered}
+        logged[name] = {"history": trainer.state.log_history, "micro_batches": gathered}
+    return logged
+
+
+def stream_of(rows: Dataset) -> IterableDataset:
+    """Rows one by one, with a column that no trainer takes."""
+    return IterableDataset.from_generator(lambda: ({**row, "source": i} for i, row in enumerate(rows)))
+
+
+STREAMED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
+
+
+def train_on_streams(folder: Path) -> dict[str, Any]:
+    """Three steps and a fourth one of fewer rows, and one of the second pass, of a stream and of a dataset."""
+    logged = {}
+    for name in TRAINERS:
+        rows = build_data(name).select(range(3 * GLOBAL_BATCH + 5))
+        for kind, data in {"stream": stream_of(rows), "rows": rows}.items():
+            order = {} if kind == "stream" else {"train_sampling_strategy": "sequential"}
+            trainer = make(name, folder / name, ours=True, train_dataset=data, **STREAMED, **order)
+            trainer.train()
+            logged[f"{name}, {kind}"] = trainer.state.log_history
     return logged
 
 

@@ -123,6 +123,8 @@ class Run:
     """Ids and mask of every forward that scored them."""
     completions: list[list[int]] = field(default_factory=list)
     """All generated completions, as ids."""
+    forwards: list[int] = field(default_factory=list)
+    """The tokens of each of those forwards."""
 
     def trajectory(self, *names: str) -> torch.Tensor:
         """Loss, gradient norm (0 in evaluation) and the metrics `names`, of each step and of the evaluation."""
@@ -191,7 +193,7 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
         if trainer.eval_dataset is not None:
             trainer.evaluate()
     hook.remove()
-    return Run(trainer, trainer.state.log_history, sum(entered), batches)
+    return Run(trainer, trainer.state.log_history, sum(entered), batches, forwards=entered)
 
 
 def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) -> Trainer:

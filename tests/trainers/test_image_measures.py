@@ -6,6 +6,7 @@ TRL's own trainer with all rows of an optimizer step in one forward is what ever
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from itertools import product
 from typing import Any
@@ -14,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.budget_runs import (
     IMAGE_BATCH,
     IMAGE_BUDGETS,
     IMAGE_ROWS,
     IMAGE_STEPS,
+    IN_ORDER,
     assert_same,
     make_on_images,
+    partly_pictured,
     pictured,
     watched,
 )
@@ -37,8 +39,10 @@ import trl_padfix
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import micro_batches, token_budget
-from trl_padfix.trainers.batching.image_measures import check_images_of_processes, measure_images
+from trl_padfix.trainers.batching.image_measures import measure_images
 from trl_padfix.trainers.batching.sub_batches import SubBatches
+from trl_padfix.trainers.data.image_rows import select_rows, split_images
+from trl_padfix.trainers.generation.evaluation import Generation
 
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
@@ -101,6 +105,10 @@ def test_any_split_of_rows_with_images_gives_the_trajectory_of_fixed_batches(fam
         assert max(sum(batch) for step in steps for batch in step) <= budget
         assert sum(computed[:seen]) == sum(sum(batch) for step in steps for batch in step)
     assert max(computed[:seen]) <= budget
+    evaluated = [int(b["attention_mask"].sum(1).max()) for b in trainer.get_eval_dataloader()]
+    assert max(computed[seen:]) <= max(budget, *evaluated)
+    # Its four rows (pairs) are one batch, and none of it needs more than the budget.
+    assert len(computed) - seen > len(evaluated)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,9 +183,6 @@ def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
         for process in range(3):
             found = measure_images(data, collator, processes=(process, 3))
     assert found.sequence_tokens.tolist() == whole.sequence_tokens.tolist()
-    with pytest.raises(ValueError, match=r"2 of 7 rows of the train dataset have no image \(row 1\)"):
-        check_images_of_processes(whole)
-    check_images_of_processes(measure_images(build_captions(3), collator))
 
 
 def test_rows_that_change_their_length_are_an_error(tmp_path):
@@ -214,6 +219,9 @@ def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
         trainer.train()
         theirs[name] = figures(trainer.state.log_history)
         assert_same(figures(found[name]["history"]), theirs[name])
+        mixed = make_on_images(trl, name, "llava", tmp_path, train_dataset=partly_pictured(name), **IN_ORDER)
+        mixed.train()
+        assert_same(figures(found[f"{name}, some with images"]["history"]), figures(mixed.state.log_history))
     first, second = torch.tensor([found[name]["micro_batches"] for name in IMAGE_BUDGETS]).unbind(1)
     assert (first != second).any()  # some computed micro-batches again, without a weight
     assert min(first.min(), second.min()) > 1
@@ -249,21 +257,107 @@ def test_a_text_is_cut_before_images_are_repeated():
     ]  # fmt: skip
 
 
-def test_a_forward_with_images_is_never_cut():
-    processor = build_processor("llava")
-    model = build_vlm("llava", processor)
-    batch = trl_padfix.DataCollatorForVisionLanguageModeling(processor)(list(build_captions(4)))
-    with attach_runner_patch(model), within(runner=SubBatches(20, False)):
-        with pytest.raises(ValueError, match="it is unknown which images belong to which row"):
-            model(**batch, use_cache=False)
-        model(input_ids=batch["input_ids"] * 0 + 5, attention_mask=batch["attention_mask"], use_cache=False)
+@pytest.mark.parametrize(
+    "family", [param for param in FAMILIES if param.values[0] in ("llava", "idefics3", "llava_next", "qwen2_vl")]
+)
+def test_a_forward_is_cut_if_its_images_are_numbered_by_row(family, caplog):
+    processor = build_processor(family)
+    model = build_vlm(family, processor)
+    batch = trl_padfix.DataCollatorForVisionLanguageModeling(processor)(list(build_captions(4, (2, 0, 1))))
+    whole = model(**batch, use_cache=False)
+    mask, towers = batch["attention_mask"].bool(), entered_tokens(model.get_decoder())
+    for counts, forwards in (({"num_images": [2, 0, 1, 2]}, 2), (None, 1), ({"num_images": [2, 0, 1]}, 1)):
+        towers.clear()
+        with attach_runner_patch(model), within(runner=SubBatches(60, False, images=counts)):
+            cut = model(**batch, use_cache=False)
+        assert (len(towers) >= 2) == (forwards == 2)
+        torch.testing.assert_close(cut.logits[mask], whole.logits[mask], rtol=1e-5, atol=1e-5)
+    assert "it is unknown which of its images belong to which row" in caplog.text
+    if family == "idefics3":  # its processor pads the images of a row, so they are rows of their own
+        return
+    # Of other rows images are other logits, or none at all.
+    found = []
+    with (
+        contextlib.suppress(ValueError),  # of the model: other features than tokens
+        attach_runner_patch(model),
+        within(runner=SubBatches(60, False, images={"num_images": [1, 1, 1, 2]})),
+    ):
+        found.append(model(**batch, use_cache=False).logits[mask])
+    assert not found or not torch.allclose(found[0], whole.logits[mask], rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_losses_that_compare_rows_with_images_are_refused(kind, tmp_path):
-    data: Dataset = build_captions(4).add_column("label", [True, False] * 2)
-    more = {"DPO": {"loss_type": ["aot"]}, "KTO": {"train_dataset": data, "eval_dataset": None}}[kind]
-    if kind == "KTO" and not trl_padfix.KTOTrainer.task_class.takes_images:
-        pytest.skip("this TRL has no images in KTO")
-    with pytest.raises(ValueError, match="unknown there which of the images in a batch belong to which row"):
-        make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99, **more)
+COMPARING = product([("aot",), ("sigmoid", "sft")], ["llava", "idefics3"], [1, 2])
+FAST = [(("aot",), "llava", 2)]
+
+
+@pytest.mark.parametrize(("loss", "family", "accumulated"), slow_but(FAST, list(COMPARING)))
+def test_losses_that_compare_rows_with_images_are_split(loss, family, accumulated, tmp_path):
+    given = {"loss_type": list(loss), "per_device_train_batch_size": IMAGE_BATCH // accumulated}
+    given |= {"gradient_accumulation_steps": accumulated}
+    budget = longest("DPO", family)
+    config = {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False}
+    theirs = make_on_images(trl, "DPO", family, tmp_path, **given)
+    ours = make_on_images(trl_padfix, "DPO", family, tmp_path, **config, **given)
+    computed = entered_tokens(ours.model.get_decoder())
+    for trainer in (theirs, ours):
+        trainer.train()
+        trainer.evaluate()
+    assert_same(figures(ours.state.log_history), figures(theirs.state.log_history), rtol=1e-4)
+    assert max(computed) <= budget
+    assert len(computed) > 2 * accumulated * IMAGE_STEPS
+    # The negative control: the rows of a step compared at once, or by other micro-batches.
+    other = {"per_device_train_batch_size": IMAGE_BATCH // 3, "gradient_accumulation_steps": 3}
+    wrong = make_on_images(trl_padfix, "DPO", family, tmp_path, **config, **given | other)
+    wrong.train()
+    wrong.evaluate()
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures(wrong.state.log_history), figures(theirs.state.log_history), rtol=1e-4)
+
+
+# Rows of batches
+
+
+TILES = torch.arange(6.0).view(3, 2, 1, 1, 1)
+GRID = {"image_grid_thw": torch.tensor([[1, 1, 2], [1, 1, 1], [1, 1, 3]])}
+BATCHES = {
+    "an entry for each image": ({}, torch.arange(3.0).view(3, 1, 1, 1), [2], [0, 1]),
+    "patches by a grid": (GRID, torch.arange(6.0).view(6, 1), [3, 4, 5], [0, 1, 2]),
+    "images of a row padded": ({}, TILES, [4, 5], [0, 1]),
+    "tiles of an image": ({"image_sizes": torch.ones(3, 2)}, TILES, [4, 5], [0, 1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_rows_take_their_images_along(case):
+    more, pixels, last, first = BATCHES[case]
+    batch = {"input_ids": torch.arange(3).view(3, 1), "pixel_values": pixels, **more}
+    counts = {"num_images": [2, 0, 1]}
+    for row, expected in ((2, last), (0, first)):
+        selected = select_rows(batch, torch.tensor([row]), 3, counts)
+        assert selected["input_ids"].tolist() == [[row]]
+        assert selected["pixel_values"].flatten().tolist()[: len(expected)] == expected
+        assert selected.keys() == batch.keys()
+    text = select_rows(batch, torch.tensor([1]), 3, counts)
+    assert text.keys() == {"input_ids"}
+    # Unknown, or other images than were counted.
+    assert split_images(batch, 3, None) is None
+    assert case == "images of a row padded" or split_images(batch, 3, {"num_images": [2, 1, 1]}) is None
+
+
+@pytest.mark.parametrize("family", ["llava"])
+def test_generation_is_split_by_the_budget(family, tmp_path):
+    given = {"predict_with_generate": True, "generation_max_new_tokens": 5, "generation_kwargs": {"do_sample": False}}
+    given |= {"eval_dataset": build_captions(6, (2, 0, 1)), "per_device_eval_batch_size": 6, "padding_free": True}
+    texts, batches = [], []
+    for budget in (None, 90):
+        trainer = make_on_images(trl_padfix, "SFT", family, tmp_path, max_tokens_per_batch=budget, **given)
+        part = trainer.padding.part(Generation)
+        encoded = [b["input_ids"] for _, b in part._batches(trainer.eval_dataset, range(6))]
+        batches.append([(ids.numel(), len(ids)) for ids in encoded])
+        output, pad = trainer.predict(trainer.eval_dataset), trainer.processing_class.tokenizer.pad_token_id
+        texts.append([[i for i in row if i != pad] for row in output.predictions.tolist()])
+    assert texts[0] == texts[1]
+    assert [rows for _, rows in batches[0]] == [6]
+    assert all(tokens + 5 * rows <= 90 or rows == 1 for tokens, rows in batches[1])
+    assert sum(rows for _, rows in batches[1]) == 6
+    assert len(batches[1]) > 1

@@ -130,4 +130,4 @@ def test_functions_and_subclasses_are_a_users_collators(tmp_path):
 def test_processes_get_the_micro_batches_of_trl():
     plan = StepPlan(rows=12, micro_batch=2, accumulation_steps=2, processes=2)
     shares = plan.rows_per_process(range(12), text_costs(np.arange(1, 13)), equal=True)
-    assert [rows for _, rows in shares] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]
+    assert [share.rows for share in shares] == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9], [10, 11]]

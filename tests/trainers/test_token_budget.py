@@ -285,6 +285,7 @@ def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(
     wanted = [
         "loss",
         "grad_norm",
+        "epoch",
         *(n for n in theirs[0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))),
     ]
     assert_same(*(torch.tensor([[log[n] for n in wanted] for log in logs]) for logs in (ours, theirs)))
@@ -293,6 +294,28 @@ def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(
         map(sum, [map(len, s) for s in runs[True][0]])
     )
     assert len({round(log["loss"], 4) for log in theirs}) > len(theirs) // 2
+
+
+@pytest.mark.parametrize("case", slow_but(["a last micro-batch of one row"], RAGGED))
+@pytest.mark.parametrize("logging_steps", [1, 2])
+def test_the_log_of_a_reward_model_is_trls(case, logging_steps, tmp_path, monkeypatch):
+    config = RAGGED[case] | {"max_steps": -1, "num_train_epochs": 2, "seed": 5, "logging_steps": logging_steps}
+    data = build_data("reward").select(range(config.pop("rows")))
+    logs = {}
+    for kind in ("theirs", "ours", "extremes of whole steps"):
+        if kind == "extremes of whole steps":
+            monkeypatch.setattr(trl_padfix.RewardTrainer.task_class, "values_of_rows", lambda task: None)
+        trainer = make("reward", tmp_path, ours=kind != "theirs", train_dataset=data, **config)
+        steps = watched(trainer)
+        logs[kind] = [log for log in trainer.state.log_history if "loss" in log]
+        assert kind == "theirs" or max(map(len, steps)) > 1
+    names = [n for n in logs["theirs"][0] if n not in ("learning_rate",)]
+    assert {"epoch", "min_reward", "max_reward", "mean_reward", "accuracy", "margin"} < set(names)
+    theirs, ours, whole = (torch.tensor([[log[n] for n in names] for log in kind]) for kind in logs.values())
+    assert_same(ours, theirs)
+    if config.get("gradient_accumulation_steps"):  # the negative control
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(whole, theirs)
 
 
 def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
@@ -355,7 +378,10 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed,
     found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
     for name in ALL_TRAINERS:
         whole, *resumed = found[name]
-        expected = fixed(name, **budget_runs.LOSSES.get(name, {}))
+        # TRL logs extremes, and the rewards of KTO, by micro-batches: of two rows in each of two processes.
+        size = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        size = size if name in ("reward", "kto") else {}
+        expected = fixed(name, **budget_runs.LOSSES.get(name, {}), **size)
         assert_same(figures(whole), figures(expected))
         for history in resumed:
             assert_same(figures(history, COUNTED), figures(expected, COUNTED))

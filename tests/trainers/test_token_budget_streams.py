@@ -1,19 +1,29 @@
 """A stream under a token budget has the steps of the same rows without one, and says which row does not fit."""
 
+import contextlib
+from dataclasses import replace
+
 import pytest
 import torch
-from datasets import IterableDataset
-from kit.budget_runs import BUDGET, GLOBAL_BATCH, assert_same, build_branching, build_data, make
+from kit.budget_runs import (
+    BUDGET,
+    GLOBAL_BATCH,
+    STREAMED,
+    TRAINERS,
+    assert_same,
+    build_branching,
+    build_data,
+    make,
+    stream_of,
+)
 from kit.observe import entered_tokens
-from kit.trainer_runs import break_mode, trajectory
+from kit.processes import logged
+from kit.trainer_runs import break_mode, figures, trajectory
+
+from trl_padfix.trainers.batching.sampler import StepOrder
 
 
 SHORT = {"max_steps": 5}
-
-
-def stream_of(rows):
-    """Rows one by one, with a column that no trainer takes."""
-    return IterableDataset.from_generator(lambda: ({**row, "source": i} for i, row in enumerate(rows)))
 
 
 def uneven(name):
@@ -55,6 +65,40 @@ def test_a_stream_is_resumed_in_the_middle_of_an_epoch(tmp_path):
     assert not torch.allclose(trajectory(whole)[2:], trajectory(whole)[:2], rtol=1e-2)  # of other rows
 
 
+@pytest.mark.slow
+def test_two_processes_have_the_steps_of_one(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "streams")
+    for name in TRAINERS:
+        assert_same(*(figures(found[f"{name}, {kind}"]) for kind in ("stream", "rows")))
+        config = STREAMED | {"gradient_accumulation_steps": 4, "train_dataset": uneven(name)}
+        theirs = make(name, tmp_path, ours=False, **config)
+        theirs.train()
+        histories = found[f"{name}, stream"], theirs.state.log_history
+        ours, expected = (
+            torch.tensor([[log[n] for n in ("loss", "grad_norm")] for log in history if "loss" in log])
+            for history in histories
+        )
+        assert_same(ours[:3], expected[:3])
+        with pytest.raises(AssertionError):  # where there are two, the first rows fill the fourth step
+            assert_same(ours[3], expected[3])
+
+
+def test_processes_that_read_other_rows_are_refused(tmp_path, monkeypatch):
+    trainer = make("sft", tmp_path, ours=True, train_dataset=uneven("sft").shuffle(buffer_size=16), **SHORT)
+    order = trainer.padding.part(StepOrder)
+    two = replace(order.plan(), processes=2)
+    gathered = "trl_padfix.trainers.batching.sampler.gather_object"
+    for seeds, message in (([0, 1], "read other first rows of the stream"), ([3, 3], None)):
+        monkeypatch.setattr(order, "plan", lambda: two)
+        streams = [uneven("sft").shuffle(seed=seed, buffer_size=16) for seed in seeds]
+        begins = []
+        monkeypatch.setattr(gathered, lambda found, begins=begins: begins.append(found[0]) or begins)
+        prepared = [stream.map(lambda row: {"input_ids": [1], "labels": [1]}) for stream in streams]
+        order.stream(prepared[0], 30)
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            order.stream(prepared[1], 30)
+
+
 def test_rows_of_a_stream_are_grouped_and_split(tmp_path):
     given = {"prefix_sharing": True, "group_by_prefix": True, "parity_check": False, **SHORT, "ours": True}
     stream = build_branching("sft").to_iterable_dataset()
@@ -82,7 +126,7 @@ def test_a_row_beyond_the_budget_is_named_before_its_step(tmp_path):
             {"prefix_sharing": True, "group_by_prefix": True, "group_by_prefix_buffer": 7},
             r"`group_by_prefix_buffer=7` rows are fewer than the 8 of an optimizer step",
         ),
-        ({"dataloader_num_workers": 2}, "2 data loader workers in 1 processes would read it in parts"),
+        ({"dataloader_num_workers": 2}, "2 data loader workers would read it in parts"),
     ],
 )
 def test_what_would_make_other_steps_is_an_error_before_the_first(given, message, tmp_path):

@@ -211,8 +211,8 @@ def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulation_steps, proc
 def check_steps(plan, steps, expected, equal):
     processes, micro_batch = plan.processes, plan.micro_batch
     for partitioned, step in zip(steps, expected, strict=True):
-        shares = [share for _, share in partitioned]
-        assert {of_step for of_step, _ in partitioned} == {sum(map(len, shares))}
+        shares = [share.rows for share in partitioned]
+        assert {share.rows_of_step for share in partitioned} == {sum(map(len, shares))}
         assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
         assert all(shares)
         if equal:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
 from kit.trainer_runs import SETTINGS, assert_same, build_tokenizer, run, watch_inputs, words
 
@@ -105,6 +105,20 @@ def test_conversations_that_cannot_be_expanded_are_counted(caplog):
         expand_turns(Dataset.from_list([{"messages": [user]}, {"messages": [answer]}]))
 
 
+def test_turns_of_a_stream_are_those_of_its_rows(tmp_path, caplog):
+    rows = conversations()
+    expected = list(expand_turns(rows))
+    for stream in (rows.to_iterable_dataset(), IterableDataset.from_generator(lambda: iter(rows))):
+        assert list(expand_turns(stream)) == expected
+    config = {"expand_turns": True, "train_sampling_strategy": "sequential"}
+    found, theirs = (trained(tmp_path, data, **config) for data in (rows.to_iterable_dataset(), rows))
+    assert_same(found.trajectory(), theirs.trajectory())
+    assert not caplog.messages
+    begun = Dataset.from_list([{"messages": [say("assistant", "w4"), say("user", "w3"), say("assistant", "w4")]}] * 3)
+    assert len(list(expand_turns(begun.to_iterable_dataset()))) == 3
+    assert caplog.text.count("conversations of the train stream begin with the assistant") == 1
+
+
 def test_conversations_of_another_format_are_turned_into_messages():
     row = {"conversations": [{"from": "user", "value": "w3"}, {"from": "assistant", "value": "w4"}]}
     (found,) = expand_turns(Dataset.from_list([row]))
@@ -116,7 +130,7 @@ def test_conversations_of_another_format_are_turned_into_messages():
     [
         (Dataset.from_dict({"text": ["w3"]}), ValueError, r"columns \['text'\]. Give a column `messages`"),
         (Dataset.from_dict({"messages": [[]], "images": [[]]}), ValueError, "do not say which turn"),
-        (conversations(1).to_iterable_dataset(), TypeError, "is a `IterableDataset`"),
+        ([{"messages": []}], TypeError, "is a `list`"),
     ],
 )
 def test_what_is_no_set_of_conversations_is_refused(rows, error, message):

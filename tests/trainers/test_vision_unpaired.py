@@ -11,6 +11,7 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
 from kit.cells import slow_but
+from kit.observe import accept_hooks
 from kit.trainer_runs import MODES, assert_same, break_mode, trained
 from kit.vision_runs import build_captions, build_processor, build_vlm, make_vision_trainer
 
@@ -100,10 +101,32 @@ def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monk
         assert_same(trajectory(trainer), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_budget_is_refused(kind, tmp_path):
-    with pytest.raises(ValueError, match="it is unknown there which of the images in a batch belong to which row"):
-        build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=99)
+CELLS = [(kind, mode) for kind in KINDS for mode in ("padding-free", "prefix sharing")]
+
+
+@pytest.mark.parametrize(("kind", "mode"), slow_but([("GRPO", "prefix sharing"), ("KTO", "padding-free")], CELLS))
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_token_budget_splits_rows_with_images(family, kind, mode, tmp_path, monkeypatch):
+    expected = trls(kind, family, kind != "KTO")
+    config = {"max_tokens_per_batch": 64, "parity_check": False} | (SCATTERED if kind != "KTO" else {})
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **config, **MODES[mode])
+    computed = []
+    decoder = trainer.model.get_decoder()
+    decoder.layers[0].register_forward_pre_hook(
+        lambda layer, args, kwargs: (
+            computed.append(args[0].shape[:2].numel()) if kwargs.get("past_key_values") is None else None
+        ),
+        with_kwargs=True,
+    )
+    accept_hooks(trainer.model)
+    assert_same(trajectory(trainer), expected, atol=1e-4)
+    assert 0 < max(computed) <= 64
+    assert len(computed) > (2 if kind == "Distillation" else 4)
+    config |= break_mode(monkeypatch, mode)
+    monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
+    wrong = build_trainer(trl_padfix, kind, family, tmp_path, **config)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(trajectory(wrong), expected, atol=1e-4)
 
 
 def test_rows_take_their_images_along():

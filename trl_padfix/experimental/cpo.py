@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..trainers.settings import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
 from .tasks import JoinedPairTask, PairTrainer
 
@@ -14,7 +14,7 @@ __all__ = ["CPOConfig", "CPOTrainer"]
 
 
 @dataclass
-class CPOConfig(AttentionConfig, PackingConfig, trl_cpo.CPOConfig):
+class CPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_cpo.CPOConfig):
     """TRL's [`~trl.experimental.cpo.CPOConfig`] with padding removal."""
 
 

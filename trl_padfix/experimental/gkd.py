@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import PackingConfig, TeacherAttentionConfig
+from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("gkd"):
@@ -15,11 +14,11 @@ __all__ = ["GKDConfig", "GKDTrainer"]
 
 
 @dataclass
-class GKDConfig(TeacherAttentionConfig, PackingConfig, trl_gkd.GKDConfig):
+class GKDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl_gkd.GKDConfig):
     """TRL's [`~trl.experimental.gkd.GKDConfig`] with padding removal."""
 
 
-class GKDTrainer(PaddingFreeMixin, trl_gkd.GKDTrainer):
+class GKDTrainer(ExperimentalTrainer, trl_gkd.GKDTrainer):
     """TRL's [`~trl.experimental.gkd.GKDTrainer`] without padding."""
 
     task_class = MessagesTask

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import PackingConfig, TeacherAttentionConfig
+from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("gold"):
@@ -15,11 +14,11 @@ __all__ = ["GOLDConfig", "GOLDTrainer"]
 
 
 @dataclass
-class GOLDConfig(TeacherAttentionConfig, PackingConfig, trl_gold.GOLDConfig):
+class GOLDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl_gold.GOLDConfig):
     """TRL's [`~trl.experimental.gold.GOLDConfig`] with padding removal."""
 
 
-class GOLDTrainer(PaddingFreeMixin, trl_gold.GOLDTrainer):
+class GOLDTrainer(ExperimentalTrainer, trl_gold.GOLDTrainer):
     """TRL's [`~trl.experimental.gold.GOLDTrainer`] without padding."""
 
     task_class = MessagesTask

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import PackingConfig, TeacherAttentionConfig
+from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("iw_opd"):
@@ -15,11 +14,11 @@ __all__ = ["IWOPDConfig", "IWOPDTrainer"]
 
 
 @dataclass
-class IWOPDConfig(TeacherAttentionConfig, PackingConfig, trl_iw_opd.IWOPDConfig):
+class IWOPDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl_iw_opd.IWOPDConfig):
     """TRL's [`~trl.experimental.iw_opd.IWOPDConfig`] with padding removal."""
 
 
-class IWOPDTrainer(PaddingFreeMixin, trl_iw_opd.IWOPDTrainer):
+class IWOPDTrainer(ExperimentalTrainer, trl_iw_opd.IWOPDTrainer):
     """TRL's [`~trl.experimental.iw_opd.IWOPDTrainer`] without padding."""
 
     task_class = MessagesTask

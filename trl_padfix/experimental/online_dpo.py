@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import PackingConfig, ReferenceAttentionConfig
+from ..trainers.settings import ForwardBudgetConfig, PackingConfig, ReferenceAttentionConfig
 from . import of_trl
-from .tasks import PromptTask
+from .tasks import ExperimentalTrainer, PromptTask
 
 
 with of_trl("online_dpo"):
@@ -21,17 +20,18 @@ __all__ = ["OnlineDPOConfig", "OnlineDPOTrainer"]
 
 
 @dataclass
-class OnlineDPOConfig(ReferenceAttentionConfig, PackingConfig, trl_online_dpo.OnlineDPOConfig):
+class OnlineDPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl_online_dpo.OnlineDPOConfig):
     """TRL's [`~trl.experimental.online_dpo.OnlineDPOConfig`] with padding removal."""
 
 
-class OnlineDPOTrainer(PaddingFreeMixin, trl_online_dpo.OnlineDPOTrainer):
+class OnlineDPOTrainer(ExperimentalTrainer, trl_online_dpo.OnlineDPOTrainer):
     """TRL's [`~trl.experimental.online_dpo.OnlineDPOTrainer`] without padding."""
 
     task_class = PromptTask
 
     def _forward(self, model: "torch.nn.Module", *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
-            return super()._forward(model, *args, **kwargs)
+            with self.split_forwards():
+                return super()._forward(model, *args, **kwargs)
         with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`
             return super()._forward(model, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..trainers.settings import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
 from .tasks import JoinedPairTask, PairTrainer
 
@@ -14,7 +14,7 @@ __all__ = ["ORPOConfig", "ORPOTrainer"]
 
 
 @dataclass
-class ORPOConfig(AttentionConfig, PackingConfig, trl_orpo.ORPOConfig):
+class ORPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_orpo.ORPOConfig):
     """TRL's [`~trl.experimental.orpo.ORPOConfig`] with padding removal."""
 
 

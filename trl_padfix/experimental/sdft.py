@@ -1,11 +1,11 @@
 """SDFT without padding, in the forwards of student and teacher."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import PromptTask
+from .tasks import ExperimentalTrainer, PromptTask
 
 
 with of_trl("sdft"):
@@ -15,11 +15,15 @@ __all__ = ["SDFTConfig", "SDFTTrainer"]
 
 
 @dataclass
-class SDFTConfig(AttentionConfig, PackingConfig, trl_sdft.SDFTConfig):
+class SDFTConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdft.SDFTConfig):
     """TRL's [`~trl.experimental.sdft.SDFTConfig`] with padding removal."""
 
 
-class SDFTTrainer(PaddingFreeMixin, trl_sdft.SDFTTrainer):
+class SDFTTrainer(ExperimentalTrainer, trl_sdft.SDFTTrainer):
     """TRL's [`~trl.experimental.sdft.SDFTTrainer`] without padding."""
 
     task_class = PromptTask
+
+    def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self.split_forwards():
+            return super()._compute_rollout_logps(*args, **kwargs)

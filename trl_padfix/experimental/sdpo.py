@@ -1,11 +1,11 @@
 """SDPO without padding, in the forwards of student and teacher."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.settings import AttentionConfig, PackingConfig
+from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import PromptTask
+from .tasks import ExperimentalTrainer, PromptTask
 
 
 with of_trl("sdpo"):
@@ -15,11 +15,15 @@ __all__ = ["SDPOConfig", "SDPOTrainer"]
 
 
 @dataclass
-class SDPOConfig(AttentionConfig, PackingConfig, trl_sdpo.SDPOConfig):
+class SDPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdpo.SDPOConfig):
     """TRL's [`~trl.experimental.sdpo.SDPOConfig`] with padding removal."""
 
 
-class SDPOTrainer(PaddingFreeMixin, trl_sdpo.SDPOTrainer):
+class SDPOTrainer(ExperimentalTrainer, trl_sdpo.SDPOTrainer):
     """TRL's [`~trl.experimental.sdpo.SDPOTrainer`] without padding."""
 
     task_class = PromptTask
+
+    def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self.split_forwards():
+            return super()._compute_rollout_logps(*args, **kwargs)

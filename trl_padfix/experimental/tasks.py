@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..trainers.base import PaddingFreeMixin
-from ..trainers.checks import require_columns, require_teacher
+from ..trainers.base import PARTS, PaddingFreeMixin
+from ..trainers.batching.sampler import StepOrder
+from ..trainers.batching.token_budget import MicroBatchBudget, SubBatchBudget
+from ..trainers.checks import image_columns, require_columns, require_teacher
 from ..trainers.distributed import datasets_of
 from ..trainers.task import Task
 
@@ -16,7 +19,18 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["JoinedPairTask", "MessagesTask", "PairTrainer", "PromptTask"]
+__all__ = ["ExperimentalTrainer", "JoinedPairTask", "MessagesTask", "PairTrainer", "PromptTask"]
+
+
+class ExperimentalTrainer(PaddingFreeMixin):
+    """[`PaddingFreeMixin`] for steps that join, generate or shuffle rows: a budget splits the forwards of a batch."""
+
+    # TRL decides which rows are in a step, so there is no order of steps.
+    part_classes = tuple({MicroBatchBudget: SubBatchBudget}.get(part, part) for part in PARTS if part is not StepOrder)
+
+    def split_forwards(self) -> contextlib.AbstractContextManager[None]:
+        """A block with forwards outside of `observe_step`, which the budget splits, too."""
+        return self.padding.part(SubBatchBudget).split_forwards()
 
 
 class _OwnData(Task):
@@ -29,6 +43,13 @@ class _OwnData(Task):
         for name, dataset in datasets_of(names).items() if init_kwargs.get("data_collator") is None else ():
             require_columns(dataset, name, self.columns, self.needs)
 
+    def needs_all_rows(self) -> bool:
+        return True  # TRL's experiments may compare rows
+
+    def token_budget_obstacle(self) -> str | None:
+        images = any(map(image_columns, datasets_of(self.trainer).values()))
+        return "The images of these steps are not numbered by row" if images else None
+
 
 class JoinedPairTask(_OwnData):
     """Pairs: the step concatenates chosen and rejected rows."""
@@ -37,7 +58,7 @@ class JoinedPairTask(_OwnData):
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
 
 
-class PairTrainer(PaddingFreeMixin):
+class PairTrainer(ExperimentalTrainer):
     """A mixin in front of a TRL trainer that computes loss and metrics in `get_batch_loss_metrics`."""
 
     def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:

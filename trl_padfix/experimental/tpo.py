@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..trainers.base import PaddingFreeMixin
 from ..trainers.data.collators import SidedCollator
-from ..trainers.settings import AttentionConfig, PaddingConfig
+from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PaddingConfig
 from ..trainers.task import Task
 from . import of_trl
+from .tasks import ExperimentalTrainer
 
 
 with of_trl("tpo"):
@@ -40,11 +40,11 @@ class TPOTask(Task):
 
 
 @dataclass
-class TPOConfig(AttentionConfig, PaddingConfig, trl_tpo.TPOConfig):
+class TPOConfig(AttentionConfig, ForwardBudgetConfig, PaddingConfig, trl_tpo.TPOConfig):
     """TRL's [`~trl.experimental.tpo.TPOConfig`] with padding removal."""
 
 
-class TPOTrainer(PaddingFreeMixin, trl_tpo.TPOTrainer):
+class TPOTrainer(ExperimentalTrainer, trl_tpo.TPOTrainer):
     """TRL's [`~trl.experimental.tpo.TPOTrainer`] without padding."""
 
     task_class = TPOTask

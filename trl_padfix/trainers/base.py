@@ -299,6 +299,12 @@ class PaddingFreeMixin:
         self.padding.part(FiniteValues).record_grad_norm(norm, self.state.global_step + 1)
         return norm
 
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: int, *args: Any, **kwargs: Any
+    ) -> None:
+        self.padding.part(SubBatchBudget).set_epoch(epoch)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, *args, **kwargs)
+
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         batches = [micro_batch for batch in batch_samples for micro_batch in micro_batches_of(batch)]
         scored, labels = self.padding.first_labels

@@ -91,8 +91,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
             tokens, balanced across processes. The loss is the mean over all rows of the step.
             `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
-            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, but
-            not with images. Needs `padding_free`.
+            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, and
+            its generation. Needs `padding_free`.
         loss_reduction (`str`, *optional*):
             With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
             'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The

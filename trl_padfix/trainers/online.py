@@ -28,6 +28,7 @@ from .context_parallel import ContextParallel
 from .data.batch_metadata import attach_metadata
 from .data.columns import blank_texts, column_names
 from .data.data_warnings import warn_or_raise
+from .data.image_rows import ImageCounts, numbered_images
 from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
@@ -207,16 +208,16 @@ class OnlineTrainer(PaddingFreeMixin):
     ) -> Any:  # fmt: skip
         if self.padding.part(SubBatchBudget).budget is not None:
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
-        with self.scoring(input_ids, attention_mask):
+        with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
 
     @contextlib.contextmanager
-    def scoring(self, ids: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+    def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
         """A block with a scoring forward: it uses the layout of the running step, and the token budget splits it."""
         with (
-            self.padding.part(SubBatchBudget).split_forwards(ids, mask),
+            self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images),
             self.padding.part(OnlineLayouts).rows(ids, mask),
         ):
             yield

@@ -37,6 +37,7 @@ class RewardTask(PairTask):
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     measure = RewardMeasure
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
+    _rewards: torch.Tensor | None = None
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
@@ -80,9 +81,18 @@ class RewardTask(PairTask):
         return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
 
     def model_for_loss(self, model: torch.nn.Module) -> Any:
-        # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which would
-        # receive `margin` beside its mask.
-        return lambda margin=None, **inputs: model(**inputs)
+        def forward(margin: Any = None, **inputs: Any) -> Any:
+            # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which
+            # would receive `margin` beside its mask.
+            outputs = model(**inputs)
+            self._rewards = outputs.logits.detach()
+            return outputs
+
+        return forward
+
+    def values_of_rows(self) -> torch.Tensor | None:
+        rewards, self._rewards = self._rewards, None
+        return rewards
 
 
 class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):

@@ -29,6 +29,7 @@ __all__ = [
     "AttentionConfig",
     "BudgetConfig",
     "EvaluationConfig",
+    "ForwardBudgetConfig",
     "OnlineBudgetConfig",
     "PackingConfig",
     "PaddingConfig",
@@ -135,13 +136,21 @@ class PaddingConfig(PackingConfig):
 
 
 @dataclass
-class OnlineBudgetConfig:
-    """`max_tokens_per_batch`: a mixin in front of [`PackingConfig`]."""
+class ForwardBudgetConfig:
+    """`max_tokens_per_batch` for the forwards of a batch: a mixin in front of [`PackingConfig`]."""
 
     max_tokens_per_batch: int | None = None
 
     def __post_init__(self) -> None:
         check_token_budget(self)
+        super().__post_init__()  # type: ignore[misc]
+
+
+@dataclass
+class OnlineBudgetConfig(ForwardBudgetConfig):
+    """`max_tokens_per_batch` for the micro-batches of a step, of which one batch then has all rows."""
+
+    def __post_init__(self) -> None:
         accumulation_steps: int = self.gradient_accumulation_steps  # type: ignore[has-type]
         # Each row keeps the weight that it has in TRL's micro-batches. The last one of an epoch may have fewer rows,
         # which then weigh more, so the size is needed after the multiplication below.

@@ -257,6 +257,10 @@ class Task:
         """Number of items that a metric is a mean over, by its name, where it differs from that of the loss."""
         return {}
 
+    def values_of_rows(self) -> torch.Tensor | None:
+        """Values of the rows of the last forward, `(B, ...)`, of which TRL logs extremes; `None` if of none."""
+        return None
+
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics of a step, made of their means over its micro-batches."""
         return means

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from .token_costs import RowCosts
 
 
 __all__ = [
+    "Share",
     "StepPlan",
     "halve_largest",
     "pack_by_budget",
@@ -24,6 +26,22 @@ __all__ = [
     "partition_by_tokens",
     "partition_equal_rows",
 ]
+
+
+class Share(NamedTuple):
+    """
+    The rows of a process in a step.
+
+    Attributes:
+        rows_of_step (`int`): Number of rows of the step, over all processes.
+        rows (`list[int]`): Numbers of the rows.
+        micro_batches (`list[int]`): Of which of TRL's micro-batches each is; those of all processes are one.
+    """
+
+    rows_of_step: int
+    rows: list[int]
+    micro_batches: list[int]
+
 
 RowGroup = tuple[float, list[int]]
 """Tokens of rows that stay together, and the rows."""
@@ -252,10 +270,9 @@ class StepPlan:
 
     def rows_per_process(
         self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[Share]:
         """
-        Partition the rows of an epoch: yields, for each process of each step, the number of rows of the step and the
-        rows of the process.
+        Partition the rows of an epoch: yields the share of each process of each step.
 
         Each row stays in its step of `order`. With `equal` each process has the micro-batches that it has in TRL, for
         losses that compare the rows of one; otherwise processes have about equally many tokens.
@@ -268,15 +285,15 @@ class StepPlan:
                 # As in accelerate, the first rows of the epoch fill the last step.
                 missing = self.last * self.processes - len(step)
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
-            if len(step) and self.processes == 1:
-                yield len(step), step.tolist()
-            elif len(step):
-                if equal:  # accelerate gives micro-batches to the processes in turn
-                    process = np.arange(len(step)) // self.micro_batch % self.processes
-                    partition = [np.flatnonzero(process == i).tolist() for i in range(self.processes)]
-                else:
-                    partition = partition_by_tokens(costs[step], self.processes)
-                yield from ((len(step), step[rows].tolist()) for rows in partition)
+            if not len(step):
+                continue
+            # accelerate gives micro-batches to the processes in turn
+            turn, process = divmod(np.arange(len(step)) // self.micro_batch, self.processes)
+            if equal or self.processes == 1:
+                partition = [np.flatnonzero(process == i).tolist() for i in range(self.processes)]
+            else:
+                partition = partition_by_tokens(costs[step], self.processes)
+            yield from (Share(len(step), step[rows].tolist(), turn[rows].tolist()) for rows in partition)
 
     def order_by_micro_batch(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """
@@ -295,6 +312,12 @@ class StepPlan:
             micro_batches = partition_equal_rows(step_costs, self.accumulation_steps * self.processes)
             for rows in sorted(micro_batches, key=step_costs.total, reverse=True):
                 yield from step[rows].tolist()
+
+    def share_of_epoch(self, steps: int) -> float:
+        """Share of an epoch after its first `steps` steps: of its micro-batches, as transformers counts it."""
+        full = self.rows // (self.per_process * self.processes) * self.accumulation_steps
+        count = full - -self.last // self.micro_batch  # -(-a // b) rounds up
+        return min(steps * self.accumulation_steps, count) / count
 
     def __len__(self) -> int:
         """Number of items of [`rows_per_process`] in an epoch."""

@@ -17,12 +17,13 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 
 from ..data.collators import SidedCollator
+from ..data.image_rows import count_images
 from .measures import RowMeasure
 from .prefix_groups import shared_prefix_lengths
 from .token_costs import RowCosts, text_costs
 
 
-__all__ = ["ImageMeasure", "check_images_of_processes", "measure_images"]
+__all__ = ["ImageMeasure", "measure_images"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,20 +106,8 @@ def measure_images(
     )
 
 
-def check_images_of_processes(measure: ImageMeasure) -> None:
-    """Raise a `ValueError` if some rows have images and some have none."""
-    without = np.flatnonzero(measure.images == 0)
-    if 0 < len(without) < len(measure.images):
-        raise ValueError(
-            f"{len(without)} of {len(measure.images)} rows of the train dataset have no image (row {without[0]}). "
-            "With `max_tokens_per_batch` a process would compute some micro-batches without the layers that see "
-            "images, while others wait for it there. Leave these rows out, or the budget, or train in one process."
-        )
-
-
 def _count(example: dict[str, Any], collator: Callable[[list[dict[str, Any]]], Any], sharing: bool) -> dict[str, Any]:
-    images = example.get("images", example.get("image"))
-    count = len(images) if isinstance(images, list) else int(images is not None)
+    count = count_images(example) or 0
     batch = collator([example])
     ids, mask = batch["input_ids"], batch["attention_mask"].bool()
     tokens = int(mask.sum())

@@ -24,7 +24,7 @@ from ..data.batch_metadata import (
     pop_metadata,
     rows_with_labels_of_padding,
 )
-from .bin_packing import StepPlan, halve_largest, pack_by_budget, pack_depth_first
+from .bin_packing import Share, StepPlan, halve_largest, pack_by_budget, pack_depth_first
 from .measures import RowMeasure, batch_costs
 from .prefix_schedule import ids_and_masks, plan_on_host
 from .token_costs import RowCosts
@@ -62,6 +62,8 @@ class CollatedStep(NamedTuple):
         keeps_micro_batches (`bool`): Whether the micro-batches are those of TRL.
         prefix_plan (`FlatIndexMaps`, *optional*): The plan of their shared prefixes.
         whole (`dict`, *optional*): The batch of TRL, where it cannot be put together of them.
+        micro_batches_of_trl (`list[int]`): Of which of TRL's micro-batches each item is; empty if unknown.
+        count_of_trl (`int`): Number of TRL's micro-batches in the step.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -72,6 +74,8 @@ class CollatedStep(NamedTuple):
     keeps_micro_batches: bool = False
     prefix_plan: Any = None
     whole: dict[str, Any] | None = None
+    micro_batches_of_trl: Sequence[int] = ()
+    count_of_trl: int = 1
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The step on a device; accelerate calls this method of what a data loader returns."""
@@ -211,8 +215,8 @@ class BudgetCollator:
     pad_token_id: int = 0
     adds_whole: bool = False
 
-    def __call__(self, shares: list[tuple[int, list[int], list[dict[str, Any]]]]) -> CollatedStep:
-        ((rows_of_step, numbers, examples),) = shares
+    def __call__(self, shares: list[tuple[Share, list[dict[str, Any]]]]) -> CollatedStep:
+        (((rows_of_step, numbers, turns), examples),) = shares
         how = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
         if self.keeps_micro_batches:
             size = self.plan.micro_batch
@@ -227,6 +231,11 @@ class BudgetCollator:
         step = CollatedStep(batches, shares_of_step, order, **how)
         if self.adds_whole and len(batches) > 1 and any(map(image_tensors, batches)):
             step = step._replace(whole=pop_metadata(self.collator(examples))[0])
+        if not self.cuts_batches and sum(map(self._count, batches)) == len(
+            order
+        ):  # else a collator of a user has others
+            count = -(-rows_of_step // (self.plan.micro_batch * self.plan.processes))
+            step = step._replace(micro_batches_of_trl=[turns[i] for i in order], count_of_trl=count)
         if self.weight_by_tokens:
             positions = [label_positions(batch) for batch in batches]
             counts = [0 if labels is None else len(labels) for labels in positions]

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
@@ -28,8 +30,8 @@ from ..distributed import data_replicas
 from ..parts import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
-from .bin_packing import StepPlan
-from .image_measures import ImageMeasure, check_images_of_processes, measure_images
+from .bin_packing import Share, StepPlan
+from .image_measures import ImageMeasure, measure_images
 from .measures import RowMeasure
 from .micro_batches import BudgetCollator
 from .prefix_groups import group_rows
@@ -94,7 +96,7 @@ class StepDataset(TorchDataset):
     """
     A dataset whose items are the rows of a process in a step.
 
-    An item is a tuple: the number of rows of the step, the numbers of the rows of the process, and these rows.
+    An item is a tuple: the [`Share`] of the process, and its rows.
     """
 
     def __init__(self, rows: Dataset, plan: StepPlan):
@@ -104,9 +106,8 @@ class StepDataset(TorchDataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, share: tuple[int, list[int]]) -> tuple[int, list[int], list[dict[str, Any]]]:
-        rows_of_step, numbers = share
-        return rows_of_step, numbers, self.rows.__getitems__(numbers)
+    def __getitem__(self, share: Share) -> tuple[Share, list[dict[str, Any]]]:
+        return share, self.rows.__getitems__(share.rows)
 
 
 class GroupedStream(IterableDataset):
@@ -150,16 +151,24 @@ class StepStream(GroupedStream):
     def __init__(
         self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int | None, budget: int, columns: set[str] | None
     ):
-        super().__init__(rows, measure, plan, buffer or plan.per_process)
+        super().__init__(rows, measure, plan, buffer or plan.per_process * plan.processes)
         self.is_grouped, self.budget, self.columns = buffer is not None, budget, columns
         self.has_warned = False
 
     def __iter__(self) -> Iterator[Any]:
-        size, first = self.plan.per_process, 0
+        size, round_of_all = self.plan.per_process * self.plan.processes, self.plan.micro_batch * self.plan.processes
+        first, first_rows = 0, []
         stream = iter(self.rows)
         # A buffer ends where a step does: only the last one may hold an incomplete step.
         while rows := list(islice(stream, self.buffer // size * size)):
             check_budget(self.measure.longest(rows), self.budget, first)
+            first_rows = first_rows or rows[:round_of_all]
+            numbers = [*range(first, first + len(rows))]
+            if first and self.plan.processes > 1 and not self.plan.drop_last:
+                # As accelerate, which fills the last round of micro-batches with the first rows of the stream.
+                missing = -len(rows) % round_of_all
+                filling = np.resize(np.arange(len(first_rows)), missing).tolist()
+                rows, numbers = rows + [first_rows[i] for i in filling], numbers + filling
             costs = self.measure.examples(rows)
             self._warn_of_large(costs, first)
             order: Any = range(len(rows))
@@ -167,8 +176,8 @@ class StepStream(GroupedStream):
                 order = group_rows(order, costs, size)
             if self.columns is not None:
                 rows = [{k: v for k, v in row.items() if k in self.columns} for row in rows]
-            for count, numbers in replace(self.plan, rows=len(rows)).rows_per_process(order, costs):
-                yield count, [first + i for i in numbers], [rows[i] for i in numbers]
+            for share in replace(self.plan, rows=len(rows)).rows_per_process(order, costs):
+                yield share._replace(rows=[numbers[i] for i in share.rows]), [rows[i] for i in share.rows]
             first += len(rows)
 
     def _warn_of_large(self, costs: RowCosts, first: int) -> None:
@@ -273,22 +282,30 @@ class StepOrder(Part):
         The steps of a streamed train dataset.
 
         Raises:
-            ValueError: If this launch reads a stream in parts, or if the buffer holds less than a step.
+            ValueError: If workers or processes read a stream in parts, or if the buffer holds less than a step.
         """
-        trainer, plan, buffer = self.trainer, self.steps or self.plan(), self.settings.group_by_prefix_buffer
-        workers = trainer.args.dataloader_num_workers
-        if workers > 1 or trainer.accelerator.num_processes > 1:
+        trainer, plan, buffer = self.trainer, self.plan(), self.settings.group_by_prefix_buffer
+        workers, size = trainer.args.dataloader_num_workers, plan.per_process * plan.processes
+        if workers > 1:
             raise ValueError(
                 f"`max_tokens_per_batch` makes a step of consecutive rows of a stream, and {workers} data loader "
-                f"workers in {trainer.accelerator.num_processes} processes would read it in parts. Set "
-                "`dataloader_num_workers` to 0 or 1 and train in one process, or give a `datasets.Dataset` "
-                "(`Dataset.from_generator`)."
+                "workers would read it in parts. Set `dataloader_num_workers` to 0 or 1, or give a "
+                "`datasets.Dataset` (`Dataset.from_generator`)."
             )
-        if buffer is not None and buffer < plan.per_process:
+        if buffer is not None and buffer < size:
             raise ValueError(
-                f"`group_by_prefix_buffer={buffer}` rows are fewer than the {plan.per_process} of an optimizer step, "
+                f"`group_by_prefix_buffer={buffer}` rows are fewer than the {size} of an optimizer step, "
                 "so none could be brought together. Read several steps ahead, or leave `group_by_prefix` out."
             )
+        if plan.processes > 1:
+            # All processes read all rows, and each takes its share of a step.
+            begins = gather_object([crc32(repr(list(islice(iter(rows), size))).encode())])
+            if len(set(begins)) > 1:
+                raise ValueError(
+                    "`max_tokens_per_batch`: processes read other first rows of the stream, and would train on some "
+                    "rows twice and on others never. Give `shuffle` a `seed`, and every process the whole stream "
+                    "(no `split_dataset_by_node`)."
+                )
         columns = None
         if trainer.args.remove_unused_columns:  # what transformers does with a `Dataset`, and not with a stream
             trainer._set_signature_columns_if_needed()
@@ -297,17 +314,13 @@ class StepOrder(Part):
 
     def _count_tokens(self, rows: Dataset) -> ImageMeasure:
         trainer = self.trainer
-        processes = trainer.accelerator.num_processes
-        measure = measure_images(
+        return measure_images(
             rows,
             self.collator,
             sharing=bool(self.settings.prefix_sharing),
-            processes=(trainer.accelerator.process_index, processes),
+            processes=(trainer.accelerator.process_index, trainer.accelerator.num_processes),
             workers=getattr(trainer.args, "dataset_num_proc", None),
         )
-        if processes > 1:
-            check_images_of_processes(measure)
-        return measure
 
     def measure(self) -> RowMeasure:
         """Token costs of the rows of the trainer's data."""
@@ -359,6 +372,8 @@ class StepOrder(Part):
         costs = self.measure().dataset(dataset)
         if budget is not None:
             self._check_rows(costs, dataset, budget)
+        # Each process then has images in a step if it has them in TRL: of what none uses, DDP has no gradient.
+        has_texts = self.images is not None and not self.images.images.all()
         epoch = lambda: int(trainer.state.epoch or 0)  # noqa: E731
         return StepSampler(
             sampler,
@@ -367,7 +382,7 @@ class StepOrder(Part):
             epoch,
             is_grouped=bool(self.settings.group_by_prefix),
             is_partitioned=budget is not None,
-            equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator,
+            equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator or has_texts,
         )
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:

@@ -36,9 +36,12 @@ class StepMetrics:
         self.trainer = trainer
         self.tokens = trainer._total_train_tokens
         self.values: list[tuple[dict[str, list[float]], Mapping[str, Any]]] = []
+        self.of_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextlib.contextmanager
-    def micro_batch(self, num_items: Mapping[str, Any], reduces: bool = True) -> Iterator[None]:
+    def micro_batch(
+        self, num_items: Mapping[str, Any], reduces: bool = True, turns: list[int] | None = None
+    ) -> Iterator[None]:
         """
         A block with the loss of a micro-batch.
 
@@ -47,6 +50,8 @@ class StepMetrics:
                 Number of items that each metric is a mean over, by its name; `""` stands for all other metrics.
             reduces (`bool`, *optional*, defaults to `True`):
                 Whether `accelerator.reduce` still reduces. Every process must then have equally many micro-batches.
+            turns (`list[int]`, *optional*):
+                Of which of TRL's micro-batches each of its items is.
         """
         metrics, accelerator = self.trainer._metrics, self.trainer.accelerator
         saved, metrics["train"] = metrics["train"], defaultdict(list)
@@ -60,6 +65,9 @@ class StepMetrics:
             ):
                 yield
             self.values.append((metrics["train"], num_items))
+            if turns is not None and (values := self.trainer.padding.task.values_of_rows()) is not None:
+                blocks = len(values) // len(turns)  # chosen, rejected
+                self.of_rows.append((values.flatten(), torch.tensor(turns, device=values.device).repeat(blocks)))
         finally:
             metrics["train"] = saved
 
@@ -72,8 +80,12 @@ class StepMetrics:
         finally:
             self.trainer._total_train_tokens = self.tokens
 
-    def log(self, repeated_tokens: int = 0) -> None:
-        """Log the means of all micro-batches, and count their tokens but for those of repeated micro-batches."""
+    def log(self, repeated_tokens: int = 0, count_of_trl: int = 1) -> None:
+        """
+        Log the means of all micro-batches, and count their tokens but for those of repeated micro-batches.
+
+        TRL logs the mean over its micro-batches, of which the step has `count_of_trl`.
+        """
         trainer, task = self.trainer, self.trainer.padding.task
         accelerator, device = trainer.accelerator, trainer.args.device
         has_others = accelerator.num_processes > 1
@@ -96,13 +108,20 @@ class StepMetrics:
         sums, weights = totals[: len(names)], totals[len(names) :]
         means = {name: total / n if n else 0.0 for name, total, n in zip(names, sums, weights, strict=True)}
         for name in filter(task.min_max_metrics.get, names):
-            take = task.min_max_metrics[name]
-            own = [values[name][-1] for values, _ in self.values if values.get(name)] or [math.nan]
-            every = accelerator.gather(take(torch.tensor(own, device=device).float()))
-            means[name] = float(take(every[~every.isnan()]))
+            # Row by row the micro-batches of TRL that a process has no row of are NaN.
+            take, own = task.min_max_metrics[name], torch.full((count_of_trl,), math.nan, device=device)
+            if self.of_rows:
+                rows, turns = map(torch.cat, zip(*self.of_rows, strict=True))
+                for turn in turns.unique().tolist():
+                    own[turn] = take(rows[turns == turn]).float()
+            elif values := [values[name][-1] for values, _ in self.values if values.get(name)]:
+                own[:] = take(torch.tensor(values, device=device).float())
+            every = accelerator.gather(own[None]).T
+            extremes = [take(of_turn[~of_turn.isnan()]) for of_turn in every if not of_turn.isnan().all()]
+            means[name] = float(sum(extremes) / len(extremes))
         metrics = trainer._metrics["train"]
         for name, mean in task.merge_metrics(means).items():
-            metrics[name].append(mean)
+            metrics[name] += [mean] * count_of_trl
         if counts_tokens:
             trainer._total_train_tokens = self.tokens + int(tokens) // data_replicas(trainer)
             metrics["num_tokens"] = [trainer._total_train_tokens]

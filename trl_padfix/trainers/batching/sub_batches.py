@@ -9,7 +9,7 @@ activations of one sub-batch at a time, and the gradient equals that of one forw
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, MutableSet, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -31,6 +31,7 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
 from ..data.batch_metadata import image_tensors
+from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
 from .prefix_groups import sort_by_prefix
 from .prefix_schedule import plan_on_host
@@ -53,10 +54,6 @@ RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""
 
 
-_WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
-"""Arguments with one value per column, of which there may be as many as rows."""
-
-
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
     """
@@ -76,17 +73,16 @@ class _SplitBatch:
         differs = [(new != old).any() for new, old in pairs if new is not None and old is not None]
         defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
 
-    def calls(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+    def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
         """The arguments of each sub-batch: rows of what has a row for each row of the batch, and all else."""
         name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
         for rows, (tokens, mask) in zip(self.rows, self.inputs, strict=True):
-            of_rows = {k: v[rows] for k, v in call.items() if k not in _WITHOUT_ROWS and _has_rows(v, count)}
+            of_rows = select_rows(call, rows, count, images)
             if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
                 of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
             # The very tensors of the first forward, by which later forwards find their layout.
-            of_rows |= {name: tokens} if mask is None else {name: tokens, "attention_mask": mask}
-            calls.append(call | of_rows)
+            calls.append(of_rows | ({name: tokens} if mask is None else {name: tokens, "attention_mask": mask}))
         return calls
 
 
@@ -106,6 +102,8 @@ class SubBatches:
             Whether prefixes that sub-batches have in common are computed once, and not by each of them.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
+        images ([`ImageCounts`], *optional*):
+            Images of each row. Without them a forward with images is computed as one.
     """
 
     budget: int
@@ -113,6 +111,7 @@ class SubBatches:
     sync_count: Callable[[int], int] | None = None
     share_across_sub_batches: bool = False
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
+    images: ImageCounts | None = None
     batches: list[_SplitBatch] = field(default_factory=list)
 
     def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
@@ -126,9 +125,11 @@ class SubBatches:
         host_ids = ids if has_ids else torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
         host_mask = torch.ones_like(host_ids) if mask is None else mask.to(host_ids.dtype)
         ids_and_mask = torch.stack([host_ids, host_mask]).cpu()
-        numbers = self._rows(*ids_and_mask, sharing=self.sharing and has_ids and mask is not None)
+        # Equal ids do not tell equal images, which only a forward compares.
+        has_keys = has_ids and mask is not None and self.images is None
+        numbers = self._rows(*ids_and_mask, sharing=self.sharing and has_keys)
         plan = None
-        if self.share_across_sub_batches and has_ids and len(numbers) > 1 and mask is not None:
+        if self.share_across_sub_batches and has_keys and len(numbers) > 1 and mask is not None:
             host_plan = plan_on_host([(ids_and_mask[0, rows], ids_and_mask[1, rows]) for rows in numbers], self.budget)
             plan = host_plan and host_plan.to(ids.device)
         rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
@@ -144,24 +145,38 @@ class SubBatches:
         if sharing:
             rows = [row[keep] for row, keep in zip(ids.numpy(), is_real, strict=True)]
             costs = prefix_costs(lengths, lengths, *sort_by_prefix(rows))
+        if (costs.tokens > self.budget).any():
+            logger.warning_once(
+                f"Rows of a forward have more tokens than `max_tokens_per_batch={self.budget}`: each is a sub-batch "
+                "by itself, and needs the memory of its size. Raise the budget, or shorten the rows. Said once."
+            )
         pack = pack_depth_first if self.share_across_sub_batches else pack_by_budget
         sub_batches = pack(costs, self.budget)
         count = len(sub_batches) if self.sync_count is None else self.sync_count(len(sub_batches))
         # Processes have equally many rows, so each has enough of them for `count` sub-batches.
         return [list(rows) for _, rows in halve_largest(sub_batches, count)]
 
+    def can_split(self, batch: Mapping[str, Any], count: int) -> bool:
+        """Whether a batch of `count` rows has no images, or those of each row are known on every process."""
+        if not has_pixels(batch):
+            return True
+        return self.sync_count is None and split_images(batch, count, self.images) is not None
+
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
-        if image_tensors({k: v for k, v in call.items() if k != "inputs_embeds"}):
-            raise ValueError(
-                "`max_tokens_per_batch` computes this batch in sub-batches of rows, and its images are not numbered "
-                "by row, so it is unknown which images belong to which row. Leave the budget out."
-            )
+        # Images of other names, whose processors nobody here knows.
+        others = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
+        if image_tensors(others) or not self.can_split(call, len(_tokens(call))):
+            unknown = "processes that shard the model meet in its vision tower, and have rows with other images"
+            if self.sync_count is None:
+                unknown = "it is unknown which of its images belong to which row"
+            self.leave(model, call, f"{unknown}. Lower the batch size")
+            return forward(**call)
         batch = self.split(_tokens(call), call.get("attention_mask"))
         if len(batch.rows) == 1:
             return forward(**call)
         model_forward = _ModelForward(model, forward, _wants_router_logits(model, call))
-        calls = batch.calls(call)
+        calls = batch.calls(call, self.images)
         layouts = model_forward.layouts(batch.plan, calls)
         # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
         *recomputed, last = zip(calls, layouts, strict=True)
@@ -274,13 +289,13 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
     inverse, output = rows.argsort(), outputs[0]
     has_balancing_loss = output.get("aux_loss") is not None
     for name, value in list(output.items()):
-        values = [sub_output[name] for sub_output in outputs]
+        values = [sub_output.get(name) for sub_output in outputs]  # text alone has no features of images
         if all(_has_rows(v, len(_tokens(call))) for v, call in zip(values, calls, strict=True)):
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":
             continue
-        elif name == "past_key_values":
-            output[name] = None  # no cache was asked for; the caches of sub-batches are none of the batch
+        elif name in ("past_key_values", "image_hidden_states"):
+            output[name] = None  # no loss reads them; the caches of sub-batches are none of the batch
         elif name == "loss" and has_balancing_loss:
             output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
         elif name == "router_logits":

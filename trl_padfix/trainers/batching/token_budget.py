@@ -8,7 +8,7 @@ the same rows as without a budget, and each row has the weight that it has in TR
 A loss that compares the rows of a forward, or balances experts over it, is computed from each micro-batch of TRL at
 once: its forwards are run in sub-batches (`sub_batches.py`), as are those of an evaluation. If rows are compared
 without gradients only (the KL term of KTO, the advantages of GRPO), the rest of the loss is computed in sub-batches.
-Forwards with images are never split: only the collator can tell which images belong to which row.
+The collator counts the images of each row, by which such a forward is split, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -36,6 +36,7 @@ from ..checks import rope_kind_beyond
 from ..custom_loss import custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss
 from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.columns import column_names
+from ..data.image_rows import ImageCounts, has_pixels, numbered_images, select_rows, without_images
 from ..data.tokenizers import tokenizer_of
 from ..distributed import (
     datasets_of,
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchBudget", "SubBatchBudget"]
 
 logger = get_logger(__name__)
+
+_TURNS = "micro_batches_of_trl"
 
 
 class SubBatchBudget(Part):
@@ -146,22 +149,24 @@ class SubBatchBudget(Part):
         for attachment in self._attached:
             attachment.remove()
 
-    def split_forwards(self, *concatenated: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    def split_forwards(
+        self, *concatenated: torch.Tensor, images: ImageCounts | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """
-        A block whose forwards are run in sub-batches, if there is a budget and rows have no images.
+        A block whose forwards are run in sub-batches, if there is a budget.
 
         Within a micro-batch forwards are not split again. `concatenated`: ids and mask of its forward, where the loss
-        concatenates them into new tensors.
+        concatenates them into new tensors. `images`: those of its rows, by default those of the running step.
         """
         if self.running is not None:
             if concatenated:
                 self.running.set_inputs(*concatenated)
             return contextlib.nullcontext()
-        if self.budget is None or _has_images(self.trainer):
+        if self.budget is None:
             return contextlib.nullcontext()
-        return within(runner=self._sub_batches(self.budget))
+        return within(runner=self._sub_batches(self.budget, images))
 
-    def _sub_batches(self, budget: int) -> SubBatches:
+    def _sub_batches(self, budget: int, images: ImageCounts | None = None) -> SubBatches:
         trainer, handle = self.trainer, self.trainer.padding.handle
         return SubBatches(
             budget,
@@ -170,7 +175,22 @@ class SubBatchBudget(Part):
             sync_count=(lambda count: max_over_processes(trainer, count)) if is_sharded(trainer) else None,
             share_across_sub_batches=self.share_across_micro_batches and not is_sharded(trainer),
             checked_models=self._checked_models,
+            images=images or self._images_of_step(),
         )
+
+    def _images_of_step(self) -> ImageCounts | None:
+        """The images of the rows of the running step, by TRL or by the collator; `None` without images."""
+        step = self.trainer.padding.running
+        if step is None or not isinstance(step.inputs, Mapping):
+            return None
+        if counts := numbered_images(step.inputs):
+            return counts
+        metadata = step.batch_metadata
+        if metadata is None or not metadata.num_images or not metadata.unmodified(step.inputs, "input_ids"):
+            return None
+        # Chosen and rejected rows have the same images.
+        blocks = len(step.inputs["input_ids"]) // len(metadata.num_images)
+        return {"num_images": metadata.num_images * blocks}
 
     def compute_loss(
         self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -184,11 +204,14 @@ class SubBatchBudget(Part):
         if self.budget is None or not self._is_sum_over_rows(inputs):
             return compute(model, inputs, *args, **kwargs)
         sub_batches = self._sub_batches(self.budget)
+        ids = task.padded_batches(inputs)[0]["input_ids"]
+        if not sub_batches.can_split(inputs, len(ids)):
+            return compute(model, inputs, *args, **kwargs)
         split = sub_batches.split(*task.padded_batches(inputs)[0].values())
         if len(split.rows) == 1 and trainer.accelerator.num_processes == 1:
             return compute(model, inputs, *args, **kwargs)
         with task.with_sub_batches(inputs, sub_batches) as inputs:
-            micro_batches = [_rows_of(inputs, rows, sum(map(len, split.rows))) for rows in split.rows]
+            micro_batches = [select_rows(inputs, rows, len(ids), sub_batches.images) for rows in split.rows]
             ids_and_masks = [tuple(task.padded_batches(batch)[0].values()) for batch in micro_batches]
             loss = finished = torch.zeros((), device=trainer.args.device)
             with self._run(MicroBatchRunner(len(micro_batches), split.plan, ids_and_masks)) as metrics:
@@ -255,7 +278,7 @@ class SubBatchBudget(Part):
         """Whether the loss of a batch is a sum over its rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
         is_training = torch.is_grad_enabled() and trainer.model.training
-        if not (is_training and task.needs_all_rows()) or _has_images(trainer):
+        if not (is_training and task.needs_all_rows()):
             return False
         is_trusted = custom_loss_name(trainer) is None and trainer.padding.gradient_hook is None
         is_step = trainer.args.gradient_accumulation_steps == 1
@@ -279,6 +302,13 @@ class SubBatchBudget(Part):
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
 
+    @contextlib.contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        with self.split_forwards():  # not of a micro-batch
+            yield
+        if self.weight is not None:
+            step.result = step.result * self.weight
+
     def training_step(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's `training_step`, `train`."""
         return train(model, inputs, *args, **kwargs)
@@ -286,6 +316,9 @@ class SubBatchBudget(Part):
     def whole_batch(self, inputs: Any) -> Any:
         """The batch that a loss gets."""
         return inputs
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called after each step of the `epoch`, before anything is logged or saved."""
 
 
 class MicroBatchBudget(SubBatchBudget):
@@ -295,6 +328,9 @@ class MicroBatchBudget(SubBatchBudget):
     """Whether a claim is being verified, with the loss of all rows of a step."""
 
     _claim_is_verified = False
+
+    _epoch: float | None = None
+    """The epoch that the last step has set."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
@@ -388,8 +424,11 @@ class MicroBatchBudget(SubBatchBudget):
         counts_tokens = has_count and "labels" in micro_batches[0][0]
         if step.keeps_micro_batches or task.needs_all_rows():
             return self._train_whole(train, model, micro_batches, counts_tokens, *args, **kwargs)
-        count = max_over_processes(self.trainer, len(micro_batches))
-        micro_batches = to_equal_count(micro_batches, count, task.rows_per_item)
+        turns = list(step.micro_batches_of_trl)
+        for batch, _ in micro_batches if turns else ():  # a column meanwhile, which is cut with the others
+            batch[_TURNS] = [turns.pop(0) for _ in range(len(batch["input_ids"]) // task.rows_per_item)]
+        micro_batches = self._to_equal_counts(micro_batches)
+        turns_of = [batch.pop(_TURNS, None) for batch, _ in micro_batches]
         weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
         if reduction := self._claimed_reduction():
             counts_tokens = False  # of the loss itself nothing is known but the claim
@@ -404,12 +443,38 @@ class MicroBatchBudget(SubBatchBudget):
                 # A micro-batch with weight 0 only matches the forwards of other processes.
                 self.weight = weights[i]
                 num_items = self._num_items(batch, weight, counts_tokens)
-                with self._micro_batch(i, model), metrics.micro_batch(num_items):
+                with self._micro_batch(i, model), metrics.micro_batch(num_items, turns=turns_of[i]):
                     loss = loss + train(model, batch, *args, **kwargs)
         unweighted = [batch for batch, weight in micro_batches if not weight]
         masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in unweighted]
-        metrics.log(sum(int(mask.sum()) for mask in masks))
+        metrics.log(sum(int(mask.sum()) for mask in masks), step.count_of_trl)
         return loss
+
+    def _to_equal_counts(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """
+        As many micro-batches as the process with most of them has, those with images last.
+
+        DDP reduces the gradients of what the last backward used: of the vision tower, too.
+
+        Raises:
+            ValueError: If processes that shard a model would wait for one without images in its vision tower.
+        """
+        trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
+        of_kind = [[m for m in micro_batches if has_pixels(m[0]) == kind] for kind in (False, True)]
+        if trainer.padding.part(StepOrder).images is None or not is_sharded(trainer):
+            count = max_over_processes(trainer, len(micro_batches))
+            return sorted(to_equal_count(micro_batches, count, rows_per_item), key=lambda m: has_pixels(m[0]))
+        texts, images = (max_over_processes(trainer, len(kind)) for kind in of_kind)
+        if images and not of_kind[1]:
+            raise ValueError(
+                f"No row of process {trainer.accelerator.process_index} has an image in step "
+                f"{trainer.state.global_step + 1}, and processes that shard a model (FSDP, ZeRO-3) meet in its vision "
+                "tower. As with TRL alone, each batch of each process needs a row with an image."
+            )
+        if texts and not of_kind[0]:  # its text computes the same layers, and counts for nothing
+            of_kind[0] = [(without_images(of_kind[1][0][0]), 0.0)]
+        counted = zip(of_kind, (texts, images), strict=True)
+        return [m for kind, count in counted if count for m in to_equal_count(kind, count, rows_per_item)]
 
     def _step_of_user(self, inputs: Any) -> CollatedStep:
         """
@@ -445,6 +510,15 @@ class MicroBatchBudget(SubBatchBudget):
         parts = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
         batches = [items_of(plain, part, count) for part in parts]
         return CollatedStep(batches, [1 / len(parts)] * len(parts), [], keeps_micro_batches=True)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""
+        state, order = self.trainer.state, self.trainer.padding.part(StepOrder)
+        # Set once in each step: transformers has counted one batch of the data loader for each.
+        if self.budget is None or not order.steps or not order.steps.rows or state.epoch == self._epoch:
+            return
+        steps = round((state.epoch - epoch) * len(order.steps) / order.steps.processes)
+        state.epoch = self._epoch = epoch + order.steps.share_of_epoch(steps)
 
     def whole_batch(self, inputs: Any) -> Any:
         """
@@ -551,13 +625,6 @@ class MicroBatchBudget(SubBatchBudget):
         assert self.budget is not None
         return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
 
-    @contextlib.contextmanager
-    def around_step(self, step: Step) -> Iterator[None]:
-        with self.split_forwards():  # not of a micro-batch
-            yield
-        if self.weight is not None:
-            step.result = step.result * self.weight
-
 
 def _budget_obstacle(trainer: PaddingFreeTrainer) -> str | None:
     """Why the loss of a batch depends on which rows are in one forward, or `None` if it does not."""
@@ -582,11 +649,6 @@ def _budget_obstacle(trainer: PaddingFreeTrainer) -> str | None:
             return f"`loss_reduction={claim!r}` cannot be verified, because images are not numbered by row"
     if task.needs_all_rows() and trainer.is_deepspeed_enabled:
         return f"{all_rows}, and DeepSpeed does not compute forwards a second time within a backward"
-    if _has_images(trainer) and task.needs_all_rows():
-        return (
-            f"{all_rows}: its forwards are split by rows, and it is unknown there which "
-            "of the images in a batch belong to which row"
-        )
     if getattr(trainer, "aux_loss_enabled", False) and not joins_balancing_losses():
         return (
             f"TRL {trl.__version__} takes the load-balancing loss of experts (`router_aux_loss_coef`) with the "
@@ -612,14 +674,3 @@ def _what_collator_gets(has_images: bool, all_rows: bool) -> str:
 
 def _has_images(trainer: PaddingFreeTrainer) -> bool:
     return any(column_names(dataset) & {"image", "images"} for dataset in datasets_of(trainer).values())
-
-
-def _rows_of(inputs: dict[str, Any], rows: torch.Tensor, count: int) -> dict[str, Any]:
-    """Some rows of a batch of `count`; values without an entry for each row are not cut."""
-    selected = dict(inputs)
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == count:
-            selected[name] = value[rows]
-        elif isinstance(value, list) and len(value) == count:
-            selected[name] = [value[i] for i in rows.tolist()]
-    return selected

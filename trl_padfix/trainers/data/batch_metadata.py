@@ -24,6 +24,7 @@ from ...core.call.layout_of import LayoutInputs, PrefixSharing
 from ...core.errors import PaddingRemovalError
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.layout import Layout
+from .image_rows import count_images
 
 
 __all__ = [
@@ -70,6 +71,7 @@ class LayoutCollator:
         return getattr(self.collator, name)
 
     def __call__(self, examples: list[Any]) -> Any:
+        num_images = [count for count in map(count_images, examples) if count is not None]  # TRL's write to examples
         try:
             batch = self.collator(examples)
         except StopIteration as error:
@@ -87,7 +89,7 @@ class LayoutCollator:
             return batch
         # Flat, because a worker hands each tensor to the main process by a file descriptor: one instead of dozens.
         flat = FlatIndexMaps.of(metadata)
-        return BatchWithMetadata(batch, BatchMetadata(flat, self.prefix_sharing))
+        return BatchWithMetadata(batch, BatchMetadata(flat, self.prefix_sharing, num_images=num_images or None))
 
     def _forward_metadata(self, inputs: dict[str, Any]) -> ForwardMetadata | None:
         if inputs.get("attention_mask") is not None and not self.packs_padded:
@@ -137,11 +139,13 @@ class BatchMetadata:
 
     `forward_metadata` maps the prefixes of the names ([`PREFIXES`]) to [`ForwardMetadata`]. Before it is on a device
     it is one block ([`FlatIndexMaps`]). `versions` are the tensors of the batch on that device; empty before.
+    `num_images` are the images of each example, if the examples have a column of images.
     """
 
     forward_metadata: FlatIndexMaps | dict[str, ForwardMetadata]
     prefix_sharing: PrefixSharing
     versions: dict[str, TensorVersion] = field(default_factory=dict)
+    num_images: list[int] | None = None
 
     def pin_memory(self, device: Any = None) -> BatchMetadata:
         """The same metadata in page-locked memory; the data loader calls it."""

@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from datasets import Dataset, DatasetDict, Features
+from datasets import Dataset, DatasetDict, Features, IterableDataset
 from trl.data_utils import maybe_convert_to_chatml
 
+from .columns import column_names
 from .data_warnings import warn_or_raise
 
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 
 
@@ -43,11 +43,17 @@ logger = logging.getLogger(__name__)
 MAX_RENDERED_ROWS = 1000
 """Maximum number of rows of a dataset that [`check_turns`] renders."""
 
+MAX_STREAMED_ROWS = 100
+"""Number of rows of a stream, from the first on, that [`check_turns`] renders."""
+
 ROWS_CHECKED_FOR_TOOLS = 20
 """Number of rows, from the first on, that [`check_tool_messages`] searches for tool calls and answers."""
 
 
-def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
+D = TypeVar("D", Dataset, IterableDataset)
+
+
+def expand_turns(dataset: D, name: str = "train") -> D:
     """
     Make one row of each turn of the assistant, in the order of the conversations.
 
@@ -55,17 +61,17 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
     turn are left out; a warning gives their numbers.
 
     Args:
-        dataset ([`~datasets.Dataset`]):
+        dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
             Conversations in the column `messages` (or `conversations`). Other columns (`tools`,
             `chat_template_kwargs`) are kept.
         name (`str`, *optional*, defaults to `"train"`):
             Name of the dataset in errors and warnings.
 
     Returns:
-        [`~datasets.Dataset`] with `prompt` and `completion` instead of `messages`.
+        The dataset with `prompt` and `completion` instead of `messages`. A stream stays one; what is left out of it is
+        warned about as it is read.
 
     Raises:
-        TypeError: If the dataset is a stream: its rows could be checked only during training.
         ValueError: If it has no conversations, has images, or has no turn to train on.
 
     Example:
@@ -82,28 +88,30 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
 
     ```
     """
-    if not isinstance(dataset, Dataset):
+    if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
-            f"`expand_turns` takes a `datasets.Dataset`, and the {name} dataset is a `{type(dataset).__name__}`. Make "
-            "one of a stream with `Dataset.from_generator`, or map the stream yourself: a row with `prompt` and "
-            "`completion` for each turn."
+            f"`expand_turns` takes a dataset of `datasets`, and the {name} dataset is a `{type(dataset).__name__}`. "
+            "Make one of it with `Dataset.from_generator` or `IterableDataset.from_generator`."
         )
-    columns = dataset.column_names
+    is_stream = isinstance(dataset, IterableDataset)
+    columns = sorted(column_names(dataset))
     if images := sorted({"image", "images"} & set(columns)):
         raise ValueError(
             f"The {name} dataset has {images}, which do not say which turn they belong to. Write its rows with "
             "`prompt` and `completion`, each with its own images."
         )
     if "messages" not in columns and "conversations" in columns:
-        dataset = dataset.map(maybe_convert_to_chatml, desc=f"Converting the {name} dataset to messages")
-        columns = dataset.column_names
+        how = {} if is_stream else {"desc": f"Converting the {name} dataset to messages"}
+        dataset = dataset.map(maybe_convert_to_chatml, **how)
+        columns = sorted(column_names(dataset))
     if "messages" not in columns:
         raise ValueError(
             f"`expand_turns` makes rows of conversations, and the {name} dataset has columns {sorted(columns)}. Give "
             "a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` are rows of one "
             "turn already."
         )
-    counts: Counter[str] = Counter(conversations=len(dataset))
+    counts: Counter[str] = Counter(conversations=0 if is_stream else len(dataset))
+    said: set[str] = set()
     other_columns = [column for column in columns if column not in ("messages", "prompt", "completion")]
 
     def expand(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -114,16 +122,21 @@ def expand_turns(dataset: Dataset, name: str = "train") -> Dataset:
                 rows["completion"].append(messages[begin:end])
                 for column in other_columns:
                     rows[column].append(batch[column][i])
+        for kind in sorted(counts.keys() & _LEFT_OUT.keys() - said) if is_stream else ():
+            said.add(kind)
+            logger.warning(f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. Said once.")
         return rows
 
-    types = dataset.features
+    types: Any = dataset.features
     # Given, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
-    features = Features(
+    features = types and Features(
         {column: types[column] for column in other_columns}
         | dict.fromkeys(("prompt", "completion"), types["messages"])
     )
     # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
-    rows = dataset.map(
+    if is_stream:
+        return dataset.map(expand, batched=True, remove_columns=columns, features=features)
+    rows: Any = dataset.map(
         expand, batched=True, remove_columns=columns, features=features, load_from_cache_file=False,
         desc=f"Making a row of each turn of the {name} dataset",
     )  # fmt: skip
@@ -150,13 +163,19 @@ def check_turn_settings(config: TrainingArguments) -> None:
             )
 
 
-def check_turns(dataset: Dataset, processing_class: PreTrainedTokenizerBase | ProcessorMixin, name: str) -> None:
+def check_turns(
+    dataset: Dataset | IterableDataset, processing_class: PreTrainedTokenizerBase | ProcessorMixin, name: str
+) -> None:
     """Raise a `ValueError` if the rendered prompt of a turn is not the beginning of the rendered row."""
     if getattr(processing_class, "chat_template", None) is None:
         return  # TRL raises an error for conversations without a template
-    sample = range(0, len(dataset), -(-len(dataset) // MAX_RENDERED_ROWS))  # evenly spaced; -(-a // b) rounds up
+    if isinstance(dataset, Dataset):
+        step = -(-len(dataset) // MAX_RENDERED_ROWS)  # evenly spaced; -(-a // b) rounds up
+        sample = [*dataset.select(range(0, len(dataset), step))]
+    else:  # its first rows; all of them are read in training only
+        sample = [*dataset.take(MAX_STREAMED_ROWS)]
     differing = []
-    for row in dataset.select(sample):
+    for row in sample:
         render = renderer(row, processing_class)
         prompt = render(row["prompt"], add_generation_prompt=True)
         full_text = render(row["prompt"] + row["completion"])
@@ -251,12 +270,20 @@ def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[int, int]]:
     """[`turns_of`] a conversation, except a turn without a message before it; updates `counts` for [`_report`]."""
     turns = turns_of(messages)
-    counts["joined"] += any(end - begin > 1 for begin, end in turns)
-    if turns and turns[0][0] == 0:
-        turns = turns[1:]
-        counts["first"] += 1
-    counts["without"] += not turns
+    begins_with_turn = bool(turns) and turns[0][0] == 0
+    joined = any(end - begin > 1 for begin, end in turns)
+    turns = turns[begins_with_turn:]
+    kinds = {"joined": joined, "first": begins_with_turn, "without": not turns}
+    counts.update(kind for kind, holds in kinds.items() if holds)
     return turns
+
+
+_LEFT_OUT = {
+    "without": "have no turn of the assistant to train on and are left out",
+    "first": "begin with the assistant; that turn has no prompt and is no row",
+    "joined": "have consecutive messages of the assistant; they are one turn",
+}
+"""What is said of conversations that are not used as they are."""
 
 
 def _report(counts: Counter[str], rows: int, name: str) -> None:
@@ -267,11 +294,7 @@ def _report(counts: Counter[str], rows: int, name: str) -> None:
             f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "
             "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
         )
-    for kind, text in {
-        "without": "have no turn of the assistant to train on and are left out",
-        "first": "begin with the assistant; that turn has no prompt and is no row",
-        "joined": "have consecutive messages of the assistant; they are one turn",
-    }.items():
+    for kind, text in _LEFT_OUT.items():
         if counts[kind]:
             logger.warning(
                 f"`expand_turns`: {counts[kind]} of {conversations} conversations of the {name} dataset {text}."

@@ -17,8 +17,9 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
+from ..batching.token_budget import SubBatchBudget
 from ..data.tokenizers import tokenizer_of
-from ..distributed import splitting_parallelism
+from ..distributed import is_sharded, splitting_parallelism
 from ..parts import Evaluation, Part
 from ..settings import check_generation_settings
 from .prompts import Prompt, prompt_of, require_prompts
@@ -162,18 +163,38 @@ class Generation(Part):
         template = getattr(self.trainer, "chat_template", None)
         for start in range(0, len(indices), size):
             prompts = [prompt_of(dataset[i], processing, template) for i in indices[start : start + size]]
-            images = [prompt.images for prompt in prompts]
-            batch = processing(
-                text=[prompt.text for prompt in prompts],
-                padding=True,
-                return_tensors="pt",
-                # As TRL: a chat template has added special tokens already, and with images TRL adds none.
-                add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
-                **({"images": images} if any(images) else {}),
-            )
-            if not isinstance(processing, ProcessorMixin):
-                batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            yield prompts, dict(batch)
+            batch = self._encode(prompts)
+            parts = self._within_budget(batch["attention_mask"].sum(1).tolist())
+            for part in parts:
+                yield prompts[part], batch if len(parts) == 1 else self._encode(prompts[part])
+
+    def _encode(self, prompts: list[Prompt]) -> dict[str, Any]:
+        """Token ids, mask and images of prompts."""
+        processing: Any = self.trainer.processing_class
+        images = [prompt.images for prompt in prompts]
+        batch = processing(
+            text=[prompt.text for prompt in prompts],
+            padding=True,
+            return_tensors="pt",
+            # As TRL: a chat template has added special tokens already, and with images TRL adds none.
+            add_special_tokens=not (prompts[0].is_chat or self.trainer._is_vision_dataset),
+            **({"images": images} if any(images) else {}),
+        )
+        names = batch.keys() if isinstance(processing, ProcessorMixin) else ("input_ids", "attention_mask")
+        return {name: batch[name] for name in names}
+
+    def _within_budget(self, lengths: list[int]) -> list[slice]:
+        """Consecutive prompts whose cache fits into `max_tokens_per_batch`, padded as it is; or one prompt."""
+        budget = self.trainer.padding.part(SubBatchBudget).budget
+        if budget is None or is_sharded(self.trainer):  # whose processes meet in each forward
+            return [slice(0, len(lengths))]
+        parts, begin = [], 0
+        for end in range(1, len(lengths) + 1):
+            tokens = (end - begin) * (max(lengths[begin:end]) + self.settings.generation_max_new_tokens)
+            if tokens > budget and end - begin > 1:
+                parts.append(slice(begin, end - 1))
+                begin = end - 1
+        return [*parts, slice(begin, len(lengths))]
 
     @property
     def _generator(self) -> Any:

@@ -1,0 +1,77 @@
+"""A token budget splits the forwards of TRL's experimental trainers, and leaves all that they compute and log."""
+
+from functools import cache
+
+import pytest
+import trl
+from kit.cells import slow_but
+from kit.trainer_runs import MODES, assert_same, break_mode, figures
+from packaging.version import Version
+
+
+if Version(trl.__version__) < Version("1.16"):
+    pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
+
+from kit.experimental_runs import EXPERIMENTS, build, train
+from kit.online_runs import save_policy
+
+
+NAMES = [name for name in EXPERIMENTS if name != "GMPO"]  # a GRPO, which has the budget of one
+METRICS = {name: () for name in NAMES if name != "GKD"}
+METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/",)}
+"""Metrics that are means over padding, too, in TRL, of all trainers with metrics."""
+
+CELLS = [(name, mode) for name in NAMES for mode in ("padding-free", "prefix sharing")]
+ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def trls(policy, tmp_path_factory):
+    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
+
+
+def longest_row(run):
+    """The least budget: tokens of the longest row of all forwards."""
+    return max(int(mask.sum(1).max()) for _, mask in run.batches)
+
+
+@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "padding-free")], CELLS))
+def test_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monkeypatch):
+    theirs = trls(name)
+    config = {"max_tokens_per_batch": longest_row(theirs), "parity_check": False}
+    ours = train(name, "trl_padfix", tmp_path, policy, **config, **MODES[mode])
+    assert_same(ours.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
+    if name in METRICS:
+        assert_same(figures(ours.logs, METRICS[name]), figures(theirs.logs, METRICS[name]), atol=1e-4)
+    assert_same(ours.weights(), theirs.weights(), atol=1e-5)
+    # Generation leaves no trace here, and TRL's forwards have padding.
+    assert max(ours.forwards) < max(theirs.forwards)
+    if mode == "padding-free":  # a forward whose sharing would not pay computes more tokens than were counted
+        assert max(ours.forwards) <= config["max_tokens_per_batch"]
+    assert len(ours.forwards) > len(theirs.forwards)
+    wrong = train(name, "trl_padfix", tmp_path, policy, **config, **break_mode(monkeypatch, mode))
+    with pytest.raises(AssertionError):
+        assert_same(wrong.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ORPO", "TPO", "GKD", "OnlineDPO", "SDFT"])
+def test_accumulated_steps_are_trls(name, policy, tmp_path):
+    config = ACCUMULATED | {"max_steps": 3}
+    theirs = train(name, "trl", tmp_path, policy, **config)
+    budget = longest_row(theirs)
+    config |= {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False}
+    ours = train(name, "trl_padfix", tmp_path, policy, **config)
+    assert_same(ours.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
+    assert [log["epoch"] for log in ours.logs] == [log["epoch"] for log in theirs.logs]
+    assert max(ours.forwards) <= budget < max(theirs.forwards)
+
+
+def test_a_budget_without_padding_removal_is_refused(policy, tmp_path):
+    with pytest.raises(ValueError, match="`max_tokens_per_batch=60` needs `padding_free=True`"):
+        build("CPO", "trl_padfix", tmp_path, policy, max_tokens_per_batch=60)

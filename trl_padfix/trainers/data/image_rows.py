@@ -1,0 +1,101 @@
+"""Rows of a batch with their images, which processors lay one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+
+__all__ = [
+    "ImageCounts",
+    "count_images",
+    "has_pixels",
+    "numbered_images",
+    "select_rows",
+    "split_images",
+    "without_images",
+]
+
+ImageCounts = Mapping[str, Sequence[int]]
+"""`num_images` of each row of a batch, and `num_tiles` where a processor cuts images, by TRL's names."""
+
+_OF_IMAGES = ("pixel_", "image_", "spatial_shapes", "num_tiles")
+"""Beginnings of the names of what a model gets of images."""
+
+_WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
+"""Arguments with one value per column, of which there may be as many as rows."""
+
+
+def count_images(example: Any) -> int | None:
+    """Number of images of an example; `None` if it has no column of images."""
+    if not isinstance(example, Mapping) or not example.keys() & {"images", "image"}:
+        return None
+    images = example["images"] if "images" in example else example["image"]
+    return len(images) if isinstance(images, list | tuple) else int(images is not None)
+
+
+def numbered_images(values: Mapping[str, Any]) -> dict[str, list[int]]:
+    """What TRL's batches, or the arguments of its methods, say of the images of each row."""
+    return {name: values[name] for name in ("num_images", "num_tiles") if isinstance(values.get(name), list)}
+
+
+def without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The text of a batch."""
+    return {name: value for name, value in batch.items() if not name.startswith(_OF_IMAGES)}
+
+
+def has_pixels(batch: Mapping[str, Any]) -> bool:
+    """Whether a batch has images."""
+    return batch.get("pixel_values") is not None
+
+
+def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | None) -> dict[str, Any] | None:
+    """
+    The batch of `count` rows with a list of images, an entry for each row, in place of the tensors of all images.
+
+    `None` if it is unknown which images belong to which row. Processors that pad the images of a row (Idefics) have
+    an entry for each row already.
+    """
+    if not has_pixels(batch):
+        return dict(batch)
+    if counts is None or len(counts["num_images"]) != count:
+        return None
+    pixels = batch["pixel_values"]
+    # With `image_sizes` (LLaVA-NeXT) the second dimension holds the tiles of an image, and not the images of a row.
+    if isinstance(pixels, torch.Tensor) and pixels.dim() == 5 and batch.get("image_sizes") is None:
+        return dict(batch) if len(pixels) == count else None
+    given = {name: value for name, value in batch.items() if value is not None}
+    try:
+        split = split_pixel_values_by_grid(given | {name: list(n) for name, n in counts.items()})
+    except (RuntimeError, ValueError):  # other images than were counted
+        return None
+    added = counts.keys() - batch.keys()
+    return {k: v for k, v in split.items() if k not in added} if isinstance(split["pixel_values"], list) else None
+
+
+def select_rows(
+    batch: Mapping[str, Any], rows: torch.Tensor, count: int, counts: ImageCounts | None = None
+) -> dict[str, Any]:
+    """Some rows of a batch of `count`, with their images; values without an entry for each row are not cut."""
+    split = split_images(batch, count, counts)
+    assert split is not None  # the caller asked
+    numbers = rows.tolist()
+    for name, value in split.items():
+        if name in _WITHOUT_ROWS:
+            continue
+        if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == count:
+            split[name] = value[rows]
+        # A list of tensors is one of layers, unless it was made above.
+        elif isinstance(value, list) and len(value) == count and (value is not batch[name] or not _has_tensors(value)):
+            split[name] = [value[i] for i in numbers]
+    # A model that gets no pixels computes text; of an empty tensor its tower would fail.
+    if has_pixels(split) and counts is not None and not any(counts["num_images"][i] for i in numbers):
+        return without_images(split)
+    return unsplit_pixel_values_by_grid(split)
+
+
+def _has_tensors(values: list[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in values)
