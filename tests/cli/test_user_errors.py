@@ -165,7 +165,7 @@ CASES = (
         ("bench", [*TINY, "--data", "equal", "--seed", "-1"], "--seed"),
         ("bench", [*TINY, "--data", "equal", "--variants", "ours"], "`variants` are names among"),
         ("bench", [*TINY, "--data", "equal", "--peak-tflops", "-1"], "--peak-tflops"),
-        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "cannot be regrouped"),
+        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "leave `token_budget` out"),
         ("doctor", ["doctor", "--dtype", "int3"], "int3"),
         ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
         ("dpo", ["dpo", "--nonsense", "1"], "--nonsense: neither a field"),

@@ -291,7 +291,10 @@ OTHERS = [
 
 NAMES = [*TRANSFORMERS, *TRL, *OTHERS]
 OF_PYTHON = {"_actions", "_action_groups", "_asdict", "_group_actions", "_optionals", "_replace"} | {"_getframe"}
-OF_STACKS = {"_build_fsdp_module"}  # verl's; `integrations/verl.py` asks for its version, and `nox -s plugins` runs it
+OF_STACKS = {
+    "_build_fsdp_module",
+    "_engines",
+}  # verl's; `integrations/verl.py` asks for its version, and `nox -s plugins` runs it
 
 
 def resolve(where: str) -> Any:

@@ -79,6 +79,7 @@ def test_a_yaml_removes_padding(method, folder):
     ours, said = train(folder, method, **PLUGIN, padfix_prefix_sharing=method == "dpo")
     assert_equal_steps_of_fewer_tokens(ours, theirs, shares=method == "dpo")
     assert said.count("parity ok") == (2 if method == "dpo" else 1)  # policy and reference
+    assert said.count("tokens were computed") == 1
     if method == "dpo":
         assert [logs[0]["rewards/margins"] for logs in (ours, theirs)] == [0, 0]
 
@@ -88,6 +89,11 @@ def test_embeddings_that_a_model_lacks_are_drawn_at_random_by_axolotl(folder):
     save_model(folder / "model", room=0)
     first = train(folder, "dpo")[0][0]
     assert abs(first["rewards/margins"]) > 1e-5  # of a policy that is not its reference
+
+
+def test_packing_beside_it_is_refused(folder):
+    with pytest.raises(AssertionError, match="Set `sample_packing: false`, or leave the plug-in out"):
+        train(folder, "sft", **PLUGIN, sample_packing=True)
 
 
 def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):

@@ -32,7 +32,7 @@ from zoo.vision_outcomes import ROWS
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding
 from trl_padfix.core.remove import attachment_of
-from trl_padfix.integrations.callback import settings_in
+from trl_padfix.integrations.callback import callback_from, settings_in
 
 
 class Margins(Trainer):
@@ -284,7 +284,7 @@ BAD = {
             lambda c=wrapper: c(build_model()),
             {},
             PaddingRemovalError,
-            rf"{name} has taken over.*callback\.attach",
+            rf"{name} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach",
         )
         for name, wrapper in WRAPPERS.items()
     },
@@ -306,7 +306,7 @@ def test_bad_input_is_refused_before_the_first_step(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "wrapper"), [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")])
-def test_of_wrapped_models_it_is_refused_unless_it_was_attached_before(strategy, wrapper, tmp_path):
+def test_models_that_will_be_wrapped_are_attached_to_before_and_wrapped_ones_are_refused(strategy, wrapper, tmp_path):
     if "zero" in strategy:
         pytest.importorskip("deepspeed")
     found = logged(strategy, tmp_path, "kit.callback_runs")
@@ -315,6 +315,42 @@ def test_of_wrapped_models_it_is_refused_unless_it_was_attached_before(strategy,
     assert_same(torch.tensor(found["ours"]), torch.tensor(found["theirs"]))
     assert found["ok"] == [True]
     assert found["tokens"] == sorted(set(found["tokens"]))
+
+
+def test_a_trainer_that_is_made_and_not_trained_leaves_its_model_as_it_is(tmp_path):
+    model = build_model()
+    for _ in range(2):  # as a cell of a notebook that is run again
+        build_trainer(tmp_path, callbacks=[PaddingRemovalCallback()], model=model)
+    assert attachment_of(model) is None
+
+
+def test_one_line_says_what_was_removed_in_the_first_step(tmp_path, capsys):
+    callback = PaddingRemovalCallback(parity_check=False)
+    train(tmp_path, callbacks=[callback], max_steps=2)
+    (said,) = re.findall(r"First step: (\d+) of (\d+) tokens were computed\.", capsys.readouterr().out)
+    assert int(said[0]) < int(said[1])
+    row = build_rows(2)[0]
+    train(tmp_path, callbacks=[callback], max_steps=2, train_dataset=Dataset.from_list([row] * 8))
+    said = re.findall(
+        r"First step: no padding was removed, the batch has none \((\d+) of (\d+)", capsys.readouterr().out
+    )
+    assert [computed == padded for computed, padded in said] == [True]
+
+
+def test_errors_advise_settings_in_the_words_of_the_stack(tmp_path, monkeypatch):
+    break_mode(monkeypatch, "prefix sharing")
+    given = {"padfix_prefix_sharing": True}
+    said = {
+        "Use `cli train`, or `padfix_prefix_sharing: false` if that alone passes; `padfix_parity_check: false`":
+        callback_from(given, without="`cli train`"),
+        "Use no `PaddingRemovalCallback`, or `prefix_sharing=False`": PaddingRemovalCallback(**settings_in(given)),
+    }  # fmt: skip
+    for text, callback in said.items():
+        with pytest.raises(ParityError, match=text):
+            build_trainer(tmp_path, callbacks=[callback]).train()
+    noisy = {"neftune_noise_alpha": 5, "callbacks": [callback_from(given, without="it")]}
+    with pytest.raises(PaddingRemovalError, match="Set `padfix_prefix_sharing: false`"):
+        build_trainer(tmp_path, **noisy).train()
 
 
 def test_one_of_our_trainers_has_attached_already(tmp_path):

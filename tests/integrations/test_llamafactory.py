@@ -13,6 +13,7 @@ from kit.foreign_stacks import (
     run,
     save_model,
 )
+from kit.processes import trained
 
 
 pytestmark = of_stack("llamafactory")
@@ -73,6 +74,32 @@ def test_our_module_starts_it_without_padding(method, folder):
     said = run(*PLUGIN, config(folder, method, padfix_prefix_sharing=shares), folder=folder)
     assert_equal_steps_of_fewer_tokens(logged(folder / "out"), theirs, shares=shares)
     assert said.count("parity ok") == (2 if method == "dpo" else 1)  # policy and reference
+    assert said.count("tokens were computed") == 1
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2"])
+def test_sharded_models_are_served(strategy, folder):
+    """Two processes on a CPU that pass for GPUs, as in the tests of our trainers."""
+    figures, said = [], ""
+    for module, name, more in (
+        ("llamafactory.train.tuner", "run_exp", {}),
+        ("trl_padfix.integrations.llamafactory", "train", {"padfix_prefix_sharing": True}),
+    ):
+        (folder / "start.py").write_text(f"from {module} import {name}\n\n{name}()\n")
+        said = trained(strategy, folder, folder / "start.py", folder / config(folder, "dpo", use_cpu=False, **more))
+        figures.append(logged(folder / "out"))
+    assert_equal_steps_of_fewer_tokens(figures[1], figures[0])
+    assert said.count("parity ok") == 2
+
+
+def test_its_own_command_stops_at_the_key_and_ours_without_it(folder):
+    with pytest.raises(AssertionError, match="padfix_prefix_sharing"):
+        run("llamafactory-cli", "train", config(folder, "sft", padfix_prefix_sharing=False), folder=folder)
+    with pytest.raises(AssertionError, match="`padfix_prefix_sharing` is missing: set it to true, false or auto"):
+        run(*PLUGIN, config(folder, "sft"), folder=folder)
+    for key in ("packing", "neat_packing"):
+        with pytest.raises(AssertionError, match=f"Set `{key}: false`"):
+            run(*PLUGIN, config(folder, "sft", padfix_prefix_sharing=False, **{key: True}), folder=folder)
 
 
 def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):

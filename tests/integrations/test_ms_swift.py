@@ -1,7 +1,10 @@
 """`swift sft` and `swift rlhf`, of text and of images."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from kit.foreign_stacks import (
 from PIL import Image
 from simulated_gpu.torchvision_stand_in import torchvision_loads
 
+from trl_padfix import PaddingRemovalError
+
 
 pytestmark = of_stack("ms-swift")
 
@@ -31,6 +36,8 @@ class Length(ORM):
 
 orms["length"] = Length
 """
+SHIPPED = subprocess.check_output([sys.executable, "-m", "trl_padfix.integrations.swift.padfix"], text=True).strip()
+"""The file that the page names."""
 LOAD_TORCHVISION = f"""
 import sys
 
@@ -78,13 +85,12 @@ def prepare(folder, method: str, kind: str = "text") -> None:
     for i in range(5):  # of one to four tokens
         pixels = draw.integers(0, 255, (28 * (1 + i % 2), 28 * (1 + i // 2 % 2), 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{i}.png")
-    (folder / "padfix.py").write_text("import trl_padfix.integrations.ms_swift\n")
     (folder / "reward.py").write_text(REWARD)
     (folder / "sitecustomize.py").write_text(LOAD_TORCHVISION)
 
 
 def train(folder, method: str, callback: str | None, *more: str, kind="text", name="run") -> tuple[list[dict], str]:
-    plugins = ["reward.py"] * (method == "grpo") + ["padfix.py"] * bool(callback)
+    plugins = ["reward.py"] * (method == "grpo") + [SHIPPED] * bool(callback)
     kind_of_training, *of_method = METHODS[method]
     command = [
         "swift", kind_of_training, "--model", "model", *MODELS[kind],
@@ -101,14 +107,19 @@ def train(folder, method: str, callback: str | None, *more: str, kind="text", na
     return logged(folder / name), said
 
 
+CALLBACKS = {"dpo": "padfix_sharing", "grpo": "padfix_auto", "rm": "padfix_sharing_unchecked"}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_callback_removes_padding(method, tmp_path):
     prepare(tmp_path, method)
     shares = method in ("dpo", "rm", "grpo")
     theirs, _ = train(tmp_path, method, None, name="theirs")
-    ours, said = train(tmp_path, method, "padfix_sharing" if shares else "padfix", name="ours")
+    ours, said = train(tmp_path, method, CALLBACKS.get(method, "padfix"), name="ours")
     assert_equal_steps_of_fewer_tokens(ours, theirs, shares=shares)
-    assert said.count("parity ok") == (2 if method in ("dpo", "kto", "grpo") else 1)  # policy and reference
+    checked = 2 if method in ("dpo", "kto", "grpo") else 1  # policy and reference
+    assert said.count("parity ok") == checked * (method != "rm")
+    assert said.count("tokens were computed") == 1
 
 
 @pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
@@ -122,10 +133,11 @@ def test_images_keep_their_steps(method, tmp_path):
 
 
 @pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
-def test_embeddings_of_images_cannot_be_shared(tmp_path):
+def test_embeddings_of_images_are_packed_and_share_nothing(tmp_path):
     prepare(tmp_path, "sft", "images")
-    with pytest.raises(AssertionError, match="compares token ids, and the decoder was called with `inputs_embeds`"):
-        train(tmp_path, "sft", "padfix_sharing", kind="images")
+    logs, said = train(tmp_path, "sft", "padfix_sharing", kind="images")
+    assert {log["padfix/shared_fraction"] for log in logs if "grad_norm" in log} == {0}
+    assert "compares token ids" in said
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -148,6 +160,19 @@ def test_evaluation_with_generation_runs_and_agrees(kind, tmp_path):
     ]
     assert figures[0] == figures[1]
     assert figures[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("sequence_parallel_size", 2), ("packing", True), ("padding_free", True)]
+)
+def test_what_takes_padding_away_itself_is_refused_by_name(option, value):
+    """Its command line refuses each on a CPU already: without FlashAttention, or with one process."""
+    from trl_padfix.integrations.ms_swift import PadfixCallback
+
+    template = {"sequence_parallel_size": 1, "packing": False, "padding_free": False} | {option: value}
+    callback = PadfixCallback(None, SimpleNamespace(template=SimpleNamespace(**template)))
+    with pytest.raises(PaddingRemovalError, match=f"`--{option} {str(value).lower()}`"):
+        callback.on_init_end(None, None, None)
 
 
 def test_an_unknown_callback_stops_before_the_first_step(tmp_path):

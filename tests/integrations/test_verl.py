@@ -61,6 +61,8 @@ def train(folder, name: str, *more: str, **environment: str) -> tuple[list[dict]
     said = run(*command, folder=folder, VERL_FILE_LOGGER_PATH=str(log), **PLATFORM | environment)
     found = re.findall(r"entered (\d+) tokens", said)
     assert len(found) == 2
+    line = "trl_padfix removes padding from Qwen2ForCausalLM in verl's FSDPEngineWithLMHead"
+    assert said.count(line) == any(PLUGIN in word for word in more)
     logs = [json.loads(line)["data"] for line in log.read_text().splitlines()]
     return [{k.removeprefix("train/"): v for k, v in log.items()} for log in logs], sum(map(int, found))
 

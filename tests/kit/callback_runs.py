@@ -1,4 +1,4 @@
-"""A trainer of transformers with the callback, in one process of several: refused where it comes late, or the same."""
+"""Trainers with the callback, in one process of several: refused where it comes late, or the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def figures(trainer: Trainer) -> list[list[float]]:
 
 
 def main(folder: str) -> dict[str, Any]:
-    late = build_trainer(Path(folder), PaddingRemovalCallback())
+    late = build_trainer(Path(folder))
+    late.add_callback(PaddingRemovalCallback())
     try:
         late.train()
         refused = ""
@@ -43,7 +44,6 @@ def main(folder: str) -> dict[str, Any]:
     theirs.train()
     callback = PaddingRemovalCallback(prefix_sharing=True)
     ours = build_trainer(Path(folder), callback)
-    callback.attach(ours)
     ours.train()
     stats = callback.stats
     return {

@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 from trl_padfix.cli.app import app
 from trl_padfix.tools import bench
 from trl_padfix.tools.bench import BenchSettings, VariantResult, peak
+from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
+from trl_padfix.tools.bench.steps import decoder_inputs
 
 
 # The peak is given: no test depends on how fast this machine is.
@@ -112,6 +114,111 @@ def test_other_batches_of_other_rows_are_an_error(name):
         bench._check_equal(figures, 1e-4)
 
 
+SHARED = 200
+"""Tokens of a prompt, enough for a prefix forward of its own."""
+
+
+def one_prompt(trainer: str) -> Dataset:
+    """Rows with one long prompt and short completions of their own."""
+    pairs = bench.pairs_of_lengths(4, SHARED, 8, spread=0)
+    pairs = pairs.remove_columns("prompt_ids").add_column("prompt_ids", [pairs["prompt_ids"][0]] * 4)
+    if trainer == "dpo":
+        return pairs
+    rows = [row["prompt_ids"] + row["chosen_ids"] for row in pairs]
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+@pytest.mark.parametrize("trainer", ["dpo", "sft"])
+def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
+    settings = dataclasses.replace(
+        SETTINGS[trainer],
+        pairs=4,
+        steps=1,
+        warmup=0,
+        max_length=256,
+        variants=("trl", "prefix_sharing", "token_budget"),
+    )
+    rows = one_prompt(trainer)
+    distinct = SHARED + 8 * 4 * (2 if trainer == "dpo" else 1)
+    step = bench.prepare(rows, dataclasses.replace(settings, max_tokens_per_batch=SHARED + 20))
+    entered = entered_tokens(step.trainer.model)
+    trl, sharing, budget = bench.measure(step, dataclasses.replace(settings, memory=False))
+    assert budget.tokens == sharing.tokens == distinct < trl.tokens
+    assert sum(entered[-len(entered) + 2 :]) == distinct  # after TRL's forward and the one of `prefix_sharing`
+    assert len(entered) > 4  # the prefix and micro-batches
+    for name in ("loss", "grad_norm"):
+        assert getattr(budget, name) == pytest.approx(getattr(trl, name), rel=1e-5)
+    assert trl.grad_norm > 0
+
+
+def test_a_micro_batch_with_another_weight_is_an_error(monkeypatch):
+    settings = dataclasses.replace(TINY, pairs=4, steps=1, warmup=0, memory=False, variants=("trl", "token_budget"))
+    weight = bench.BenchStep.weight
+    monkeypatch.setattr(bench.BenchStep, "weight", lambda step, batch: weight(step, batch) + 1)
+    with pytest.raises(RuntimeError, match="token_budget is not the same computation"):
+        bench.run(build_pairs(), settings)
+
+
+def test_trls_step_may_be_left_out():
+    settings = dataclasses.replace(TINY, steps=1, warmup=0, memory=False, variants=("padding_free", "prefix_sharing"))
+    trl, *ours = bench.run(build_pairs(), dataclasses.replace(settings, variants=("trl", *settings.variants)))
+    alone = bench.run(build_pairs(), settings)
+    assert [(r.loss, r.token_limit) for r in alone] == [(r.loss, r.token_limit) for r in ours]
+    assert trl.token_limit == 1.0 < alone[0].token_limit < alone[1].token_limit
+    assert [r.speedup for r in alone] == [None, None]
+
+
+def test_a_step_that_does_not_fit_is_left_out_with_the_reason(monkeypatch, tmp_path):
+    path = tmp_path / "found.json"
+    options = "--data lengths:200/5 --spread 0 --pairs 2 --steps 1 --warmup 0 --shape tiny --no-memory --device cpu"
+    command = [
+        "bench",
+        *options.split(" "),
+        "--peak-tflops",
+        "1000",
+        "--json",
+        str(path),
+        "--plot",
+        str(tmp_path / "found.png"),
+    ]
+    step = bench.prepare(
+        bench.pairs_of_lengths(2, 200, 5), dataclasses.replace(TINY, steps=1, warmup=0, max_length=512)
+    )
+    count = MemoryCount(step)
+    tokens = [(820, (4, 205)), (820, (0, 0)), (420, (0, 0))]
+    needed = [count.needed(*given, enough=0) for given in tokens]
+    assert needed == sorted(needed, reverse=True)
+    for free, left_out in [(needed[0] * 2, []), (needed[1] + 1, ["trl"])]:
+        monkeypatch.setattr(bench, "free_bytes", lambda device, free=free: free)
+        result = trl_padfix_command(*command)
+        assert result.exit_code == 0, result.output
+        found = json.loads(path.read_text())
+        assert [*found["left_out"]] == left_out
+        assert ("trl was left out: its largest step computes" in result.output) is bool(left_out)
+        assert [v["speedup"] is None for v in found["variants"]] == [bool(left_out)] * (3 - len(left_out))
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 1)
+    assert "No variant fits into memory" in trl_padfix_command(*command).output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [{}, {"gradient_checkpointing": True}, {"attn": "eager"}, {"lora": 4}])
+@pytest.mark.parametrize("trainer", SETTINGS)
+def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
+    """The count is compared with the profiler's, without the models."""
+    settings = dataclasses.replace(
+        SETTINGS[trainer], pairs=4, steps=1, warmup=1, max_length=256, prompt_length=150, variants=("trl",), **option
+    )
+    data = None if trainer == "grpo" else bench.pairs_of_lengths(8, 150, 40)
+    if trainer == "sft":
+        data = bench.synthetic_rows("lengths:150/40", "sft", 8)
+    step = bench.prepare(data, settings)
+    (result,) = bench.measure(step, settings)
+    shape = tuple(decoder_inputs(step.batch([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
+    counted = MemoryCount(step).needed(shape[0] * shape[1], shape, enough=0)
+    models = sum(p.numel() * p.element_size() for model in step.models for p in model.parameters())
+    assert 0.7 < counted / (result.peak_gib * 2**30 - models) < 1.8
+
+
 def test_adapters_train_on_their_own():
     trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(TINY, lora=4))
     assert sharing.grad_norm == pytest.approx(trl.grad_norm, rel=1e-4)
@@ -132,12 +239,13 @@ def test_pairs_of_given_lengths_share_their_prompt(spread):
     ("settings", "message"),
     [
         *(
-            ({"variants": names}, r"names among trl, .*TRL's own first")
-            for names in [("padding_free",), ("trl", "x"), ()]
+            ({"variants": names}, r"names among trl, .*TRL's own comes first")
+            for names in [("padding_free", "trl"), ("group_by_prefix", "padding_free"), ("trl", "x"), ()]
         ),
         ({"variants": ("trl", "trl_packing")}, "are SFT's, and the trainer is dpo"),
         ({"logprob_passes": True}, "`logprob_passes` are GRPO's, and the trainer is dpo"),
         ({"trainer": "grpo", "variants": ("trl", "trl_grouped")}, "prompts with all their completions"),
+        ({"trainer": "grpo", "variants": ("trl", "token_budget")}, "leave `token_budget` out"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(settings, message):

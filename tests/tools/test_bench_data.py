@@ -160,14 +160,14 @@ OPTIONS = shlex.split("bench --data lengths:9/5 --pairs 2 --steps 4 --shape tiny
 def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monkeypatch, tmp_path):
     interrupted_after(steps, monkeypatch)  # in a step, and while memory is measured
     path = tmp_path / "found.json"
-    variants = ["--variants", "trl,padding_free,token_budget"]
+    variants = ["--variants", "trl,padding_free,trl_grouped"]
     result = trl_padfix_command(*OPTIONS, "--warmup", "0", *variants, "--json", str(path))
     assert result.exit_code == 130, result.output
     found = json.loads(path.read_text())
     assert found["partial"]
     assert {variant["name"]: variant["steps"] for variant in found["variants"]}["trl"] == counted
     assert f"PARTIAL: stopped after {counted} of 4 counted steps" in result.output
-    assert ("without token_budget" in result.output) == (counted < 4)
+    assert ("without trl_grouped" in result.output) == (counted < 4)
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -218,6 +218,18 @@ def test_on_a_terminal_a_bar_says_it(monkeypatch, capsys):
     assert "padding_free" in shown.err
     assert "3/9" in shown.err
     assert not shown.out
+
+
+def test_quick_takes_the_data_that_ships_where_there_is_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    path = tmp_path / "found.json"
+    command = ["bench", "--device", "cpu", "--peak-tflops", "1000"]
+    result = trl_padfix_command(*command, "--quick", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "Anthropic/hh-rlhf cannot be read here; these are the preferences that ship" in result.stderr
+    assert json.loads(path.read_text())["data"] == "preferences"
+    said = trl_padfix_command(*command, "--shape", "tiny").output  # without `--quick`
+    assert "Invalid value for --data: the data 'Anthropic/hh-rlhf' cannot be read" in said
 
 
 def test_quick_is_short_and_says_that_it_is_rough(tmp_path):

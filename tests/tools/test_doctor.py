@@ -251,7 +251,7 @@ def test_an_error_that_is_not_known_is_said_to_be_so(text):
     assert result.exit_code == 1
     assert "This error is not known here" in result.output
     assert f"looked for {text or 'an empty text'} (and the lines above it, in " in words(result.output)
-    assert "Then report it: an issue with the command" in words(result.output)
+    assert "Then report it, with the command" in words(result.output)
 
 
 def test_explanations_come_as_json_too():

@@ -340,7 +340,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_picture(files, tmp_path
     picture, figures = tmp_path / "data.png", tmp_path / "data.json"
     result = trl_padfix_command(
         "stats", str(files / "pairs.jsonl"), "--train-tokenizer", "300", "--world-size", "2,8",
-        "--max-length", "60", "--plot", str(picture), "--json", str(figures),
+        "--max-length", "60", "--plot", str(picture), "--json", str(figures), "--verbose",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "24 pairs of pairs.jsonl, tokenized with a BPE of 300" in result.output
@@ -368,6 +368,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_picture(files, tmp_path
 def test_a_recipe_brings_its_own_settings(files):
     result = trl_padfix_command("stats", str(files / "named.yaml"), "--world-size", "2")
     assert result.exit_code == 0, result.output
+    assert "padded/real" not in result.output  # without `--verbose`
     assert "tokenized with a BPE of 2048" in result.output
     assert "max_length=512" in result.output
 

@@ -28,6 +28,7 @@ from .console import (
     write_output,
 )
 from .progress import progress
+from .recipe import folder
 from .user_errors import user_errors_of
 
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from ..tools.bench.steps import BenchStep
 
 __all__ = ["bench"]
+
+DEFAULT_DATA = "Anthropic/hh-rlhf"
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -65,7 +68,8 @@ def bench(
         str,
         Option(
             help="Of trl, trl_grouped, padded, padding_free, prefix_sharing, auto, group_by_prefix, token_budget, "
-            "padding_free_compiled, prefix_sharing_compiled, with sft trl_padding_free, trl_packing; trl first."
+            "padding_free_compiled, prefix_sharing_compiled, with sft trl_padding_free, trl_packing. trl comes first, "
+            "and may be left out."
         ),
     ] = "trl,padding_free,prefix_sharing",
     pairs: Annotated[int, Option(min=1, help="Pairs per batch; with sft, rows; with grpo, prompts.")] = 8,
@@ -110,7 +114,7 @@ def bench(
         Option(min=2, max=LONGEST, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
     ] = None,
     max_tokens_per_batch: Annotated[
-        int | None, Option(min=1, help="Of token_budget; by default the mean of the fixed batches.")
+        int | None, Option(min=1, help="Of token_budget; by default half of the distinct tokens of a step.")
     ] = None,
     lora: Annotated[int, Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, Option(help="Recompute activations in backward.")] = False,
@@ -142,17 +146,18 @@ def bench(
     settings, data, split = _settings(options)
     outputs(json=json, plot=plot)
     _check_settings(settings)
-    step, data_name = _prepare(data, settings, spread, split, columns)
+    step, data_name = _prepare(data, settings, spread, split, columns, quick)
     results, is_partial, impossible = _measure(step, settings)
     about = b.describe(settings, data_name) | {
         "chat_template": step.rendered,
         "rough": quick,
+        "left_out": step.left_out,
         "partial": is_partial,
         "impossible": impossible,
     }
     title = settings.title(about["device"])
     console.print(_table(results, title))
-    print_as_is(*_notes(results, step.rendered, settings, quick, is_partial))
+    print_as_is(*_notes(results, step, settings, quick, is_partial))
     if profile and not (is_partial or impossible):
         for variant, operations in b.profile(step, settings).items():
             print_as_is(f"\n{variant}", operations)
@@ -184,7 +189,7 @@ def _settings(options: dict[str, Any]) -> tuple[BenchSettings, str | None, str]:
     one_of("--trainer", trainer, b.TRAINERS)
     one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in b.TOLERANCE)])
     if data is None and trainer != "grpo":
-        data, split = "Anthropic/hh-rlhf", "test"
+        data, split = DEFAULT_DATA, "test"
     if reason := implementation_obstacle(options["attn"]):
         raise typer.BadParameter(reason, param_hint="--attn")
     with user_errors_of("--data"):
@@ -221,13 +226,21 @@ def _check_settings(settings: BenchSettings) -> None:
 
 
 def _prepare(
-    data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None
+    data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None, quick: bool
 ) -> tuple[BenchStep, str]:
     """The step to measure, and the name of its data."""
     from ..tools import bench as b
+    from ..tools.reading import UnreadableError
 
     with user_errors_of("--data"):
-        rows, name = b.select_rows(data, settings, spread=spread, split=split, columns=columns)
+        try:
+            rows, name = b.select_rows(data, settings, spread=spread, split=split, columns=columns)
+        except UnreadableError:
+            if not (quick and data == DEFAULT_DATA):
+                raise
+            data = str(folder() / "data" / "preferences")
+            typer.echo(f"{DEFAULT_DATA} cannot be read here; these are the preferences that ship ({data}).", err=True)
+            rows, name = b.select_rows(data, settings, spread=spread)
         try:
             return b.prepare(rows, settings), name
         except ImportError as error:  # of an attention's package: transformers imports it with the model
@@ -248,16 +261,18 @@ def _measure(step: BenchStep, settings: BenchSettings) -> tuple[list[VariantResu
 
 
 def _notes(
-    results: list[VariantResult], rendered: str | None, settings: BenchSettings, is_rough: bool, is_partial: bool
+    results: list[VariantResult], step: BenchStep, settings: BenchSettings, is_rough: bool, is_partial: bool
 ) -> Iterator[str]:
     """Lines below the table: what holds for all figures, and their restrictions."""
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
-    if rendered is not None:
-        yield f"Conversations were rendered with {rendered}."
+    for name, reason in step.left_out.items():
+        yield f"{name} was left out: {reason}."
+    if step.rendered is not None:
+        yield f"Conversations were rendered with {step.rendered}."
     if is_rough:
         yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
     if is_partial:
-        missing = sorted(set(settings.variants) - {result.name for result in results})
+        missing = sorted(set(settings.variants) - {result.name for result in results} - step.left_out.keys())
         yield (
             f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"
             + (f"; without {', '.join(missing)}, whose batches hold other rows" if missing else "")
@@ -272,9 +287,9 @@ def _table(results: list[VariantResult], title: str) -> Table:
             r.name,
             f"{r.seconds:.2f}",
             f"{r.low:.2f}-{r.high:.2f}",
-            f"{r.speedup:.2f}",
+            "-" if r.speedup is None else f"{r.speedup:.2f}",
             f"{r.token_limit:.2f}",
-            f"{r.speedup / r.token_limit:.2f}",
+            "-" if r.speedup is None else f"{r.speedup / r.token_limit:.2f}",
             f"{r.tokens_per_second:.0f}",
             f"{r.mfu:.0%}",
             "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",

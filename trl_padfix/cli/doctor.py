@@ -136,6 +136,7 @@ def _wrapped(lines: Iterable[tuple[str, str]]) -> list[str]:
 
 def _explain(text: str, json: Path | None) -> int:
     """Print the known errors in a text, and return the exit status."""
+    from ..core.version import WHERE_TO_REPORT
     from ..tools.known_errors import KNOWN_ERRORS, explain, last_error
 
     errors = explain(text)
@@ -146,8 +147,8 @@ def _explain(text: str, json: Path | None) -> int:
         looked_for = last_error(text) or "an empty text"
         advice = (
             "Give the whole traceback to `trl-padfix doctor --explain -`: what brought it about may be further up. "
-            "Then report it: an issue with the command or script, the whole traceback, and the file that "
-            "`trl-padfix doctor --json doctor.json` writes."
+            "Then report it, with the command or script, the whole traceback, and the file that "
+            f"`trl-padfix doctor --json doctor.json` writes. {WHERE_TO_REPORT}"
         )
         known = f"(and the lines above it, in {len(KNOWN_ERRORS)} known errors)"
         lines = [("looked for", f"{looked_for} {known}"), ("what to do", advice)]

@@ -63,6 +63,9 @@ def stats(
     completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
     shape: Annotated[str, Option(help="Model shape of the `bench` command that the verdict ends with.")] = "small",
     seed: Annotated[int, Option(min=0, help="Seed of the random batches.")] = 0,
+    verbose: Annotated[
+        bool, Option("--verbose", help="Also print the tokens of batches of other sizes, with their ratios.")
+    ] = False,
     plot: Annotated[Path | None, Option(help="Draw lengths and a batch to this PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
@@ -100,7 +103,7 @@ def stats(
     loaded, name = _tokenizer(tokenizer, train_tokenizer, texts)
     with user_errors_of("DATA"):
         report = analyze(rows, loaded, settings, processes, progress=console.is_terminal)
-    _print_report(report, Path(data).name, name)
+    _print_report(report, Path(data).name, name, verbose)
     measured = report.bench_data(data, shape=shape, columns=columns, split=split, tokenizer=tokenizer)
     if report.verdict is not None:
         console.print(f"\nVerdict, by the first {report.verdict.rows:,} {report.unit}:")
@@ -124,8 +127,8 @@ def _tokenizer(
         return tiny.train_tokenizer(texts, train_size), f"a BPE of {train_size}"
 
 
-def _print_report(report: StatsReport, data: str, tokenizer: str) -> None:
-    """Print the tables: lengths, truncation, tokens of batches, waiting."""
+def _print_report(report: StatsReport, data: str, tokenizer: str, verbose: bool) -> None:
+    """Print the tables: lengths, truncation, waiting; `verbose` also tokens of batches."""
     settings, unit = report.settings, report.unit
     console.print(f"{report.rows:,} {unit} of {data}, tokenized with {tokenizer} for {settings.trainer}")
     if settings.is_online:
@@ -137,8 +140,21 @@ def _print_report(report: StatsReport, data: str, tokenizer: str) -> None:
         truncated, dropped = report.truncation["truncated"], report.truncation["dropped"]
         kind = f"max_length={settings.max_length} ({settings.truncation_mode})"
         console.print(f"{kind} truncates {truncated:,} {unit} ({truncated / report.rows:.1%}) and drops {dropped:,}.")
-    kind = "batches of rows that begin alike" if settings.group_by_prefix else "random batches"
-    console.print(f"\nTokens of {kind}, and the speed-ups that they allow ({unit} per batch):")
+    if verbose:
+        _print_batches(report)
+    console.print(
+        "\nShare of the time that processes compute and do not wait, by distinct tokens; steps of "
+        f"{settings.accumulation} x {settings.batch_size} {unit} per process:"
+    )
+    table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in report.waiting)
+    headings = ("processes", "fixed batches", f"max_tokens_per_batch={report.token_budget}")
+    console.print(figure_table(headings, table))
+
+
+def _print_batches(report: StatsReport) -> None:
+    """Print the tokens of batches of several sizes, and their ratios."""
+    kind = "batches of rows that begin alike" if report.settings.group_by_prefix else "random batches"
+    console.print(f"\nTokens of {kind}, and the speed-ups that they allow ({report.unit} per batch):")
     table = (
         (
             str(b.batch_size),
@@ -148,13 +164,6 @@ def _print_report(report: StatsReport, data: str, tokenizer: str) -> None:
         for b in report.batches
     )
     headings = ("batch", "padded", "real", "distinct", "padded/real", "real/dist.", "padded/dist.")
-    console.print(figure_table(headings, table))
-    console.print(
-        "\nShare of the time that processes compute and do not wait, by distinct tokens; steps of "
-        f"{settings.accumulation} x {settings.batch_size} {unit} per process:"
-    )
-    table = ((str(wait.processes), f"{wait.fixed:.1%}", f"{wait.budget:.1%}") for wait in report.waiting)
-    headings = ("processes", "fixed batches", f"max_tokens_per_batch={report.token_budget}")
     console.print(figure_table(headings, table))
 
 

@@ -190,6 +190,7 @@ def _listed(names: list[str]) -> str:
 
 def _unknown(error: BaseException) -> str:
     """What is said before the traceback of an error that is not known here: which package raised it."""
+    from ..core.version import WHERE_TO_REPORT
     from ..tools.reading import package_of
     from ..versions import installed_version
 
@@ -197,12 +198,13 @@ def _unknown(error: BaseException) -> str:
     if package == ours:
         return (
             "the error that follows is not known here, and trl-padfix raised it: it is likely to be a mistake of "
-            "trl-padfix and not yours. Please report it, with the command and the traceback."
+            f"trl-padfix and not yours. Please report it, with the command and the traceback. {WHERE_TO_REPORT}"
         )
     version = f" {found}" if (found := installed_version(package)) else ""
     return (
         f"the error that follows is not known here; {package}{version} raised it. If the same command runs with "
-        "TRL_PADFIX_OFF=1 (TRL alone), please report it to trl-padfix, with the command and the traceback."
+        "TRL_PADFIX_OFF=1 (TRL alone), please report it to trl-padfix, with the command and the traceback. "
+        f"{WHERE_TO_REPORT}"
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, model_validator
 
 from ..versions import require_stack
-from .callback import PaddingRemovalCallback, settings_in
+from .callback import callback_from, settings_in
 
 
 require_stack("axolotl")
@@ -44,8 +44,13 @@ class PaddingRemovalArgs(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_unknown(cls, data: Any) -> Any:
-        """Raise a `ValueError` for unknown keys `padfix_...`, which axolotl would drop silently."""
+        """Raise a `ValueError` for unknown keys `padfix_...`, which axolotl would drop silently, and for packing."""
         settings_in(data)
+        if data.get("sample_packing"):
+            raise ValueError(
+                "`sample_packing: true` packs rows before the model is called, so the plug-in of trl_padfix has no "
+                "padding to remove and no prefix to share. Set `sample_packing: false`, or leave the plug-in out."
+            )
         return data
 
 
@@ -56,6 +61,6 @@ class PaddingRemovalPlugin(BasePlugin):
         return f"{__name__}.{PaddingRemovalArgs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        callback = PaddingRemovalCallback(**settings_in(cfg))
-        callback.attach(trainer)
+        callback = callback_from(cfg, without="`plugins` without `trl_padfix`")
+        callback.attach(trainer)  # `on_init_end` has been called
         trainer.add_callback(callback)

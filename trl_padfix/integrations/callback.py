@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,13 +21,14 @@ from ..core.call.layout_of import PrefixSharing, check_prefix_sharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
-from ..core.parity.report import ParityReport
+from ..core.parity.report import ParityError, ParityReport
+from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import TokenCounter, forward_counts, report_of, summed_over_processes
 from ..trainers.neftune import prefix_sharing_with_neftune
-from ..trainers.parity import compare, first_call, print_reports
+from ..trainers.parity import compare, first_call, print_reports, say
 from ..trainers.parts import entered
 
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
 
 
-__all__ = ["PaddingRemovalCallback", "settings_in"]
+__all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
 
 logger = get_logger(__name__)
 
@@ -55,9 +56,10 @@ class PaddingRemovalCallback(TrainerCallback):
     Removes padding while any [`~transformers.Trainer`] trains.
 
     When training begins, the callback attaches to the policy and to the reference (`trainer.ref_model`), if there is
-    one. After the first batch, before a weight changes, it compares packed and padded forwards. The log gets
-    `padfix/pad_fraction`, `padfix/shared_fraction` and `perf/tokens_per_second` (real tokens of the policy's
-    forwards). When training ends, the callback detaches. Loss, loop and data stay the trainer's.
+    one; under DeepSpeed and FSDP when the trainer is made, before they wrap the models. After the first batch, before
+    a weight changes, it compares packed and padded forwards. The log gets `padfix/pad_fraction`,
+    `padfix/shared_fraction` and `perf/tokens_per_second` (real tokens of the policy's forwards). When training ends,
+    the callback detaches. Loss, loop and data stay the trainer's.
 
     Args:
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
@@ -75,7 +77,7 @@ class PaddingRemovalCallback(TrainerCallback):
         ValueError: For another `prefix_sharing`; when training begins, if padding removal is attached already.
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
         PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed, FSDP or
-            `torch.compile` has wrapped already (for the first two call [`~PaddingRemovalCallback.attach`] before).
+            `torch.compile` has wrapped already.
         ParityError: On the first batch, if packed and padded forwards differ.
 
     Example:
@@ -88,6 +90,9 @@ class PaddingRemovalCallback(TrainerCallback):
     trainer.train()
     ```
     """
+
+    words: Mapping[str, str] = {"`padding_free=False`": "no `PaddingRemovalCallback`"}
+    """Settings that errors advise, and what they are called where this callback runs."""
 
     def __init__(
         self, prefix_sharing: PrefixSharing = False, *, parity_check: bool = True, pool_last_token: bool = False
@@ -109,7 +114,8 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> None:
         """
-        Attach to the models of a trainer now, instead of when training begins: before DeepSpeed or FSDP wraps them.
+        Attach to the models of a trainer now, instead of when training begins: for a callback that was added to a
+        trainer (`add_callback`) that DeepSpeed or FSDP will wrap.
 
         Args:
             trainer ([`~transformers.Trainer`]):
@@ -125,15 +131,10 @@ class PaddingRemovalCallback(TrainerCallback):
                 "Use a trainer of this package, or train without context parallelism."
             )
         _refuse_taken_over(trainer)
-        prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
+        with in_words(self.words):
+            self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         self.handles, self.reports, self._trainer = [], [], trainer
-        try:
-            attach_to_models(
-                trainer, self._register, prefix_sharing=prefix_sharing, pool_last_token=self.pool_last_token
-            )
-        except BaseException:
-            self.remove()
-            raise
+        self._attach_to(models_of(trainer))
         if self.handles[0].anatomy.head is not None:
             self._score_no_padding(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
@@ -141,6 +142,17 @@ class PaddingRemovalCallback(TrainerCallback):
         self._is_evaluating, self._has_stepped = False, False
         if self.parity_check:
             self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
+
+    def _attach_to(self, models: list[Any]) -> None:
+        try:
+            with in_words(self.words):
+                attach_to_models(
+                    self._trainer, self._register, models=models, prefix_sharing=self._prefix_sharing,
+                    pool_last_token=self.pool_last_token,
+                )  # fmt: skip
+        except BaseException:
+            self.remove()
+            raise
 
     def _register(self, handle: PaddingRemoval) -> None:
         self.handles.append(self._undo.enter_context(handle))
@@ -188,12 +200,22 @@ class PaddingRemovalCallback(TrainerCallback):
 
     # -- events
 
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        trainer = _trainer_with(self)
+        # They wrap the models before `on_train_begin`. Otherwise a model is not attached for longer than it trains.
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+            self.attach(trainer)
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = _trainer_with(self) if self._trainer is None else self._trainer
-        decoders = [find_decoder(find_pretrained(model)) for model in models_of(trainer)]
+        models = models_of(trainer)
+        decoders = [id(find_decoder(find_pretrained(model))) for model in models]
+        attached = [id(handle.decoder) for handle in self.handles]
         # `model_init` has made another model since, or a trial of a search was cut off before its training ended.
-        if [id(handle.decoder) for handle in self.handles] != list(map(id, decoders)) or self._trainer is None:
+        if self._trainer is None or decoders[: len(attached)] != attached:
             self.attach(trainer)
+        elif len(decoders) > len(attached):  # TRL makes the reference after `on_init_end`
+            self._attach_to(models[len(attached) :])
         callbacks = self._trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
@@ -213,7 +235,8 @@ class PaddingRemovalCallback(TrainerCallback):
         trainer = self._trainer
         models = [trainer.model_wrapped, *models_of(trainer)[1:]]
         try:
-            compare(trainer, models, call, self.reports, gradients=True)
+            with in_words(self.words):
+                compare(trainer, models, call, self.reports, gradients=True)
             print_reports(trainer, self.reports)
         except BaseException:
             self.remove()  # Trainer calls no further event after an error
@@ -221,17 +244,28 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._count("train")
-        if not self._has_stepped and not self.handles[0].stats.forwards:
+        if not (self._has_stepped or is_off()):  # the switch has said so itself
+            self._say_what_was_removed()
+        self._has_stepped = True
+
+    def _say_what_was_removed(self) -> None:
+        """One line on the first step: what was removed, or that nothing was."""
+        stats = self.handles[0].stats
+        if not stats.forwards:
             logger.warning(
                 "Nothing was packed in the first step, so no padding was removed: the model was called neither with a "
                 "two-dimensional attention mask nor with rows that are packed already."
             )
-        elif not self._has_stepped and self._first_call is not None:  # still recording
+            return
+        if self._trainer.accelerator.is_local_main_process:
+            computed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
+            is_whole = stats.packed_tokens == stats.padded_tokens
+            say(f"First step: {f'no padding was removed, the batch has none ({computed})' if is_whole else computed}.")
+        if self._first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, and not the "
                 "model. `trl_padfix.check_parity(model, batch)` compares them."
             )
-        self._has_stepped = True
 
     def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._trainer is not None:
@@ -281,6 +315,35 @@ def settings_in(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(PREFIX): value for key, value in settings.items()}
 
 
+def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCallback:
+    """
+    The callback that the keys `padfix_...` of another stack's configuration describe.
+
+    Args:
+        config (`Mapping`):
+            The configuration.
+        without (`str`):
+            How padding is left in this stack, for errors.
+    """
+    callback = PaddingRemovalCallback(**settings_in(config))
+    keys = {f"`{name}=False`": f"`{PREFIX}{name}: false`" for name in ("prefix_sharing", "parity_check")}
+    callback.words = {"`padding_free=False`": without} | keys
+    return callback
+
+
+@contextmanager
+def in_words(words: Mapping[str, str]) -> Iterator[None]:
+    """A block whose errors advise settings in other words."""
+    try:
+        yield
+    except (PaddingRemovalError, ParityError) as error:
+        text = str(error).replace("` in a trainer's configuration", "`")
+        for ours, theirs in words.items():
+            text = text.replace(ours, theirs)
+        error.args = (text, *error.args[1:])
+        raise
+
+
 def _refuse_taken_over(trainer: Trainer) -> None:
     """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: neither would call our forward."""
     for module in (m for model in (trainer.model, trainer.model_wrapped) for m in model.modules()):
@@ -293,7 +356,8 @@ def _refuse_taken_over(trainer: Trainer) -> None:
             "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
             "compiles the layers of a packed model one by one."
             if "compile" in wrapper
-            else "Attach before: call `callback.attach(trainer)` between making the trainer and `trainer.train()`."
+            else "Pass the callback to the trainer (`callbacks=[...]`), which then attaches it before; or call "
+            "`callback.attach(trainer)` between making the trainer and `trainer.train()`."
         )
         raise PaddingRemovalError(
             f"{wrapper} has taken over `{type(module).__name__}` before padding removal was attached to it, and "

@@ -1,5 +1,5 @@
 """
-Runs LLaMA-Factory with the callback: use this module instead of `llamafactory-cli train`.
+Runs LLaMA-Factory with the callback: use this module instead of `llamafactory-cli train`, which stops at the key.
 
     python -m trl_padfix.integrations.llamafactory config.yaml            # with `padfix_prefix_sharing: true` in it
     torchrun --nproc-per-node 2 -m trl_padfix.integrations.llamafactory config.yaml
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..versions import require_stack
-from .callback import PREFIX, PaddingRemovalCallback, settings_in
+from .callback import PREFIX, callback_from
 
 
 require_stack("llamafactory")
@@ -21,6 +21,9 @@ from llamafactory.train.tuner import run_exp  # noqa: E402
 
 __all__ = ["train"]
 
+KEY = f"{PREFIX}prefix_sharing"
+"""Required: `llamafactory-cli train` stops at this key, and cannot train the same file padded without a word."""
+
 
 def train(config: dict[str, Any] | None = None) -> None:
     """
@@ -28,17 +31,28 @@ def train(config: dict[str, Any] | None = None) -> None:
 
     Args:
         config (`dict`, *optional*):
-            Keys of LLaMA-Factory's YAML, and `padfix_prefix_sharing`, `padfix_parity_check` and
+            Keys of LLaMA-Factory's YAML, and `padfix_prefix_sharing`; if needed `padfix_parity_check` and
             `padfix_pool_last_token`. By default it is read from the command line as in `llamafactory-cli train`: a
             file, and `key=value` after it.
 
     Raises:
-        ValueError: For another key with the prefix `padfix_`, and without a file.
+        ValueError: For another key with the prefix `padfix_`, without `padfix_prefix_sharing`, without a file, and for
+            rows that are packed already.
     """
     arguments = read_args(config)
     if not isinstance(arguments, dict):  # without a file it is the list of the command line
         raise ValueError(f"Name a YAML first (`config.yaml key=value ...`); the command line is {arguments}.")
-    callback = PaddingRemovalCallback(**settings_in(arguments))
+    callback = callback_from(arguments, without="`llamafactory-cli train`")
+    if KEY not in arguments:
+        raise ValueError(
+            f"`{KEY}` is missing: set it to true, false or auto in the YAML. Without it `llamafactory-cli train` "
+            "would train the same file padded, without a word."
+        )
+    if packs := [key for key in ("packing", "neat_packing") if arguments.get(key)]:
+        raise ValueError(
+            f"`{packs[0]}: true` packs rows before the model is called, so there is no padding to remove and no "
+            f"prefix to share. Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
+        )
     run_exp({key: value for key, value in arguments.items() if not key.startswith(PREFIX)}, callbacks=[callback])
 
 

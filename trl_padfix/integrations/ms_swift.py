@@ -1,15 +1,17 @@
 """
-Plug-in of ms-swift: callbacks named `padfix` (padding removal) and `padfix_sharing` (with prefix sharing, too).
+Plug-in of ms-swift: callbacks named `padfix` (padding removal), `padfix_sharing` (with prefix sharing, too) and
+`padfix_auto` (with prefix sharing where the model can); with `_unchecked` behind the name, without the parity check.
 
-`--external_plugins` takes a file. It needs one line, `import trl_padfix.integrations.ms_swift`:
-
-    swift rlhf --rlhf_type dpo ... --external_plugins padfix.py --callbacks padfix_sharing
+    plugin=$(python -m trl_padfix.integrations.swift.padfix)
+    swift rlhf --rlhf_type dpo ... --external_plugins $plugin --callbacks padfix_auto
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..core.call.layout_of import PrefixSharing
+from ..core.errors import PaddingRemovalError
 from ..versions import require_stack
 from .callback import PaddingRemovalCallback
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState
 
 
-__all__ = ["PaddingRemoval", "PadfixCallback", "PrefixSharing"]
+__all__ = ["PaddingRemoval", "PadfixCallback"]
 
 
 class PadfixCallback(PaddingRemovalCallback):
@@ -35,23 +37,37 @@ class PadfixCallback(PaddingRemovalCallback):
         trainer (`Trainer`): ms-swift's trainer, whose `__init__` is running.
     """
 
-    sharing = False
+    sharing: PrefixSharing = False
+    checks = True
+    words = {
+        "`padding_free=False`": "`--callbacks` without `padfix`",
+        "`prefix_sharing=False`": "`--callbacks padfix`",
+        "`parity_check=False`": "`--callbacks padfix_unchecked`",
+    }
 
     def __init__(self, args: Any, trainer: Trainer):
-        super().__init__(self.sharing)
+        super().__init__(self.sharing, parity_check=self.checks)
         self._new_trainer = trainer  # it has no model yet
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        template: Any = self._new_trainer.template  # ms-swift's settings of batches
+        if (size := template.sequence_parallel_size) > 1:
+            raise PaddingRemovalError(
+                f"`--sequence_parallel_size {size}` splits each padded row over processes, and a packed batch has no "
+                "such rows. Leave it out, or train without the callback."
+            )
+        if flags := [name for name in ("packing", "padding_free") if getattr(template, name)]:
+            raise PaddingRemovalError(
+                f"`--{flags[0]} true` packs rows before the model is called, so there is no padding to remove and no "
+                f"prefix to share. Set `--{flags[0]} false`, or train without the callback."
+            )
         self.attach(self._new_trainer)
-
-
-class PrefixSharing(PadfixCallback):
-    """[`PadfixCallback`] with `prefix_sharing=True`."""
-
-    sharing = True
 
 
 PaddingRemoval = PadfixCallback
 """Former name, which plug-in files of users import."""
 
-callbacks_map.update(padfix=PadfixCallback, padfix_sharing=PrefixSharing)
+for suffix, prefix_sharing in {"": False, "_sharing": True, "_auto": "auto"}.items():
+    for ending, checks in {"": True, "_unchecked": False}.items():
+        name = f"padfix{suffix}{ending}"
+        callbacks_map[name] = type(name, (PadfixCallback,), {"sharing": prefix_sharing, "checks": checks})

@@ -12,26 +12,29 @@ the workers to share prefixes. There is no entry point, because verl would load 
 from __future__ import annotations
 
 import os
-from functools import wraps
 from typing import Any
 
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.remove import remove_padding
+from ..core.switch import is_off
 from ..trainers.distributed import refuse_whole_rows
+from ..trainers.parity import say
 from ..versions import require_stack
+from .callback import in_words
 
 
 require_stack("verl")
 
+from verl.utils.device import get_device_name, get_vendor  # noqa: E402
 from verl.workers.engine import EngineRegistry  # noqa: E402
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 
 __all__ = ["VARIABLE", "prefix_sharing"]
 
 STRATEGIES = ("fsdp", "fsdp2")
 VARIABLE = "TRL_PADFIX_PREFIX_SHARING"
+WORDS = {"`padding_free=False`": f"no `external_lib={__name__}`", "`prefix_sharing=False`": f"`{VARIABLE}=0`"}
 
 
 def prefix_sharing() -> PrefixSharing:
@@ -53,38 +56,53 @@ def _is_named_by(model_config: Any) -> bool:
     return __name__ in (names if isinstance(names, (list, tuple)) else [names])
 
 
-def _refusing_other_strategies(new: Any) -> Any:
-    """Wraps `EngineRegistry.new`: an error for engines whose models are not built by `_build_fsdp_module`."""
+def _engine(theirs: type[Any], strategy: str) -> type[Any]:
+    """An engine of verl that removes padding from models whose config names this module, and is verl's for others."""
 
-    @wraps(new)
-    def new_engine(model_type: str, backend: str, **kwargs: Any) -> Any:
-        if _is_named_by(kwargs["model_config"]) and backend not in STRATEGIES:
-            raise PaddingRemovalError(
-                f"`external_lib={__name__}` removes padding from the models of verl's strategies {STRATEGIES}, and "
-                f"'{backend}' builds its own: nothing would be removed. Use one of these, or leave it out."
-            )
-        return new(model_type, backend, **kwargs)
+    class PaddingRemovalEngine(theirs):
+        def __init__(self, model_config: Any, *args: Any, **kwargs: Any):
+            if _is_named_by(model_config) and strategy not in STRATEGIES:
+                raise PaddingRemovalError(
+                    f"`external_lib={__name__}` removes padding from the models of verl's strategies {STRATEGIES}, "
+                    f"and '{strategy}' builds its own: nothing would be removed. Use one of these, or leave it out."
+                )
+            super().__init__(model_config, *args, **kwargs)
 
-    return new_engine
+        def _build_fsdp_module(self, module: Any) -> Any:
+            """Attaches before FSDP wraps the model."""
+            if _is_named_by(self.model_config):
+                self._attach(module)
+            return super()._build_fsdp_module(module)
 
-
-def _without_padding(build: Any) -> Any:
-    """Wraps `FSDPEngine._build_fsdp_module`: attaches to the model before FSDP wraps it."""
-
-    @wraps(build)
-    def build_fsdp_module(self: Any, module: Any) -> Any:
-        if _is_named_by(self.model_config):
+        def _attach(self, module: Any) -> None:
             if self.use_remove_padding:
                 raise PaddingRemovalError(
                     f"`external_lib={__name__}` removes padding in the model, and with `use_remove_padding=true` verl "
                     "removes it before. Set `use_remove_padding=false` beside it."
                 )
-            refuse_whole_rows(remove_padding(module, prefix_sharing=prefix_sharing()))
-        return build(self, module)
+            with in_words(WORDS):
+                refuse_whole_rows(handle := remove_padding(module, prefix_sharing=prefix_sharing()))
+            if self.rank == 0 and not is_off():
+                say(
+                    f"trl_padfix removes padding from {type(handle.anatomy.pretrained).__name__} in verl's "
+                    f"{theirs.__name__} (prefix sharing: {handle.prefix_sharing})."
+                )
 
-    return build_fsdp_module
+    return PaddingRemovalEngine
+
+
+def _register() -> None:
+    """Register an engine for each of verl's, which are for all vendors: verl prefers one of the device's vendor."""
+    device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
+    for model_type, strategies in EngineRegistry._engines.items():
+        for strategy in list(strategies):
+            try:
+                theirs = EngineRegistry.get_engine_cls(model_type, strategy)
+            except ValueError:  # none for this device
+                continue
+            EngineRegistry.register(model_type, strategy, device, vendor)(_engine(theirs, strategy))
 
 
 prefix_sharing()  # raises its error at import, not in the first worker that builds a model
-EngineRegistry.new = _refusing_other_strategies(EngineRegistry.new)
-FSDPEngine._build_fsdp_module = _without_padding(FSDPEngine._build_fsdp_module)
+_register()

@@ -133,11 +133,12 @@ def plot_bench(results: list[VariantResult], title: str, path: Path) -> None:
     names = [result.name.replace("_", " ") for result in results]
     figure = Figure(figsize=(11, 0.5 * len(names) + 1.6), layout="constrained")
     speed, memory = figure.subplots(1, 2, sharey=True)
-    bars = speed.barh(names, [result.speedup for result in results])
-    speed.bar_label(bars, [f"{result.speedup:.2f}x" for result in results], padding=3)
+    speedups = [result.speedup or 0.0 for result in results]  # without TRL's step there is none
+    bars = speed.barh(names, speedups)
+    speed.bar_label(bars, [f"{speedup:.2f}x" if speedup else "-" for speedup in speedups], padding=3)
     limits = [result.token_limit for result in results]
     speed.plot(limits, names, "k|", markersize=16, label="padded over computed tokens")
-    speed.set(xlabel="speed over TRL's padded step", xlim=(0, 1.15 * max(*limits, *(r.speedup for r in results))))
+    speed.set(xlabel="speed over TRL's padded step", xlim=(0, 1.15 * max(*limits, *speedups)))
     speed.invert_yaxis()
     speed.legend(loc="upper right")
     peaks = [result.peak_gib or 0.0 for result in results]

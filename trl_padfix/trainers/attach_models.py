@@ -22,6 +22,7 @@ def attach_to_models(
     trainer: PaddingFreeTrainer,
     register: Callable[[PaddingRemoval], Any],
     *,
+    models: list[Any] | None = None,
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
     strict: bool = False,
@@ -35,6 +36,8 @@ def attach_to_models(
             The trainer.
         register (`Callable`):
             Called with each new handle before anything else can fail, so that the caller can remove it.
+        models (`list`, *optional*):
+            Some of the trainer's models; by default all.
         prefix_sharing, pool_last_token, strict, packed_multiple_of:
             As in [`remove_padding`].
 
@@ -42,7 +45,7 @@ def attach_to_models(
         ValueError, TypeError, PaddingRemovalError: For a launch or a model that cannot be packed.
     """
     check_launch(trainer)
-    for model in models_of(trainer):
+    for model in models_of(trainer) if models is None else models:
         handle = remove_padding(
             model,
             prefix_sharing=prefix_sharing,

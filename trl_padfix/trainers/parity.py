@@ -32,6 +32,7 @@ __all__ = [
     "first_call",
     "module_called_by_trainer",
     "print_reports",
+    "say",
     "tensor_arguments",
     "will_pack",
 ]
@@ -141,14 +142,15 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
         if compared and trainer.accelerator.is_local_main_process:
             pretrained = find_pretrained(model)
             name = Path(getattr(pretrained.config, "name_or_path", None) or "").name or type(pretrained).__name__
-            _say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
+            say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Log a line at INFO; where logging is not set up for that, print it, unless logging is quiet."""
-    if logger.isEnabledFor(logging.INFO) and logging.getLogger(__name__).hasHandlers():
-        logger.info(text)
-    elif logger.isEnabledFor(logging.WARNING):
+    log = logging.getLogger(__name__)  # that of accelerate needs its state, which a stack of its own may not have
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(text)
+    elif log.isEnabledFor(logging.WARNING):
         tqdm.write(text)
 
 

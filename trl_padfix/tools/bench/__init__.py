@@ -22,6 +22,7 @@ from datasets import Dataset
 
 from ...core.call.layout_of import LayoutInputs
 from ...core.layout.build import prefix_sharing_layout
+from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
 from .batches import Batches, divide_rows, in_parts
 from .building import build, computed_dtype
@@ -36,6 +37,7 @@ from .data import (
     tree_pairs,
     tree_rows,
 )
+from .memory import MemoryCount, free_bytes
 from .peak import Peak
 from .settings import (
     TOLERANCE,
@@ -49,7 +51,7 @@ from .settings import (
     WrongNumbersError,
     select_variants,
 )
-from .steps import BenchStep, attached, decoder_inputs, step_flops
+from .steps import BenchStep, attached, decoder_inputs, host_copy, step_flops
 
 
 __all__ = [
@@ -77,6 +79,8 @@ __all__ = [
 Watch = Callable[[str, int, int], None]
 """Called before each step with what is measured, the number of steps done, and the number of all steps."""
 
+SHARING = VARIANTS["prefix_sharing"]
+
 Figures = dict[str, float]
 """Figures of one step: its time, loss, gradient, tokens and weight."""
 
@@ -100,7 +104,7 @@ def measure(
     step: BenchStep, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
 ) -> list[VariantResult]:
     """
-    Measure all variants, TRL's padded step first.
+    Measure all variants, TRL's padded step first. Those that do not fit into memory are left out: `step.left_out`.
 
     Args:
         step ([`BenchStep`]):
@@ -125,6 +129,8 @@ def measure(
     fixed = in_parts(range(len(step.rows)), settings.batch_rows)
     warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
     plans = {v.name: warmup + divide_rows(step, v, counted, settings) for v in variants}
+    variants = _fitting(step, variants, plans)
+    plans = {v.name: plans[v.name] for v in variants}
     # Norms, softmax and loss are computed in float32 in every precision.
     dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
@@ -136,15 +142,16 @@ def measure(
     if rounds < max(map(len, plans.values())):
         # Other batches divide the rows differently, so an incomplete run of them has other rows than TRL's.
         counted = counted[: max(0, rounds - settings.warmup)]
-        variants = [v for v in variants if v.batching == "fixed"]
+        variants = [v for v in variants if v.has_trls_batches]
         figures = {v.name: figures[v.name][: len(counted)] for v in variants}
     if not counted:
         raise interrupt or TimeoutError("No counted step was done in the time that there was.")
     _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
     fixed_flops = _needed_flops(step, counted)
     # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
-    flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if v.batching != "fixed"}
-    results = [_result(v, figures, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
+    flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if not v.has_trls_batches}
+    padded = sum(decoder_inputs(step.batch(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
+    results = [_result(v, figures, padded, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
     done = sum(min(rounds, len(batches)) for batches in plans.values())
     try:
         for variant, result in zip(variants, results, strict=True) if memory_steps and not interrupt else ():
@@ -162,6 +169,41 @@ def measure(
     if interrupt is not None:
         raise Interrupted(results) from interrupt
     return results
+
+
+def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]) -> list[Variant]:
+    """
+    The variants whose largest step fits into memory; the reasons against the others go to `step.left_out`.
+
+    Raises:
+        ValueError: If none fits.
+    """
+    free, count = free_bytes(step.settings.device), MemoryCount(step)
+    for variant in variants:
+        if variant.has_budget:  # `--max-tokens-per-batch` bounds it
+            continue
+        tokens, shape = 0, (0, 0)
+        for rows in plans[variant.name]:
+            batch = _batch(step, variant, rows)
+            tokens = max(tokens, int(_counts(step, variant, batch)["tokens"]))
+            if not (variant.packed or variant.flat):
+                shape = max(shape, tuple(decoder_inputs(batch)["input_ids"].shape), key=lambda s: s[0] * s[1] ** 2)
+        try:
+            needed = count.needed(tokens, shape, free)
+        except NotImplementedError:
+            return variants  # layers without attention: what their kernels keep cannot be counted
+        if needed > free:
+            step.left_out[variant.name] = (
+                f"its largest step computes {tokens:,} tokens and needs about {needed / 2**30:.1f} GiB beside the "
+                f"models, and {free / 2**30:.1f} are free"
+            )
+    fitting = [variant for variant in variants if variant.name not in step.left_out]
+    if not fitting:
+        raise ValueError(
+            f"No variant fits into memory: of {variants[-1].name} {step.left_out[variants[-1].name]}. Fewer "
+            "`--pairs`, a smaller `--shape` or `--max-length`, or `--gradient-checkpointing` need less."
+        )
+    return fitting
 
 
 def _time_steps(
@@ -192,8 +234,8 @@ def _time_steps(
                 batch = _batch(step, variant, plans[variant.name][rounds])
                 with attached(step, variant):
                     step_figures = step.run(batch, variant)
-                if rounds >= settings.warmup:
-                    figures[variant.name].append(step_figures | _counts(step, variant, batch))
+                    if rounds >= settings.warmup:
+                        figures[variant.name].append(step_figures | _counts(step, variant, batch))
                 done += 1
             peak.measure()
             rounds += 1
@@ -203,10 +245,15 @@ def _time_steps(
 
 
 def _result(
-    variant: Variant, figures: dict[str, list[Figures]], peak: Peak, flops: float, settings: BenchSettings
+    variant: Variant,
+    figures: dict[str, list[Figures]],
+    padded_tokens: int,
+    peak: Peak,
+    flops: float,
+    settings: BenchSettings,
 ) -> VariantResult:
     """Summarize the steps of a variant beside TRL's. On CPU memory is added later."""
-    steps, baseline = figures[variant.name], figures["trl"]
+    steps, baseline = figures[variant.name], figures.get("trl")
     seconds = [f["seconds"] for f in steps]
     tokens = int(sum(f["tokens"] for f in steps))
     has_peak = settings.memory and settings.device == "cuda"
@@ -219,7 +266,7 @@ def _result(
         steps=len(steps),
         tokens=tokens,
         tokens_per_second=sum(f["real"] for f in steps) / sum(seconds),
-        token_limit=sum(f["tokens"] for f in baseline) / tokens,
+        token_limit=padded_tokens / tokens,
         mfu=peak.share(flops, sum(seconds)),
         loss=_weighted(steps, "loss"),
         grad_norm=statistics.mean(f["grad_norm"] for f in steps),
@@ -265,9 +312,18 @@ def _counts(step: BenchStep, variant: Variant, batch: dict[str, torch.Tensor]) -
     else:
         ids, mask = decoder_inputs(batch).values()
         tokens, real = mask.numel(), int(mask.sum())
-        if variant.packed:
+        if variant.has_budget:
+            batches, plan = step.micro_batches(batch, host_copy(batch))
+            tokens = _planned_tokens(plan) if plan else sum(_counts(step, SHARING, b)["tokens"] for b in batches)
+        elif variant.packed:
             tokens = LayoutInputs(ids, mask, shares=bool(variant.shares)).build().packed_tokens
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
+
+
+def _planned_tokens(plan: PrefixPlan) -> int:
+    """Tokens that the forwards of a step compute: a recomputed prefix twice."""
+    prefixes = (layout for prefix in plan.prefixes.values() for layout in prefix.layouts.values())
+    return sum(layout.computed_tokens for layout in [*plan.layouts.values(), *prefixes])
 
 
 def _needed_flops(step: BenchStep, batches: Batches) -> float:
@@ -280,8 +336,10 @@ def _needed_flops(step: BenchStep, batches: Batches) -> float:
     return total
 
 
-def _speedup(variant: Variant, baseline: list[Figures], steps: list[Figures]) -> float:
-    if variant.batching == "fixed":
+def _speedup(variant: Variant, baseline: list[Figures] | None, steps: list[Figures]) -> float | None:
+    if baseline is None:
+        return None
+    if variant.has_trls_batches:
         # Per batch: batches differ in length, and interleaved steps share the state of the machine.
         return statistics.median(t["seconds"] / s["seconds"] for t, s in zip(baseline, steps, strict=True))
     return sum(t["seconds"] for t in baseline) / sum(s["seconds"] for s in steps)
@@ -292,11 +350,12 @@ def _weighted(steps: list[Figures], quantity: str) -> float:
 
 
 def _check_equal(figures: dict[str, list[Figures]], tolerance: float) -> None:
-    """Raise a [`WrongNumbersError`] if a variant's loss or gradient differs from TRL's."""
-    baseline = figures["trl"]
+    """Raise a [`WrongNumbersError`] if a variant's loss or gradient differs from TRL's, or the first one's."""
+    first = next((name for name in figures if VARIANTS[name].has_trls_batches), next(iter(figures)))
+    baseline, whose = figures[first], "TRL" if first == "trl" else first
     for name, steps in figures.items():
         values = []
-        if VARIANTS[name].batching == "fixed":
+        if VARIANTS[name].has_trls_batches:
             for i, (ours, theirs) in enumerate(zip(steps, baseline, strict=True)):
                 values += [(f"step {i}", q, ours[q], theirs[q]) for q in ("loss", "grad_norm")]
         for quantity in ("loss", "grad_projection"):
@@ -307,6 +366,6 @@ def _check_equal(figures: dict[str, list[Figures]], tolerance: float) -> None:
             difference = abs(ours - theirs) / scale
             if not difference <= tolerance:  # not `>`: NaN must fail
                 raise WrongNumbersError(
-                    f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and TRL's "
+                    f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and {whose}'s "
                     f"{theirs:.6g}, {difference:.1e} apart (at most {tolerance:.0e})."
                 )

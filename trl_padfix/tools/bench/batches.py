@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import trl
 from datasets import Dataset
 
-from ...trainers.batching.bin_packing import pack_by_budget
 from ...trainers.batching.prefix_groups import group_rows
 
 
@@ -28,7 +27,7 @@ Batches = list[list[int]]
 
 def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: BenchSettings) -> Batches:
     """Divide the counted rows into the batches of a variant."""
-    if variant.batching == "fixed":
+    if variant.has_trls_batches:
         return counted
     rows = [i for batch in counted for i in batch]
     if variant.batching == "packed":
@@ -40,10 +39,7 @@ def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: B
         batches = in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
     else:
         costs = settings.measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
-        if variant.batching == "prefix":
-            parts = in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
-        else:
-            parts = pack_by_budget(costs, settings.max_tokens_per_batch or int(costs.tokens.sum() / len(counted)))
+        parts = in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
         batches = [[rows[i] for i in part] for part in parts]
     # Sorted by length or prefix, the first batches would be the largest while the machine warms up.
     random.Random(settings.seed).shuffle(batches)

@@ -69,10 +69,16 @@ class Variant:
     packed: bool = True  # whether padding is removed by this package
     shares: PrefixSharing = False
     # "fixed": the same batches as TRL; "grouped": rows of similar length; "prefix": rows with a common prefix;
-    # "budget": batches of equally many distinct tokens; "packed": TRL's packing, as many tokens as fixed batches.
+    # "packed": TRL's packing, as many tokens as fixed batches.
     batching: str = "fixed"
+    has_budget: bool = False  # a step in micro-batches, as `max_tokens_per_batch` trains it
     compiled: bool = False  # each decoder layer is compiled
     flat: bool = False  # TRL's own `padding_free`: its collator concatenates the rows
+
+    @property
+    def has_trls_batches(self) -> bool:
+        """Whether each step has the rows of a step of TRL."""
+        return self.batching == "fixed"
 
 
 VARIANTS = {
@@ -87,7 +93,7 @@ VARIANTS = {
         Variant("prefix_sharing", shares=True),
         Variant("auto", shares="auto"),
         Variant("group_by_prefix", shares=True, batching="prefix"),
-        Variant("token_budget", shares=True, batching="budget"),
+        Variant("token_budget", shares=True, has_budget=True),
         Variant("padding_free_compiled", compiled=True),
         Variant("prefix_sharing_compiled", shares=True, compiled=True),
     )
@@ -149,12 +155,20 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.variants if name not in VARIANTS]
-        if unknown or self.variants[:1] != ("trl",):
+        if (
+            unknown
+            or not self.variants
+            or "trl" in self.variants[1:]
+            or not VARIANTS[self.variants[0]].has_trls_batches
+        ):
             raise ValueError(
-                f"`variants` are names among {', '.join(VARIANTS)}, TRL's own first, got {', '.join(self.variants)}."
+                f"`variants` are names among {', '.join(VARIANTS)}, got {', '.join(self.variants)}. TRL's own comes "
+                "first; without it, one with TRL's batches, with which the others are compared."
             )
-        if self.trainer == "grpo" and any(VARIANTS[name].batching != "fixed" for name in self.variants):
+        if self.trainer == "grpo" and not all(VARIANTS[name].has_trls_batches for name in self.variants):
             raise ValueError("GRPO's batches are prompts with all their completions: they cannot be regrouped.")
+        if self.trainer == "grpo" and any(VARIANTS[name].has_budget for name in self.variants):
+            raise ValueError("A step of GRPO is measured in one forward: leave `token_budget` out.")
         if self.logprob_passes and self.trainer != "grpo":
             raise ValueError(f"`logprob_passes` are GRPO's, and the trainer is {self.trainer}: leave it out.")
         if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
@@ -181,7 +195,8 @@ class VariantResult:
     seconds: float  # median step
     low: float  # fastest step
     high: float  # slowest step
-    speedup: float  # median per-batch speed-up over TRL; with other batches than TRL, ratio of the total times
+    # Median per-batch speed-up over TRL; with other batches than TRL, ratio of the total times; `None` without TRL.
+    speedup: float | None
     steps: int
     tokens: int  # computed by the decoder in one forward of each batch
     tokens_per_second: float  # real tokens of all rows / seconds of all steps

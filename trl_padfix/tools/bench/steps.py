@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +16,20 @@ import trl.trainer.sft_trainer as trl_sft
 from transformers import Trainer
 
 from ...core.call.batch_metadata import share_layouts
+from ...core.call.runner_patch import attach_runner_patch
+from ...core.context import within
 from ...core.heads import trust_metadata
 from ...core.layout.layout import Layout
+from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_decoder, find_pretrained
-from ...core.remove import number_padded_rows, remove_padding
+from ...core.remove import attachment_of, number_padded_rows, remove_padding
+from ...trainers.batching.bin_packing import pack_by_budget
+from ...trainers.batching.measures import batch_costs
+from ...trainers.batching.micro_batches import items_of
+from ...trainers.batching.prefix_schedule import MicroBatchRunner, ids_and_masks, plan_on_host, sharing_obstacle
 from ...trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from ...trainers.temporary_attributes import temporarily_set
 from .peak import wait
 
 
@@ -58,6 +67,7 @@ class BenchStep:
         self.trainer, self.rows, self.settings = trainer, rows, settings
         self.rendered = rendered
         self.compiled: dict[Any, Callable] = {}  # compiled layers, reused by all steps
+        self.left_out: dict[str, str] = {}  # variants that are not measured, with the reason
         if settings.liger:
             from transformers.integrations.liger import apply_liger_kernel
 
@@ -130,8 +140,10 @@ class BenchStep:
         Run a step, or its forward only.
 
         `host` is the batch on the CPU, from which the layout is built here. A training builds it in a data loader
-        worker; here its cost is part of the step.
+        worker; here its cost is part of the step, as is the division into micro-batches.
         """
+        if variant.has_budget and backward:
+            return self._train_in_micro_batches(batch, host)
         batch_metadata = (
             batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([])) if variant.packed else None
         )
@@ -149,8 +161,55 @@ class BenchStep:
             assert isinstance(loss, torch.Tensor)  # no outputs were asked for
             return loss
 
-    def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
-        """MiB that the graph of a step saves for its backward; weights and the batch are left out."""
+    def micro_batches(
+        self, batch: dict[str, Any], host: dict[str, torch.Tensor]
+    ) -> tuple[list[dict[str, Any]], PrefixPlan | None]:
+        """The micro-batches of a step under the token budget, and the plan of the prefixes that they share."""
+        rows_per_item = 2 if self.settings.trainer == "dpo" else 1
+        costs = batch_costs(host["input_ids"], host["attention_mask"], rows_per_item, sharing=True)
+        budget = self.settings.max_tokens_per_batch or math.ceil(costs.tokens.sum() / 2)
+        count, columns = len(host["input_ids"]) // rows_per_item, host["input_ids"].shape[1]
+        result = []
+        for items in pack_by_budget(costs, budget):
+            longest = int(items_of(host, items, count)["attention_mask"].sum(1).max())
+            result.append(
+                {
+                    name: value[:, :longest] if value.dim() > 1 and value.shape[1] == columns else value
+                    for name, value in items_of(batch, items, count).items()
+                }
+            )
+        handles = [attachment_of(model) for model in self.models]
+        if any(h is None or sharing_obstacle(h, self.trainer.args, is_sharded=False) for h in handles):
+            return result, None
+        plan = plan_on_host([(ids.cpu(), mask.cpu()) for ids, mask in ids_and_masks(result)], budget)
+        return result, plan and plan.to(self.settings.device)
+
+    def _train_in_micro_batches(self, batch: dict[str, Any], host: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run a step as `max_tokens_per_batch` trains it: a prefix of several micro-batches is computed once."""
+        batches, plan = self.micro_batches(batch, host)
+        runner, compute = MicroBatchRunner(len(batches), plan, ids_and_masks(batches)), self.trainer.compute_loss
+        loss = torch.zeros((), device=self.settings.device)
+        for i, micro_batch in enumerate(batches):
+            runner.start(i)
+            share = self.weight(micro_batch) / self.weight(batch)
+
+            def weighted(*args: Any, share: float = share, **kwargs: Any) -> Any:
+                loss = compute(*args, **kwargs)
+                assert isinstance(loss, torch.Tensor)  # no outputs were asked for
+                return loss * share
+
+            with within(runner=runner), temporarily_set(self.trainer, "compute_loss", weighted):
+                loss = loss + self.trainer.training_step(self.trainer.model, micro_batch, None)
+        runner.check()
+        return loss
+
+    def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float | None:
+        """
+        MiB that the graph of a step saves for its backward; weights and the batch are left out. `None` for a step of
+        several backwards.
+        """
+        if variant.has_budget:
+            return None
         weights = [p for model in self.models for p in model.parameters()]
         with saved_storages([*batch.values(), *weights]) as saved:
             self.forward_and_backward(batch, host_copy(batch), variant, backward=False)
@@ -234,6 +293,8 @@ def attached(step: BenchStep, variant: Variant) -> Iterator[None]:
             if variant.packed:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
                 trust_metadata(handle)  # a training verifies it once, in its first step, which is not timed here
+                if variant.has_budget:
+                    stack.callback(attach_runner_patch(model).remove)
                 if variant.compiled:
                     from ...core.attention.compiled import compile_layers
 
