@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from accelerate import PartialState
 from kit.budget_runs import (
     IMAGE_BATCH,
     IMAGE_BUDGETS,
