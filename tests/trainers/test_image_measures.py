@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import trl
+from accelerate import PartialState
 from kit.budget_runs import (
     IMAGE_BATCH,
     IMAGE_BUDGETS,
@@ -261,6 +262,7 @@ def test_a_text_is_cut_before_images_are_repeated():
     "family", [param for param in FAMILIES if param.values[0] in ("llava", "idefics3", "llava_next", "qwen2_vl")]
 )
 def test_a_forward_is_cut_if_its_images_are_numbered_by_row(family, caplog):
+    PartialState()  # whose logger warns
     processor = build_processor(family)
     model = build_vlm(family, processor)
     batch = trl_padfix.DataCollatorForVisionLanguageModeling(processor)(list(build_captions(4, (2, 0, 1))))
