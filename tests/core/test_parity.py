@@ -19,6 +19,7 @@ import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
 import trl_padfix.core.call.layout_of
 from trl_padfix import (
+    PaddingRemovalError,
     ParityError,
     ParityReport,
     check_parity,
@@ -131,6 +132,21 @@ def test_a_row_without_a_token_is_the_error_of_the_forward(rows):
     given["attention_mask"][rows] = 0
     with pytest.raises(ValueError, match=rf"Rows {re.escape(str(rows))} of the attention mask hold no real token"):
         check_parity(build("qwen2"), given)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mamba2", "qwen3_5_text"])
+def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family):
+    """A batch of such rows is computed padded, and the other batches of the training are what is compared."""
+    ids = torch.randint(3, 60, (3, 12))
+    ids[:, :4] = ids[0, :4]
+    mask = torch.ones_like(ids)
+    mask[:, 6], mask[1, 9:] = 0, 0
+    model = families.build(family)
+    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="masked tokens between real"):
+        model(ids, attention_mask=mask, use_cache=False)
+    report = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=True)
+    assert report.ok
+    assert report.compared > 0
 
 
 def test_modes_and_stats_come_back_after_an_exception():

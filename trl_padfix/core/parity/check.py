@@ -28,6 +28,7 @@ from ..layout.build import padding_free_layout
 from ..model.older import supports
 from ..model.sharded import reset_gather_order, reshard_parameters
 from ..pipelines import by_name
+from ..refusals import batch_obstacle
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, gradient_obstacle, gradient_tolerance, relative_difference, with_gradient
 from .report import ParityReport
@@ -195,8 +196,10 @@ def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) ->
         obstacle = "all rows of a batch with images would have to be kept for them"
         return _Sample(inputs, columns, gradient_obstacle=obstacle)
     ids, mask = unpack_batch(batch) if is_packed else (batch["input_ids"], batch["attention_mask"])
-    padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
-    ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk)
+    layout = padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
+    # Rows with masked tokens that no packed forward of this model serves are computed padded: compared without these.
+    has_holes = batch_obstacle(layout, False, handle.mixers) is None
+    ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk, has_holes=has_holes)
     # A module of a user's around the model may need its labels, whatever their default is.
     is_own = not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model")
     has_labels = is_own and isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape

@@ -23,18 +23,22 @@ CANDIDATES = 8
 """Rows that are tried for a pair that crosses chunks: each of them is compared with all others."""
 
 
-def short_snippets(ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def short_snippets(
+    ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0, has_holes: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Two short rows, each with its partner: the row that has the longest common prefix with it. All are cut to at most
     `SNIPPET_TOKENS` tokens around the fork.
 
     If rows are longer than `chunk`, the tokens that scans of the decoder compute at once, the second pair crosses from
-    chunk to chunk. These rows are cut to at most two and a half chunks.
+    chunk to chunk. These rows are cut to at most two and a half chunks. Without `has_holes`, masked tokens between
+    real ones are left out.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the snippets, right-padded, always with some padding.
     """
     rows = [_from_first_to_last(row, keep.bool()) for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    rows = rows if has_holes else [row[row != MASKED] for row in rows]
     rows = [row for row in rows if len(row) > 1] or rows  # a row of one token has no score to compare
     shortest = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     with_masked = [i for i in shortest if (rows[i] == MASKED).any()][:1]
