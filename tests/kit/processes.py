@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import yaml
 
 
@@ -41,7 +42,9 @@ def run_processes(command: list[str], environment: dict[str, str], timeout: floa
     try:
         output, said = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        # The launcher starts each process in a session of its own: no group holds them all.
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
         output, said = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, output, said)
 
