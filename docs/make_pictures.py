@@ -59,6 +59,7 @@ STOREYS = {
             "callback": "any trainer",
             "axolotl": "a plug-in",
             "ms_swift": "a plug-in",
+            "swift": "its file",
             "llamafactory": "a plug-in",
             "verl": "a plug-in",
         },

@@ -179,7 +179,13 @@ TRANSFORMERS = [
     ),
 ]  # fmt: skip
 
+SELECTIVE = "trl.models.selective_activation_checkpointing"
+
 TRL = [
+    Upstream("_aten_attention_ops", SELECTIVE, "the operators whose outputs selective checkpointing keeps", has,
+             needs="trl>=1.16"),
+    Upstream("_is_sac_wrapped", SELECTIVE, "marks a model that TRL has made checkpoint selectively", says,
+             needs="trl>=1.16"),
     *of_trainers("_metrics", "what TRL logs, by mode",
                  partial(is_set, '{"train": defaultdict(list), "eval": defaultdict(list)}'),
                  "DPO", "SFT", "Reward", "KTO", *ONLINE),
@@ -251,6 +257,10 @@ TRL = [
 ]  # fmt: skip
 
 OTHERS = [
+    Upstream("_opoverload", "torch._library.custom_ops.CustomOpDef", "the operator that selective checkpointing keeps",
+             says),
+    Upstream("_varlen_attn", "torch.nn.attention.varlen", "the operator of packed attention, which it keeps too", says,
+             needs="torch>=2.11"),
     Upstream("_compiled_call_impl", "torch.nn.Module", "whether a module is compiled", has),
     Upstream("_prepare_cp", "accelerate.Accelerator",
              "puts its ring attention on a model, in whose place packed rows are split", has, "accelerate>=1.10"),

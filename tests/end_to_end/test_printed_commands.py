@@ -227,7 +227,7 @@ def check_pip(words: list[str]) -> None:
             next(words)
         elif word.startswith("-"):
             assert word in PIP, word
-        elif not word.startswith("git+https://"):
+        elif word != "." and not word.startswith("git+https://"):
             needed = Requirement(word)
             assert needed.name not in ("trl-padfix", "trl_padfix") or needed.extras <= extras, needed.extras
 

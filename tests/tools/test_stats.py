@@ -409,7 +409,7 @@ def test_the_command_takes_each_trainers_data(tmp_path):
     for name, data, more in (
         ("dpo", "pairs", []), ("kto", "pairs", ["--trainer", "kto"]), ("sft", "talk", ["--expand-turns"]),
         ("grpo", "pairs", ["--trainer", "grpo", "--generations", "4", "--completion-length", "9"]),
-        ("grouped", "pairs", ["--group-by-prefix"]), ("reward", "pairs", ["--trainer", "reward"]),
+        ("grouped", "pairs", ["--group-by-prefix", "--verbose"]), ("reward", "pairs", ["--trainer", "reward"]),
     ):  # fmt: skip
         result = trl_padfix_command("stats", str(tmp_path / f"{data}.jsonl"), *command, *more)
         assert result.exit_code == 0, result.output

@@ -78,7 +78,7 @@ def test_configurations_are_trls_with_our_fields(name):
     both |= {"pool_last_token"} if name == "RewardTrainer" else set()
     both |= {"expand_turns"} if name == "SFTTrainer" else set()
     every = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "attn_implementation"}
-    assert added == every | {"cp_attention", "packed_multiple_of"} | sided | with_reference | both
+    assert added == every | {"cp_attention", "packed_multiple_of", "mlp_tile_tokens"} | sided | with_reference | both
 
 
 @pytest.mark.parametrize("name", TRAINERS)

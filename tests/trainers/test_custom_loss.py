@@ -111,8 +111,8 @@ def cutting(trainer, patch):
 @pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
 @pytest.mark.parametrize("name", ["sft", "reward"])
 def test_what_prepares_the_inputs_may_compare_rows(name, sharing, run):
-    theirs, _ = run(name, cutting, False)
-    figures, forwards = run(name, cutting, True, prefix_sharing=sharing)
+    theirs, _ = run(name, cutting, False, optim="sgd")  # AdamW makes much of rounding where a gradient is zero
+    figures, forwards = run(name, cutting, True, prefix_sharing=sharing, optim="sgd")
     assert_same(figures, theirs)
     assert max(forwards) <= BUDGET[name]
 

@@ -28,7 +28,7 @@ def grouped(name, folder, **config):
 
 def order_of(trainer):
     given = list(trainer.get_train_dataloader().batch_sampler.sampler)
-    return given if isinstance(given[0], int) else [row for _, share in given for row in share]
+    return given if isinstance(given[0], int) else [row for share in given for row in share.rows]
 
 
 def figures(trainer, *names):
