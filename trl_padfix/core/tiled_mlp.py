@@ -18,7 +18,7 @@ from .model.patching import Attachment, ForwardPatch
 __all__ = ["check_tile", "tile_mlps"]
 
 
-def check_tile(tokens: Any) -> None:
+def check_tile(tokens: object) -> None:
     """Raise a `ValueError` for a number of tokens that a tile cannot have."""
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
         raise ValueError(f"`mlp_tile_tokens` is a positive number of tokens, or None, got {tokens!r}.")

@@ -300,7 +300,14 @@ class PaddingFreeMixin:
         return norm
 
     def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: int, *args: Any, **kwargs: Any
+        self,
+        tr_loss: torch.Tensor,
+        grad_norm: float | None,
+        model: torch.nn.Module,
+        trial: object,
+        epoch: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self.padding.part(SubBatchBudget).set_epoch(epoch)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, *args, **kwargs)
@@ -380,7 +387,7 @@ class PaddingFreeMixin:
             describe_in_card(Path(self.args.output_dir) / "README.md", handle)
 
 
-def _has_labels(batch: Any, version: TensorVersion) -> bool:
+def _has_labels(batch: object, version: TensorVersion) -> bool:
     """Whether a batch has these very labels."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return isinstance(labels, torch.Tensor) and version.matches(labels)

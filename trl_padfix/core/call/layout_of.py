@@ -41,10 +41,12 @@ def check_prefix_sharing(prefix_sharing: Any) -> None:
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
 
 
-def check_multiple(packed_multiple_of: Any) -> None:
+def check_multiple(packed_multiple_of: object) -> None:
     """Raise a `ValueError` for a value that `packed_multiple_of` cannot have."""
-    is_number = isinstance(packed_multiple_of, int) and not isinstance(packed_multiple_of, bool)
-    if packed_multiple_of is not None and (not is_number or packed_multiple_of < 1):
+    is_number = (
+        isinstance(packed_multiple_of, int) and not isinstance(packed_multiple_of, bool) and packed_multiple_of > 0
+    )
+    if packed_multiple_of is not None and not is_number:
         raise ValueError(
             f"`packed_multiple_of` is a number of tokens, such as 64 or 128, or None; got {packed_multiple_of!r}."
         )

@@ -155,7 +155,7 @@ for _name in (
     setattr(StepBatch, _name, _reading(_name))
 
 
-def _is_same(saved: Any, value: Any) -> bool:
+def _is_same(saved: Any, value: object) -> bool:
     if isinstance(saved, torch.Tensor) and isinstance(value, torch.Tensor):
         return saved.dtype == value.dtype and saved.device == value.device and torch.equal(saved, value)
     return isinstance(value, list) and len(saved) == len(value) and all(map(operator.is_, saved, value))

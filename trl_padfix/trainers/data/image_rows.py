@@ -29,7 +29,7 @@ _WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
 """Arguments with one value per column, of which there may be as many as rows."""
 
 
-def count_images(example: Any) -> int | None:
+def count_images(example: object) -> int | None:
     """Number of images of an example; `None` if it has no column of images."""
     if not isinstance(example, Mapping) or not example.keys() & {"images", "image"}:
         return None
