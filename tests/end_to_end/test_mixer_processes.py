@@ -132,7 +132,7 @@ def test_a_process_may_compute_its_batch_padded_while_the_other_one_packs(strate
         family, kind, _ = case.split(",")
         steps = [log for log in found[case] if "loss" in log]
         assert min(log["padfix/padded_forwards"] for log in steps) > 0, case
-        assert max(log["padfix/pad_fraction"] for log in steps) > 0.05, case
+        assert max(log.get("padfix/pad_fraction", 0.0) for log in steps) > 0.05, case  # none if both are padded
         assert_same(tmp_path / case, found[case], one_process(family, kind, holes=True), models / family)
         with pytest.raises(AssertionError, match="not close"):
             assert_same(tmp_path / case, found[case], one_process(family, kind), models / family)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from .attention.compiled import CompiledLayerPatch
@@ -16,6 +17,9 @@ from .model.patching import Attachment, ForwardPatch
 
 
 __all__ = ["check_tile", "tile_mlps"]
+
+_TOKEN_WISE: set[type[nn.Module]] = set()
+"""Classes of MLPs that were seen to compute each token by itself: those of sharded models cannot be called alone."""
 
 
 def check_tile(tokens: object) -> None:
@@ -121,8 +125,9 @@ def _obstacle(mlp: nn.Module, handle: PaddingRemoval) -> str | None:
     ):
         return "has experts behind a router"
     first = next(mlp.parameters())
-    if first.is_meta or not first.numel():
-        return "has its weights elsewhere (sharded, or on the meta device): tile it before it is wrapped"
+    if first.is_meta or not first.numel() or isinstance(first, DTensor):
+        elsewhere = "has its weights elsewhere (sharded, or on the meta device): tile a model of its kind before it"
+        return None if type(mlp) in _TOKEN_WISE else elsewhere
     states = torch.randn(
         1, 8, handle.decoder.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0)
     )
@@ -141,4 +146,5 @@ def _obstacle(mlp: nn.Module, handle: PaddingRemoval) -> str | None:
     tolerance = 1e-5 if states.dtype == torch.float32 else 2e-2
     if not torch.allclose(torch.cat(parts, dim=1), whole, atol=tolerance, rtol=tolerance):
         return "does not compute each token by itself"
+    _TOKEN_WISE.add(type(mlp))
     return None
