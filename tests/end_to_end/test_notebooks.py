@@ -32,7 +32,7 @@ def test_a_notebook_is_committed_with_its_outputs_and_without_paths(name):
     assert all(output.name == "stdout" for output in outputs if output.output_type == "stream")
     pictures = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     assert 0 < len(pictures) == len(set(pictures))
-    assert max(map(len, pictures)) < 80_000
+    assert max(map(len, pictures)) < 120_000
 
 
 @pytest.mark.slow
