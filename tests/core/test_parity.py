@@ -135,7 +135,7 @@ def test_a_row_without_a_token_is_the_error_of_the_forward(rows):
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba2", "qwen3_5_text"])
-def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family):
+def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family, monkeypatch):
     """A batch of such rows is computed padded, and the other batches of the training are what is compared."""
     ids = torch.randint(3, 60, (3, 12))
     ids[:, :4] = ids[0, :4]
@@ -144,9 +144,12 @@ def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family):
     model = families.build(family)
     with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="masked tokens between real"):
         model(ids, attention_mask=mask, use_cache=False)
-    report = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=True)
+    call = {"input_ids": ids, "attention_mask": mask}
+    report = check_parity(model, call, prefix_sharing=True)
     assert report.ok
     assert report.compared > 0
+    leaking_layouts(monkeypatch)
+    assert not check_parity(model, call, prefix_sharing=True).ok
 
 
 def test_modes_and_stats_come_back_after_an_exception():

@@ -20,6 +20,7 @@ import trl_padfix
 from trl_padfix import PaddingRemovalError, remove_padding, tile_mlps
 from trl_padfix.core import tiled_mlp
 from trl_padfix.core.attention.compiled import compile_layers
+from trl_padfix.core.model.patching import ForwardPatch
 from trl_padfix.core.tiled_mlp import TiledMLPPatch
 
 
@@ -165,6 +166,29 @@ def test_experts_are_not_tiled(family):
         tile_mlps(handle, TILE)
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_hook_that_appears_within_an_mlp_gets_whole_rows(rows):
+    """It is computed padded from there on; in tiles its mean would be another."""
+
+    def subtract_mean(module, args, output):
+        return output - output.mean(1, keepdim=True)
+
+    model, (ids, mask) = build("qwen2").eval(), padded("right")
+    call = {"input_ids": ids[:rows], "attention_mask": mask[:rows], "use_cache": False}
+    with torch.no_grad(), remove_padding(model) as handle:
+        tile_mlps(handle, TILE)
+        model(**call)
+        hook = model.model.layers[0].mlp.down_proj.register_forward_hook(subtract_mean)
+        found = model(**call).logits
+        handle.remove()
+        expected = model(**call).logits
+        hook.remove()
+        without = model(**call).logits
+    real = mask[:rows].bool()
+    assert largest(found[real], expected[real]) <= 1e-5
+    assert largest(found[real], without[real]) > 1e-2
+
+
 class _Mean(nn.Module):
     """An MLP that is not token-wise: it subtracts the mean over all tokens."""
 
@@ -215,3 +239,11 @@ def test_a_trainer_tiles_its_models(tmp_path):
     assert [len(tiles_of(handle)) for handle in tiled.padding.handles] == [2, 2]  # policy and reference
     with pytest.raises(ValueError, match="needs `padding_free=True`"):
         trl_padfix.DPOConfig(str(tmp_path), mlp_tile_tokens=8)
+
+
+def test_a_model_that_a_trainer_refuses_to_tile_is_left_untouched(tmp_path):
+    model = build("qwen2_moe")
+    with pytest.raises(PaddingRemovalError, match="experts behind a router"):
+        make_trainer(trl_padfix, "SFT", tmp_path, model=model, padding_free=True, mlp_tile_tokens=8)
+    # TRL has a method of its own on the model, for its fused head.
+    assert not any(isinstance(vars(module).get("forward"), ForwardPatch) for module in model.modules())

@@ -263,3 +263,36 @@ def test_the_metadata_of_a_batch_survives(passed_on):
     batch = passed_on(LayoutCollator(lambda rows: collate(rows), prefix_sharing=True)(list(build_rows(4))))
     metadata = batch_metadata_of(batch.to("cpu"))
     assert metadata.layouts[""].packed_tokens < batch["input_ids"].numel()
+
+
+class EmptyRows:
+    """A collator whose every other batch, from the first on, has a row without a real token."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def __call__(self, examples):
+        batch, self.batches = labelled(examples), self.batches + 1
+        if self.batches % 2:
+            batch["attention_mask"][0], batch["labels"][0] = 0, -100
+        return batch
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(by_callback, tmp_path, monkeypatch):
+    def build(trainer_class, name, **given):
+        own = {"data_collator": EmptyRows(), "train_dataset": build_rows(), "remove_unused_columns": False}
+        return make_plain_trainer(tmp_path / name, trainer_class, **own, **given)
+
+    def build_ours(name):
+        if by_callback:
+            return build(Trainer, name, callbacks=[PaddingRemovalCallback(True)])
+        return build(padding_free_trainer(Trainer, prefix_sharing=True), name)
+
+    theirs, ours = build(Trainer, "theirs"), build_ours("ours")
+    assert_same(trained(ours), trained(theirs))
+    fractions = [log.get("padfix/pad_fraction") for log in ours.state.log_history if "loss" in log]
+    assert [fraction is not None for fraction in fractions] == [False, True, False, True, False]
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):  # in the second batch, the first one that is compared
+        build_ours("broken").train()

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
+from ..core.errors import UnpackableCallError
 from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
 from ..core.model.patching import Attachment, ForwardPatch
 from ..core.parity.check import check_parity
 from ..core.parity.report import ParityReport
-from .distributed import models_of, named_models_of
+from .distributed import is_sharded, models_of, named_models_of
 from .parts import Part, Step
 
 
@@ -59,8 +61,8 @@ class Parity(Part):
         if is_compared or (padding.parity and padding.handle.has_changed):
             yield
             return
-        for batch in step.batches:
-            if padding.handle.layout_of(batch) is not None:
+        for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
+            if is_packed:
                 images = padding.task.parity_inputs(step.inputs, batch)
                 labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
                 self.compare(step, labels | batch | _multimodal(padding.handle.multimodal, images))
@@ -75,6 +77,13 @@ class Parity(Part):
         if call and will_pack(padding.handle, call):
             self.compare(step, call)
             self.print_reports(step)
+
+    def _will_pack(self, batches: list[Any]) -> list[bool]:
+        """Whether each batch is packed; where processes meet in each forward, on all of them."""
+        packed, trainer = [will_pack(self.trainer.padding.handle, batch) for batch in batches], self.trainer
+        if trainer.accelerator.num_processes > 1 and is_sharded(trainer):
+            packed = [all(of_batch) for of_batch in zip(*gather_object([packed]), strict=True)]
+        return packed
 
     def compare(self, step: Step, inputs: dict[str, Any]) -> None:
         """
@@ -126,7 +135,10 @@ def compare(
 
 def will_pack(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
     """Whether the decoder packs a `call` of a model. Images are left out: the decoder receives their embeddings."""
-    return handle.layout_of({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}) is not None
+    try:
+        return handle.layout_of({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}) is not None
+    except UnpackableCallError:  # it is computed padded, and another batch is compared
+        return False
 
 
 def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> None:

@@ -231,9 +231,8 @@ class BudgetCollator:
         step = CollatedStep(batches, shares_of_step, order, **how)
         if self.adds_whole and len(batches) > 1 and any(map(image_tensors, batches)):
             step = step._replace(whole=pop_metadata(self.collator(examples))[0])
-        if not self.cuts_batches and sum(map(self._count, batches)) == len(
-            order
-        ):  # else a collator of a user has others
+        has_all_items = sum(map(self._count, batches)) == len(order)  # a collator of a user may drop or add some
+        if has_all_items and not self.cuts_batches:
             count = -(-rows_of_step // (self.plan.micro_batch * self.plan.processes))
             step = step._replace(micro_batches_of_trl=[turns[i] for i in order], count_of_trl=count)
         if self.weight_by_tokens:

@@ -21,7 +21,7 @@ from transformers import BatchEncoding, BatchFeature
 from ...core.call.batch_metadata import ForwardMetadata, KnownBatch, PooledTokens, TensorVersion
 from ...core.call.labels import LabelsAfterPadding, find_labels_after_padding
 from ...core.call.layout_of import LayoutInputs, PrefixSharing
-from ...core.errors import PaddingRemovalError
+from ...core.errors import PaddingRemovalError, UnpackableBatchError
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.layout import Layout
 from .image_rows import count_images
@@ -113,7 +113,8 @@ def build_forward_metadata(
             As in [`LayoutCollator`].
 
     Returns:
-        [`ForwardMetadata`], or `None` without `input_ids`, with tensors on a device, and with nothing to pack.
+        [`ForwardMetadata`], or `None` without `input_ids`, with tensors on a device, and with nothing to pack, or
+        nothing that can be packed.
     """
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if ids is None or not all(x.device.type == "cpu" for x in inputs.values() if isinstance(x, torch.Tensor)):
@@ -121,10 +122,14 @@ def build_forward_metadata(
     layout_inputs = _layout_inputs(inputs, prefix_sharing)
     if layout_inputs is None:
         return None
+    try:
+        layout = layout_inputs.build()
+    except UnpackableBatchError:  # the forward computes such a batch padded, or says what is wrong with it
+        return None
     pools = mask is not None and pooling_pad_id is not None
     pooled = PooledTokens.of(ids, mask, pooling_pad_id) if pools else None
     return ForwardMetadata(
-        layout_inputs.build(),
+        layout,
         label_positions(inputs),
         _halves_are_equal(inputs),
         pooled,
