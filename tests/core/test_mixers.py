@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import random
 import threading
 from itertools import product
 from typing import Any
@@ -133,6 +134,18 @@ def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
 # The tree
 
 
+def summed(chunks, initial, with_states, cu_seqlens=None):
+    """A recurrence: the sum so far. In a block the values beyond the ends of nodes are zero."""
+    (x,) = chunks
+    if cu_seqlens is not None:
+        nodes = x[0].split(cu_seqlens.diff().tolist())
+        before = [0.0] * len(nodes) if initial is None else initial
+        sums = [node.cumsum(0) + b for node, b in zip(nodes, before, strict=True)]
+        return torch.cat(sums)[None], torch.stack([s[-1] for s in sums])
+    sums = x.cumsum(1) + (0.0 if initial is None else initial[:, None])
+    return sums, sums[:, -1]
+
+
 def test_a_node_ends_where_rows_part():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
     layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
@@ -159,6 +172,26 @@ def test_levels_of_few_tokens_are_merged_into_the_next_one(copies, levels, monke
     assert tokens[tree.packed_from_levels].tolist() == [*range(6)]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatch):
+    """Trees of random depths, where the cheapest level is now above and now below one that was merged before."""
+    chance = random.Random(seed)
+    rows = [[chance.randint(1, 2) for _ in range(chance.randint(4, 12))] for _ in range(12)]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    layout = prefix_sharing_layout(ids, (ids > 0).long())
+    x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(seed))
+    expected, depths = layout.dense_mask().float() @ x[0], set()
+    for copies in (0, 2, 5, 12, 999):
+        monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
+        tree = NodeTree(layout)
+        tokens = torch.cat([level.tokens for level in tree.levels])
+        assert tokens[tree.packed_from_levels].tolist() == [*range(layout.packed_tokens)]
+        for scan in (tree.scan_blocks, tree.scan_levels):
+            assert torch.allclose(scan(summed, [x])[0], expected, atol=1e-5)
+        depths.add(len(tree.levels))
+    assert len(depths) > 2
+
+
 def test_the_left_context_of_a_segment_is_on_its_path():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
     index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
@@ -173,22 +206,10 @@ def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing, copies, monkey
     ids, mask = padded("right")
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
     x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(0))
-
-    def kernel(chunks, initial, with_states, cu_seqlens=None):
-        """A sum; in a block the values beyond the ends of nodes are zero."""
-        (x,) = chunks
-        if cu_seqlens is not None:
-            nodes = x[0].split(cu_seqlens.diff().tolist())
-            before = [0.0] * len(nodes) if initial is None else initial
-            sums = [node.cumsum(0) + b for node, b in zip(nodes, before, strict=True)]
-            return torch.cat(sums)[None], torch.stack([s[-1] for s in sums])
-        sums = x.cumsum(1) + (0.0 if initial is None else initial[:, None])
-        return sums, sums[:, -1]
-
     expected = layout.dense_mask().float() @ x[0]
     tree = NodeTree(layout)
-    assert torch.allclose(tree.scan_blocks(kernel, [x])[0], expected, atol=1e-5)
-    assert torch.allclose(tree.scan_levels(kernel, [x])[0], expected, atol=1e-5)
+    assert torch.allclose(tree.scan_blocks(summed, [x])[0], expected, atol=1e-5)
+    assert torch.allclose(tree.scan_levels(summed, [x])[0], expected, atol=1e-5)
 
 
 # Whole models

@@ -1,7 +1,5 @@
 """A token budget splits the forwards of TRL's experimental trainers, and leaves all that they compute and log."""
 
-from functools import cache
-
 import pytest
 import trl
 from kit.cells import slow_but
@@ -13,7 +11,6 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
 
 from kit.experimental_runs import EXPERIMENTS, build, train
-from kit.online_runs import save_policy
 
 
 NAMES = [name for name in EXPERIMENTS if name != "GMPO"]  # a GRPO, which has the budget of one
@@ -23,16 +20,6 @@ METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/
 
 CELLS = [(name, mode) for name in NAMES for mode in ("padding-free", "prefix sharing")]
 ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def trls(policy, tmp_path_factory):
-    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
 
 
 def longest_row(run):

@@ -1,7 +1,6 @@
 """TRL's experimental trainers and ours: one trajectory, generation included, whatever the mode."""
 
 import sys
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -20,22 +19,11 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
 
 from kit.experimental_runs import EXPERIMENTS, MODULES, build, classes, train
-from kit.online_runs import save_policy
 
 
 PACKED = ["padding-free", "prefix sharing"]
 ALL_MODES = MODES | SIDED_MODES
 CELLS = [(name, mode) for name in EXPERIMENTS for mode in (SIDED_MODES if name == "TPO" else MODES)]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def trls(policy, tmp_path_factory):
-    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Example: the rows `1 2 3 4`, `1 2 5` and `1 6` share prefixes and pack into `1 2
 their parent is `[1]`.
 
 On a GPU a level costs the launches of its kernels, in each layer, however few tokens it has. A level of short nodes is
-therefore merged into the next one: each child begins with a copy of its parent, and nothing else computes the copies.
+therefore merged into the next one: each child begins with a copy of its parent's tokens, and so needs no state of it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class NodeBlock:
     Nodes of one level that are computed together.
 
     Attributes:
-        tokens (`torch.Tensor` of shape `(n, l)`): Packed tokens of each node; `T` beyond its end.
+        tokens (`torch.Tensor` of shape `(n, l)`):
+            Packed tokens of each node, copies of its parent's among them; `T` beyond its end.
         parents (`torch.Tensor` of shape `(n,)`, *optional*): State number of the parent of each node; `None` if no
             node of the level has an initial state.
     """
@@ -393,7 +394,9 @@ def _merge_levels(nodes: list[_Node], parents: list[Parent], max_copies: int) ->
                 before = nodes[parent.number]
                 is_copy = parent.number in begun
                 begun.add(parent.number)
-                node = _Node(before.tokens + node.tokens, len(before.tokens) if is_copy else before.copies)
+                # Copies come first: the first child, which computes the tokens of its parent, has none itself.
+                copies = len(before.tokens) + node.copies if is_copy else before.copies
+                node = _Node(before.tokens + node.tokens, copies)
                 parent = parents[parent.number]
             if parent.kind == "packed":
                 parent = Parent("packed", number[parent.number])
