@@ -395,8 +395,8 @@ def _merge_levels(nodes: list[_Node], parents: list[Parent], max_copies: int) ->
                 is_copy = parent.number in begun
                 begun.add(parent.number)
                 # Copies come first: the first child, which computes the tokens of its parent, has none itself.
-                copies = len(before.tokens) + node.copies if is_copy else before.copies
-                node = _Node(before.tokens + node.tokens, copies)
+                node_copies = len(before.tokens) + node.copies if is_copy else before.copies
+                node = _Node(before.tokens + node.tokens, node_copies)
                 parent = parents[parent.number]
             if parent.kind == "packed":
                 parent = Parent("packed", number[parent.number])
