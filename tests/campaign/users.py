@@ -50,6 +50,8 @@ def draw(chance: random.Random) -> dict[str, Any]:
     if kind not in PLAIN:
         is_sided = any(CODES[name].by_position or CODES[name].by_column for name in case["code"])
         case["ours"]["padding_side"] = "right" if is_sided else chance.choice(["left", "right"])
+        if "tokens that are hidden" in case["code"] and case["model"] == "gpt2":
+            case["ours"]["padding_side"] = "right"  # a hidden first token and padding before it look alike
         # Means over columns depend on the length of a batch, and a budget makes other batches.
         if chance.random() < 0.5 and not any("by_mean" in name for name in case["code"]):
             case["ours"]["max_tokens_per_batch"] = chance.choice([40, 60, 400])

@@ -171,6 +171,67 @@ def test_the_figures_are_those_of_the_padded_trainer(case, sharing, tmp_path):
     assert computed
 
 
+class CheckpointedLabels(Checkpointed):
+    """A checkpoint around the model, in a loss that scores what is predicted from padding."""
+
+    is_reentrant = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
+        call = lambda ids, mask, anchor: self.read_logits(model, ids, mask)  # noqa: E731
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        logits = checkpoint(call, ids, mask, anchor, use_reentrant=self.is_reentrant)
+        return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:])
+
+    @staticmethod
+    def read_logits(model, ids, mask):
+        return model(input_ids=ids, attention_mask=mask).logits
+
+
+class CheckpointedReentrant(CheckpointedLabels):
+    is_reentrant = True
+
+
+class CheckpointedDecoder(CheckpointedLabels):
+    """The same around the decoder alone, called by position."""
+
+    @staticmethod
+    def read_logits(model, ids, mask):
+        return model.lm_head(model.model(ids, mask).last_hidden_state)
+
+
+def labels_of_padding(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = collate(examples)
+    return batch | {"labels": batch["input_ids"].clone()}
+
+
+@pytest.mark.parametrize("by_callback", [False, True])
+@pytest.mark.parametrize("kind", [CheckpointedLabels, CheckpointedReentrant, CheckpointedDecoder])
+def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path):
+    """A batch with labels of padding is computed padded, in the backward pass too, and the next one is packed."""
+
+    def collator(examples):
+        collator.count += 1
+        return (labels_of_padding if collator.count % 2 else labelled)(examples)
+
+    own = {"train_dataset": build_rows(), "data_collator": collator, "remove_unused_columns": False, "max_steps": 4}
+    collator.count, figures = 0, []
+    figures.append(trained(make_plain_trainer(tmp_path / "theirs", kind, model=build_model(), **own)))
+    collator.count, callback = 0, PaddingRemovalCallback()
+    ours = make_plain_trainer(
+        tmp_path / "ours",
+        kind if by_callback else padding_free_trainer(kind),
+        model=build_model(),
+        callbacks=[callback] if by_callback else [],
+        **own,
+    )
+    figures.append(trained(ours))
+    assert_same(figures[1], figures[0], rtol=1e-3)
+    (handle,) = callback.handles if by_callback else ours.padding.handles
+    assert handle.stats.padded_forwards == 2
+    assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
 @pytest.mark.parametrize("sharing", [False, True])
 def test_so_they_are_with_the_callback(sharing, tmp_path):
     case = "a forward that reads labels"

@@ -78,6 +78,17 @@ class Hidden(Cloned):
         return batch | {"labels": labels}
 
 
+class HidesFirst(Cloned):
+    """The first token of each row is hidden, and has a label, which padding has not."""
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(examples)
+        labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        mask = batch["attention_mask"].clone()
+        mask[torch.arange(len(mask)), mask.argmax(1)] = 0
+        return batch | {"labels": labels, "attention_mask": mask}
+
+
 class HiddenPrompts(DataCollatorForPreference):
     """DPO: the last token of each prompt is hidden, and the completion begins behind it."""
 
@@ -111,8 +122,9 @@ def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SFT = {"max_length": None, "per_device_train_batch_size": 4, "max_steps": 3}
 SFT_CELLS = [(kind, side, mode) for kind in (Cloned, Hidden) for side in ("right", "left") for mode in MODES
-             ]  # fmt: skip
+             ] + [(HidesFirst, "right", mode) for mode in MODES]  # fmt: skip
 FAST = [
+    (HidesFirst, "right", "padding-free"),
     (Cloned, "right", "budget"),
     (Cloned, "right", "padding-free"),
     (Hidden, "right", "budget"),

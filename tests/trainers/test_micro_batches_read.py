@@ -6,7 +6,7 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, make, make_on_images
+from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, build_data, make, make_on_images
 from kit.observe import entered_tokens
 from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, trained
 from torch.utils.checkpoint import checkpoint
@@ -14,9 +14,10 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, padding_free_trainer
-from trl_padfix.trainers.batching import micro_batches
+from trl_padfix.trainers.batching import micro_batches, token_budget
 
 
+RAGGED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3, "max_steps": 3}
 ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
@@ -128,6 +129,96 @@ def test_so_it_does_with_accumulation(name, reader, run, theirs):
     figures, forwards, _ = run(name, reader, True, **ACCUMULATED)
     assert_same(figures, expected)
     assert max(forwards) <= BUDGET[name]
+
+
+def step_of_its_own(divisor):
+    """A `training_step` that computes its loss itself, and divides it as transformers' of before and of now."""
+
+    def training_step(self, model, inputs, *args):
+        inputs = self._prepare_inputs(inputs)
+        counts = inputs["input_ids"].shape[0]
+        loss = self.compute_loss(model, inputs) / divisor(self)
+        self.accelerator.backward(loss)
+        self.seen = [*getattr(self, "seen", []), counts]
+        return loss.detach()
+
+    return training_step
+
+
+DIVISORS = {
+    "as it was": lambda trainer: trainer.args.gradient_accumulation_steps,
+    "as it is": lambda trainer: trainer.current_gradient_accumulation_steps,
+    "not at all": lambda trainer: 1,
+}
+
+
+@pytest.mark.parametrize("on_object", [False, True], ids=["class", "object"])
+@pytest.mark.parametrize("divisor", DIVISORS)
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward"])
+def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, on_object, tmp_path, monkeypatch):
+    """The last micro-batch of the epoch has fewer rows, and the last step fewer micro-batches."""
+    figures, seen, own = [], [], step_of_its_own(DIVISORS[divisor])
+    for ours in (False, True):
+        given = (
+            RAGGED | {"train_dataset": build_data(name).select(range(14))} | ({"parity_check": False} if ours else {})
+        )
+        trainer = make(name, tmp_path, ours=ours, **given)
+        if on_object:
+            trainer.training_step = MethodType(own, trainer)
+        else:
+            monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"training_step": own}))
+        forwards = entered_tokens(trainer.model)
+        figures.append(trained(trainer))
+        seen.append(trainer.seen)
+    assert_same(figures[1], figures[0])
+    assert seen[0] == seen[1]
+    assert len({*seen[0]}) > 1
+    assert max(forwards) <= BUDGET[name]
+
+
+class Halving:
+    """A collator that drops the shorter half of the rows that it gets."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, examples):
+        lengths = [sum(len(v) for v in example.values() if isinstance(v, list)) for example in examples]
+        longest = sorted(range(len(examples)), key=lambda i: -lengths[i])[: -(-len(examples) // 2)]
+        return self.collator([examples[i] for i in sorted(longest)])
+
+
+@pytest.mark.parametrize("reader", ["copying", "of its own"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_a_collator_that_drops_rows_does_so_in_each_micro_batch(name, reader, tmp_path):
+    figures = []
+    for ours in (False, True):
+        trainer = make(name, tmp_path, ours=ours, train_dataset=build_data(name).select(range(14)), **RAGGED)
+        trainer.data_collator = Halving(trainer.data_collator)
+        if reader == "copying":
+            READERS[reader](trainer, [])
+        else:
+            trainer.training_step = MethodType(step_of_its_own(DIVISORS["as it was"]), trainer)
+        figures.append(trained(trainer))
+    assert_same(figures[1], figures[0], rtol=1e-4)
+
+
+def test_cut_by_the_rows_of_before_they_are_others(tmp_path, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(token_budget.MicroBatchBudget, "note_step", lambda self, batches: None)
+    with pytest.raises(AssertionError, match="not close"):
+        test_a_collator_that_drops_rows_does_so_in_each_micro_batch("dpo", "of its own", tmp_path)
+
+
+def test_one_that_gets_the_rows_of_a_step_at_once_has_other_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_padfix.trainers.batching.token_budget._joins_micro_batches", lambda trainer: False)
+    figures, own = [], step_of_its_own(DIVISORS["as it was"])
+    for ours in (False, True):
+        trainer = make("sft", tmp_path, ours=ours, **RAGGED)
+        trainer.training_step = MethodType(own, trainer)
+        figures.append(trained(trainer))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(figures[1], figures[0])
 
 
 @pytest.mark.parametrize("reader", ["writing", "writing data"])

@@ -7,10 +7,21 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.methods import TWO_MODES
-from kit.trainer_runs import MODES, SIDED_MODES, assert_same, build_model, build_tokenizer, run, watch_inputs
+from kit.methods import TWO_MODES, make_trainer
+from kit.trainer_runs import (
+    MODES,
+    SIDED_MODES,
+    assert_same,
+    build_model,
+    build_pairs,
+    build_tokenizer,
+    run,
+    trained,
+    watch_inputs,
+)
 from transformers import BertConfig, BertForSequenceClassification
 
+import trl_padfix
 import trl_padfix.core.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardConfig, RewardTrainer
 from trl_padfix.core.call.batch_metadata import PooledTokens
@@ -169,3 +180,23 @@ def test_sequences_of_nothing_but_pad_tokens_are_found_before_the_first_step(mak
 def test_a_dataset_of_which_no_pair_is_left_is_an_error_before_the_first_step(make):
     with pytest.raises(ValueError, match="No pair of the train dataset is left: all have a sequence of more than"):
         make(config={"max_length": 1})
+
+
+class Hides:
+    """Hides a third of all tokens."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return {**inputs, "attention_mask": inputs["attention_mask"] * (inputs["input_ids"] % 3 != 1)}
+
+
+@pytest.mark.parametrize("config", [{}, {"prefix_sharing": True, "max_tokens_per_batch": 80}], ids=str)
+def test_rows_with_hidden_tokens_are_scored_as_trl_scores_them(config, tmp_path):
+    """The parity check compares last columns, and leaves batches out in which one of them is hidden."""
+    data, figures = build_pairs(16, 0), []
+    for library in (trl, trl_padfix):
+        kind = type("Own", (Hides, library.RewardTrainer), {})
+        given = {"train_dataset": data, "eval_dataset": data, "max_steps": 3, "model": build_model("reward")}
+        given |= {"padding_free": True, **config} if library is trl_padfix else {}
+        figures.append(trained(make_trainer(library, "Reward", tmp_path / library.__name__, kind, **given)))
+    assert_same(*figures)

@@ -30,7 +30,7 @@ from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
 from .mixers.row_buckets import calls_of_layers, over_whole_rows
 from .model.older import older_attributes
-from .model.patching import ForwardPatch
+from .model.patching import BatchPatch, ForwardPatch
 from .model.sharded import gathers_in_parts
 from .parallel.layout import ContextParallelLayout
 from .refusals import check_call
@@ -49,7 +49,7 @@ ROW_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache_par
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
 
 
-class DecoderPatch(ForwardPatch):
+class DecoderPatch(BatchPatch):
     """Packs the arguments of the decoder, runs it on the packed row, and unpacks its output."""
 
     attachment: PaddingRemoval

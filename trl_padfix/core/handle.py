@@ -182,6 +182,7 @@ class PaddingRemoval(Attachment):
         self.stats = PaddingStats()
         self.changes: ModuleChanges | None = None  # since attachment
         self._reported: set[str] = set()
+        self._disabled_for: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     @property
     def mixers(self) -> Mixers:
@@ -343,8 +344,21 @@ class PaddingRemoval(Attachment):
         if self._removed:
             self.remove()
 
+    def record_tokens(self, tokens: torch.Tensor) -> None:
+        """Record whether a forward on these ids or embeddings is disabled, for as long as the tensor lives."""
+        storage = tokens.untyped_storage()._cdata  # a reentrant checkpoint passes detached copies of its inputs
+        if self.enabled:
+            self._disabled_for.pop(storage, None)
+        else:
+            self._disabled_for[storage] = tokens
+
+    def was_disabled_for(self, tokens: torch.Tensor) -> bool:
+        """Whether the last forward on these ids or embeddings ran in a [`PaddingRemoval.disabled`] block."""
+        return tokens.untyped_storage()._cdata in self._disabled_for
+
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_recomputable": set()}  # a copy of the model has no graph to recompute
+        # A copy of the model has no graph to recompute.
+        return vars(self) | {"_recomputable": set(), "_disabled_for": weakref.WeakValueDictionary()}
 
     def layout_of(
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None

@@ -35,7 +35,7 @@ from .context import within
 from .errors import UnpackableCallError
 from .layout.flat_maps import inverse_permutation
 from .layout.layout import Layout, pack, unpack
-from .model.patching import Attachment, ForwardPatch
+from .model.patching import Attachment, BatchPatch, ForwardPatch
 from .model.sharded import gathered_head
 from .parallel.layout import ContextParallelLayout
 from .refusals import check_call
@@ -52,7 +52,7 @@ __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_metadata"]
 logger = logging.get_logger(__name__)
 
 
-class LMHeadPatch(ForwardPatch):
+class LMHeadPatch(BatchPatch):
     """
     Runs a fused LM head on the labelled positions of a batch only.
 
@@ -308,7 +308,7 @@ class HeadPatch(ForwardPatch):
         return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)
 
 
-class PoolingPatch(ForwardPatch):
+class PoolingPatch(BatchPatch):
     """
     Chooses the token that a sequence classifier scores.
 

@@ -23,7 +23,7 @@ from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
 from .context import context, set_until_reset, within
-from .model.patching import ForwardPatch
+from .model.patching import BatchPatch, ForwardPatch
 
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def towers(multimodal: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
     return [m for m in children if m is not head and all(part is not decoder for part in m.modules())]
 
 
-class MultimodalPatch(ForwardPatch):
+class MultimodalPatch(BatchPatch):
     """Stores the arguments of a call for the decoder within it; switches the cache off unless the call has one."""
 
     attachment: PaddingRemoval

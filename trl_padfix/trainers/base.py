@@ -47,7 +47,7 @@ from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import observe_loss
+from .custom_loss import observe_loss, observe_training_step
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
@@ -118,6 +118,8 @@ class PaddingFreeMixin:
         # A `compute_loss` of a subclass need not call that of the mixin, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
+        if (training_step := observe_training_step(cls.training_step)) is not cls.training_step:
+            cls.training_step = training_step
         # `inspect.signature`, `help` and notebooks show the parameters of TRL's class. So does pyright, because the
         # `__init__` of the mixin is hidden from it.
         package = __name__.partition(".")[0]
@@ -232,10 +234,19 @@ class PaddingFreeMixin:
 
     # -- steps
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, *count = super().get_batch_samples(*args, **kwargs)
+        self.padding.part(SubBatchBudget).note_step(batches)
+        return batches, *count
+
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train, budget = super().training_step, self.padding.part(SubBatchBudget)
         with budget.around_training_step():
             return budget.training_step(train, model, inputs, *args, **kwargs)
+
+    def train_in_turns(self, train: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
+        return self.padding.part(SubBatchBudget).train_in_turns(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any

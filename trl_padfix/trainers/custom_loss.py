@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,8 @@ __all__ = [
     "module_of",
     "observe_loss",
     "observe_own_loss",
+    "observe_own_step",
+    "observe_training_step",
 ]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
@@ -135,6 +137,30 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
+def observe_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Wrap a user's `training_step` that computes the loss itself: under a token budget it is called for each micro-batch
+    of TRL. One that passes its batch on to another `training_step` gets all rows of a step, as the data loader does.
+    """
+    if getattr(training_step, "is_observed", False) or _is_trusted(training_step) or _delegates(training_step):
+        return training_step
+
+    @wraps(training_step)
+    def in_turns(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.train_in_turns(partial(training_step, self), model, inputs, *args, **kwargs)
+
+    vars(in_turns)["is_observed"] = True
+    return in_turns
+
+
+def _delegates(training_step: Any) -> bool:
+    """Whether a function mentions another `training_step`, by `super()` or by a variable around it."""
+    *_, function = _functions(training_step)
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return "training_step" in (*names, *(getattr(x, "__name__", None) for x in held))
+
+
 def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (own := vars(trainer).get("compute_loss")) is None:
@@ -145,3 +171,16 @@ def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextM
         return own(*args, **kwargs)
 
     return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
+
+
+def observe_own_step(trainer: PaddingFreeTrainer) -> None:
+    """The same for a `training_step` that was set on the trainer itself; see [`observe_training_step`]."""
+    if (own := vars(trainer).get("training_step")) is None or getattr(own, "is_observed", False):
+        return
+
+    @wraps(own)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    if (observed := observe_training_step(training_step)) is not training_step:
+        trainer.training_step = MethodType(observed, trainer)

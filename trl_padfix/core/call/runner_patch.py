@@ -10,7 +10,7 @@ from torch import nn
 
 from ..context import ForwardRunner, context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
-from ..model.patching import Attachment, ForwardPatch
+from ..model.patching import Attachment, ForwardPatch, in_backward
 from .arguments import bind
 
 
@@ -31,7 +31,7 @@ class RunnerPatch(ForwardPatch):
         runner = context().runner
         if runner is not None:
             self.last_runner = runner
-        elif self.last_runner is not None and torch._C._current_graph_task_id() != -1:  # within a backward
+        elif self.last_runner is not None and in_backward():
             runner = self.last_runner if self.last_runner.recomputes(kwargs) else None
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)

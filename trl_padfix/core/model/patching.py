@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Attachment", "ForwardPatch", "beneath_patches"]
+__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_backward"]
 
 
 class Attachment:
@@ -189,6 +189,31 @@ class ForwardPatch:
             del self.module.forward
         else:
             self.module.forward = self.below
+
+
+class BatchPatch(ForwardPatch):
+    """
+    The patch of a module whose forward gets the ids or embeddings of a batch.
+
+    A checkpoint of a user around the model computes a forward again in the backward pass, after the
+    [`Attachment.disabled`] block in which the forward ran: then it is computed as in this block.
+    """
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if isinstance(tokens, torch.Tensor):
+            if not in_backward():
+                self.attachment.record_tokens(tokens)
+            elif self.attachment.was_disabled_for(tokens):
+                with self.attachment.disabled():
+                    return super().call(*args, **kwargs)
+        return super().call(*args, **kwargs)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, which may compute checkpointed forwards again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 @torch.compiler.assume_constant_result

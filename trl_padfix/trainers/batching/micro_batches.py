@@ -64,6 +64,7 @@ class CollatedStep(NamedTuple):
         whole (`dict`, *optional*): The batch of TRL, where it cannot be put together of them.
         micro_batches_of_trl (`list[int]`): Of which of TRL's micro-batches each item is; empty if unknown.
         count_of_trl (`int`): Number of TRL's micro-batches in the step.
+        sizes_of_trl (`list[int]`): Number of items in each of them on this process, if a collator may change it.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -76,6 +77,7 @@ class CollatedStep(NamedTuple):
     whole: dict[str, Any] | None = None
     micro_batches_of_trl: Sequence[int] = ()
     count_of_trl: int = 1
+    sizes_of_trl: Sequence[int] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The step on a device; accelerate calls this method of what a data loader returns."""
@@ -217,15 +219,16 @@ class BudgetCollator:
 
     def __call__(self, shares: list[tuple[Share, list[dict[str, Any]]]]) -> CollatedStep:
         (((rows_of_step, numbers, turns), examples),) = shares
-        how = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
+        how: dict[str, Any] = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
         if self.keeps_micro_batches:
             size = self.plan.micro_batch
             batches = [self.collator(examples[begin : begin + size]) for begin in range(0, len(examples), size)]
-            order = list(range(sum(self._count(batch) for batch in batches)))
-            return CollatedStep(batches, [1 / len(batches)] * len(batches), order, **how, keeps_micro_batches=True)
+            how |= {"sizes_of_trl": (sizes := list(map(self._count, batches)))}
+            weights_of_trl = [1 / len(batches)] * len(batches)
+            return CollatedStep(batches, weights_of_trl, list(range(sum(sizes))), **how, keeps_micro_batches=True)
         weights = self.plan.weights(len(examples), rows_of_step)
         if self.cuts_batches:
-            batches, shares_of_step, order = self._cut(examples, weights)
+            batches, shares_of_step, order, how["sizes_of_trl"] = self._cut(examples, weights)
         else:
             batches, shares_of_step, order = self._planned(numbers, examples, weights)
         step = CollatedStep(batches, shares_of_step, order, **how)
@@ -268,17 +271,19 @@ class BudgetCollator:
 
     def _cut(
         self, examples: list[dict[str, Any]], weights: np.ndarray
-    ) -> tuple[list[dict[str, Any]], list[float], list[int]]:
-        """The same of what a user's collator makes of the micro-batches of TRL."""
+    ) -> tuple[list[dict[str, Any]], list[float], list[int], list[int]]:
+        """The same of what a user's collator makes of the micro-batches of TRL, and the sizes of these."""
         result: list[dict[str, Any]] = []
         result_weights: list[float] = []
         order: list[int] = []
+        sizes: list[int] = []
         for begin in range(0, len(examples), self.plan.micro_batch):
             rows = slice(begin, begin + self.plan.micro_batch)
             batch, weight = self.collator(examples[rows]), float(weights[rows].sum())
             plain = pop_metadata(batch)[0]
             # The collator may have dropped rows or added some: the loss is a mean over what it returned.
             count, begin_of_items = self._count(plain), len(order)
+            sizes.append(count)
             if any(not isinstance(v, torch.Tensor) or v.dim() == 0 or len(v) % count for v in plain.values()):
                 logger.warning(
                     f"`max_tokens_per_batch`: the collator makes a batch with values that do not have a row for each "
@@ -298,7 +303,7 @@ class BudgetCollator:
             )
             result_weights += [weight * len(part) / count for part in parts]
             order += [begin_of_items + item for part in parts for item in part]
-        return result, result_weights, order
+        return result, result_weights, order, sizes
 
     def _refuse_use_of_padding(self, batch: dict[str, Any], numbers: list[int]) -> None:
         """

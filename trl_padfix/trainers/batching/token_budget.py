@@ -18,6 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -33,7 +34,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
-from ..custom_loss import custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss
+from ..custom_loss import custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss, observe_own_step
 from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.columns import column_names
 from ..data.image_rows import ImageCounts, has_pixels, numbered_images, select_rows, without_images
@@ -313,6 +314,13 @@ class SubBatchBudget(Part):
         """TRL's `training_step`, `train`."""
         return train(model, inputs, *args, **kwargs)
 
+    def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """A user's `training_step`, `train`, which computes its loss itself."""
+        return train(model, inputs, *args, **kwargs)
+
+    def note_step(self, batches: Sequence[Any]) -> None:
+        """Called with the batches of a step, before code of a user modifies them."""
+
     def whole_batch(self, inputs: Any) -> Any:
         """The batch that a loss gets."""
         return inputs
@@ -328,6 +336,9 @@ class MicroBatchBudget(SubBatchBudget):
     """Whether a claim is being verified, with the loss of all rows of a step."""
 
     _claim_is_verified = False
+
+    sizes_of_trl: Sequence[int] = ()
+    """Items of each of TRL's micro-batches in the last step of the data loader."""
 
     _epoch: float | None = None
     """The epoch that the last step has set."""
@@ -369,6 +380,7 @@ class MicroBatchBudget(SubBatchBudget):
             yield
             return
         self._check_loss()  # a loss may have been set on the trainer since
+        observe_own_step(self.trainer)
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
@@ -491,7 +503,7 @@ class MicroBatchBudget(SubBatchBudget):
                 "and computed again in the backward pass, which DeepSpeed does not do. Modify it in `compute_loss`, "
                 "or leave the budget out."
             )
-        if trainer.args.per_device_train_batch_size <= size:
+        if not _joins_micro_batches(trainer):
             if _has_images(trainer):
                 logger.warning_once(
                     "`max_tokens_per_batch`: code of yours has modified a batch with images, which are not numbered "
@@ -507,9 +519,34 @@ class MicroBatchBudget(SubBatchBudget):
                 "`gradient_accumulation_steps` cannot be cut from it. Modify it in `compute_loss`, or leave the "
                 "budget out."
             )
-        parts = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        # A collator of a user may have dropped rows of a micro-batch, or added some.
+        sizes = self.sizes_of_trl if sum(self.sizes_of_trl) == count else [size] * -(-count // size)
+        ends = [*accumulate(sizes)]
+        parts = [range(end - size, min(end, count)) for size, end in zip(sizes, ends, strict=True)]
         batches = [items_of(plain, part, count) for part in parts]
         return CollatedStep(batches, [1 / len(parts)] * len(parts), [], keeps_micro_batches=True)
+
+    def note_step(self, batches: Sequence[Any]) -> None:
+        step = step_of(batches[0]) if batches else None
+        self.sizes_of_trl = () if step is None else step.sizes_of_trl
+
+    def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer, config, step = self.trainer, self.trainer.args, step_of(inputs)
+        if not _joins_micro_batches(trainer):
+            return train(model, inputs, *args, **kwargs)
+        if step is None or not step.keeps_micro_batches:
+            step = self._step_of_user(inputs)
+        turns, loss = step.micro_batches, torch.zeros((), device=config.device)
+        # Numbers of TRL, by which such a step divides its loss.
+        accumulated = config.per_device_train_batch_size // config._rows_per_micro_batch
+        with (
+            temporarily_set(config, "gradient_accumulation_steps", accumulated),
+            temporarily_set(trainer, "current_gradient_accumulation_steps", len(turns)),
+        ):
+            for i, batch in enumerate(turns):
+                with sync_gradients_in_last(trainer.accelerator, model, is_last=i == len(turns) - 1):
+                    loss = loss + train(model, batch, *args, **kwargs)
+        return loss
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""
@@ -525,12 +562,12 @@ class MicroBatchBudget(SubBatchBudget):
         The batch of all rows of a step, for a `training_step` of a user that computes its loss itself.
 
         Raises:
-            ValueError: If the loss compares the rows of TRL's micro-batches, of which the step has several.
+            ValueError: If the step has several micro-batches of TRL.
         """
         step = step_of(inputs)
         if step is None:
             return inputs
-        if self.trainer.padding.task.needs_all_rows() and len(step.micro_batches) > 1:
+        if _joins_micro_batches(self.trainer):
             raise ValueError(
                 "With `max_tokens_per_batch` a batch has all rows of a step, and a `training_step` of yours computes "
                 "one loss of it, where TRL has one for each of `gradient_accumulation_steps`. Call "
@@ -626,12 +663,17 @@ class MicroBatchBudget(SubBatchBudget):
         return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
 
 
+def _joins_micro_batches(trainer: PaddingFreeTrainer) -> bool:
+    """Whether a batch of the data loader has several micro-batches of TRL, for a budget."""
+    return trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
+
+
 def _budget_obstacle(trainer: PaddingFreeTrainer) -> str | None:
     """Why the loss of a batch depends on which rows are in one forward, or `None` if it does not."""
     task = trainer.padding.task
     if reason := task.token_budget_obstacle():
         return reason
-    accumulated = trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
+    accumulated = _joins_micro_batches(trainer)
     if (hook := trainer.padding.gradient_hook) and (accumulated or trainer.args.gradient_accumulation_steps > 1):
         return (
             f"`{hook}` acts in the backward pass, of which TRL has several in a step (`gradient_accumulation_steps`)"
