@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, build_data, make, make_on_images
+from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, trained
 from torch.utils.checkpoint import checkpoint
@@ -174,6 +175,25 @@ def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, 
     assert seen[0] == seen[1]
     assert len({*seen[0]}) > 1
     assert max(forwards) <= BUDGET[name]
+
+
+class Copying:
+    """A step that passes a copy of its batch on, to another of a user's."""
+
+    def training_step(self, model, inputs, *args):
+        return super().training_step(model, dict(inputs), *args)
+
+
+def test_so_is_one_that_gets_its_batch_of_another(tmp_path):
+    figures, own = [], type("Own", (), {"training_step": step_of_its_own(DIVISORS["as it was"])})
+    for ours, library in enumerate((trl, trl_padfix)):
+        given = RAGGED | {"train_dataset": build_data("dpo").select(range(14))}
+        given |= {"padding_free": True, "max_tokens_per_batch": BUDGET["dpo"]} if ours else {}
+        kind = type("Own", (Copying, own, library.DPOTrainer), {})
+        figures.append(
+            trained(make_trainer(library, "DPO", tmp_path / library.__name__, kind, max_length=26, **given))
+        )
+    assert_same(figures[1], figures[0])
 
 
 class Halving:

@@ -195,12 +195,15 @@ def test_so_does_a_function_for_the_loss(tmp_path):
     assert_same(*runs)
 
 
-def test_a_step_of_a_subclass_that_would_mix_the_micro_batches_of_trl_is_an_error(tmp_path, monkeypatch):
-    trainer = make("kto", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    own = type(
-        "Own", (type(trainer),), {"training_step": lambda self, *args, **kwargs: self.compute_loss(*args, **kwargs)}
-    )
-    monkeypatch.setattr(trainer, "__class__", own)
+@pytest.mark.parametrize("name", ["kto", "dpo"])
+def test_a_step_of_a_subclass_that_would_mix_the_micro_batches_of_trl_is_an_error(name, tmp_path, monkeypatch):
+    trainer = make(name, tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+
+    def training_step(self, model, inputs, *args):
+        loss = self.compute_loss(model, inputs)
+        return loss + type(trainer).training_step(self, model, inputs, *args)
+
+    monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"training_step": training_step}))
     with pytest.raises(ValueError, match="a `training_step` of yours computes one loss"):
         trainer.train()
 

@@ -118,8 +118,7 @@ class PaddingFreeMixin:
         # A `compute_loss` of a subclass need not call that of the mixin, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
-        if (training_step := observe_training_step(cls.training_step)) is not cls.training_step:
-            cls.training_step = training_step
+        cls.training_step = observe_training_step(cls.training_step, cls.__mro__)
         # `inspect.signature`, `help` and notebooks show the parameters of TRL's class. So does pyright, because the
         # `__init__` of the mixin is hidden from it.
         package = __name__.partition(".")[0]

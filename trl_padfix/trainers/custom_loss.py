@@ -137,12 +137,14 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_training_step(training_step: Callable[..., Any]) -> Callable[..., Any]:
+def observe_training_step(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> Callable[..., Any]:
     """
     Wrap a user's `training_step` that computes the loss itself: under a token budget it is called for each micro-batch
-    of TRL. One that passes its batch on to another `training_step` gets all rows of a step, as the data loader does.
+    of TRL. One that passes its batch on to that of TRL gets all rows of a step. `classes`: those that may be between.
     """
-    if getattr(training_step, "is_observed", False) or _is_trusted(training_step) or _delegates(training_step):
+    chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
+    passes_on = [getattr(step, "is_observed", False) or _is_trusted(step) or _delegates(step) for step in chain]
+    if getattr(training_step, "is_observed", False) or _is_trusted(training_step) or all(passes_on):
         return training_step
 
     @wraps(training_step)

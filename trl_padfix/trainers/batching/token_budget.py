@@ -567,7 +567,8 @@ class MicroBatchBudget(SubBatchBudget):
         step = step_of(inputs)
         if step is None:
             return inputs
-        if _joins_micro_batches(self.trainer):
+        is_loss = self.trainer.padding.task.needs_all_rows() or torch.is_grad_enabled()
+        if is_loss and _joins_micro_batches(self.trainer):
             raise ValueError(
                 "With `max_tokens_per_batch` a batch has all rows of a step, and a `training_step` of yours computes "
                 "one loss of it, where TRL has one for each of `gradient_accumulation_steps`. Call "
