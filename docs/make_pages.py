@@ -63,9 +63,9 @@ def options() -> str:
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
         "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
-        "`logits/rejected`) are means over all tokens of a step. TRL's are means over means of micro-batches. With "
+        "`logits/rejected`) are means over all tokens of a step; TRL's are means over means of micro-batches. With "
         "`prefix_sharing` and gradient accumulation `entropy` and `kl` of GRPO, RLOO and distillation are means over "
-        "other micro-batches than TRL's, because the completions of a prompt are brought together.\n"
+        "other micro-batches than TRL's.\n"
     )
     return page
 

@@ -128,7 +128,23 @@ def test_every_page_is_in_the_navigation_and_every_question_has_an_answer():
     assert [question for question, answer in questions if not answer.endswith(")).")] == []  # a link to more
 
 
-MOST_WORDS, MOST_ENTRIES = 18_950, 15
+WIDTH = 86
+"""Characters of code that are seen on the site, 1,280 pixels wide; what is longer scrolls."""
+
+
+def test_comments_of_code_are_within_the_width_of_the_page():
+    found = 0
+    for page in PAGES:
+        if page.name in ("api.md", "stories.md"):  # examples from docstrings; lines that raise, with their error
+            continue
+        for block in re.findall(r"^```(?:python|bash)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            commented = [line for line in block.splitlines() if re.search(r"(^|\s)# ", line)]
+            assert [line for line in commented if len(line) > WIDTH] == [], page.name
+            found += len(commented)
+    assert found > 50
+
+
+MOST_WORDS, MOST_ENTRIES = 18_000, 15
 
 
 def test_the_site_is_short_and_its_navigation_has_few_entries_for_users():

@@ -175,6 +175,7 @@ def test_an_unrelated_error_is_not_explained(text):
         ("SFTConfig.__init__() got an unexpected keyword argument 'num_generations'", "`GRPOConfig`, `RLOOConfig`"),
         ("TrainingArguments.__init__() got an unexpected keyword argument 'max_length'", "`SFTConfig`"),
         ("cannot import name 'ORPOTrainer' from 'trl'", "from trl.experimental.orpo import ORPOTrainer"),
+        ("cannot import name 'ORPOTrainer' from 'trl_padfix'", "from trl.experimental.orpo import ORPOTrainer"),
         ("cannot import name 'DPOTrainer' from 'trl' (unknown location)", "is there a folder or file `trl` beside"),
         ("cannot import name 'TrainerOfTomorrow' from 'trl'", "The TRL that is installed here has it nowhere."),
     ],

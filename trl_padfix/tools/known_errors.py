@@ -84,7 +84,7 @@ def _find_argument(line: str) -> str:
 
 def _find_in_trl(line: str) -> str:
     """A sentence on the place of a name in the installed TRL, found in its files without an import."""
-    match, trl = re.search(r"cannot import name '(\w+)' from 'trl\b", line), find_spec("trl")
+    match, trl = re.search(r"cannot import name '(\w+)' from 'trl(?:_padfix)?\b", line), find_spec("trl")
     if match is None or trl is None or trl.origin is None:
         return ""
     root = Path(trl.origin).parent

@@ -409,13 +409,22 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     try:
         named = dict(signature.bind(None, *args, **kwargs).arguments)
     except TypeError as error:  # in the words of Python for a call with these arguments
-        raise TypeError(f"{owners[0].__name__}.__init__() {error}") from None
+        unknown = [name for name in kwargs if name not in signature.parameters]
+        raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place(unknown, kwargs.get('args'))}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args, kwargs = named.pop(kinds.get(VAR_POSITIONAL), ()), named.pop(kinds.get(VAR_KEYWORD), {})
     try:
         return named | (_by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself
         return named | kwargs
+
+
+def _place(unknown: list[str], config: Any) -> str:
+    """A sentence on where an unknown argument of a trainer goes, if it is known."""
+    if "tokenizer" in unknown:
+        return ". Write `processing_class=tokenizer`."
+    moved = [name for name in unknown if hasattr(config, name)]
+    return f". It is a field of `{type(config).__name__}`, which is given as `args`." if moved else ""
 
 
 T = TypeVar("T", bound=Trainer)

@@ -9,10 +9,12 @@ from collections.abc import Sized
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import MODEL_MAPPING, AutoModel
@@ -66,6 +68,7 @@ def check_arguments(
         )
     if newer := newer_trl():
         logger.warning_once(newer)
+    _check_config(config, type(task.trainer))
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)
@@ -92,6 +95,20 @@ def check_arguments(
         raise PaddingRemovalError(
             f"The training dataset has image data ({images}), and packing what images become in the decoder is not "
             "supported. Set `padding_free=False`, or drop these columns to train on the text."
+        )
+
+
+def _check_config(config: Any, trainer_class: type) -> None:
+    """Refuse `args` that are no configuration, or that of another trainer: TRL fails at the first field of it."""
+    name = next((c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.trainer.")), "")
+    wanted = getattr(trl, f"{name.removesuffix('Trainer')}Config", None)
+    if wanted is None or isinstance(config, wanted):
+        return
+    # TRL takes transformers' `TrainingArguments`, too, and classes of your own that have no more fields than it.
+    if isinstance(config, (dict, str)) or any(c.__module__.startswith("trl.") for c in type(config).__mro__):
+        raise TypeError(
+            f"`args` is a `{type(config).__name__}`, and {name} takes a `{wanted.__name__}`: "
+            f"`args={wanted.__name__}(output_dir=..., padding_free=True)`."
         )
 
 
@@ -132,7 +149,12 @@ def runs_triton(config: TrainingArguments) -> bool:
 
 
 def _check_model(model: torch.nn.Module | str | None, trainer_class: type) -> None:
-    """Refuse models that TRL cannot train."""
+    """Refuse models that TRL cannot train, and paths without one, which transformers takes for names on the Hub."""
+    if isinstance(model, str) and model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
+        raise FileNotFoundError(
+            f"The model {model!r} cannot be read: there is no such folder here ({Path.cwd()}). Check the path. A name "
+            "on the Hub has no `./` before it, and `~` is not expanded."
+        )
     if model is None or isinstance(model, str):
         return
     # A Trainer of transformers trains any module; `remove_padding` finds the transformers model in it.

@@ -13,7 +13,7 @@ import trl
 
 from ..core.attention.backends import Implementation
 from .data.turns import check_turn_settings
-from .field_types import help_from_docstring
+from .field_types import help_from_docstring, nearest_field_in_errors
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -28,6 +28,7 @@ from .settings import (
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
@@ -125,6 +126,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
@@ -161,6 +163,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         super().__post_init__(attn_implementation)
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
@@ -188,6 +191,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.GRPOConfig):
@@ -222,6 +226,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.RLOOConfig):
@@ -247,6 +252,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
+@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):
