@@ -1,6 +1,7 @@
 """Embedding models and rerankers of sentence-transformers on decoders: its numbers, without padding."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,8 @@ pytest.importorskip("sentence_transformers")
 import torch
 from kit.embedding_runs import INSTRUCTION, build_embedder, build_reranker, build_trainer, triplets, with_lora
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_same, break_mode, trained
+from kit.processes import logged
+from kit.trainer_runs import assert_same, break_mode, lora, trained
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import CNN
 from transformers import BertConfig, BertModel
@@ -25,6 +27,15 @@ from trl_padfix import (
 )
 
 
+def with_two_adapters(model, active="default"):
+    """A model with the adapters `default` and `other`, of which `active` is active."""
+    with_lora(model)
+    torch.manual_seed(1)
+    model.add_adapter(lora(target_modules=["q_proj", "down_proj"]), "other")
+    model.set_adapter(active)
+    return model
+
+
 MODELS = {
     "last token, right": lambda folder: build_embedder(folder, "lasttoken", "right"),
     "last token, left": lambda folder: build_embedder(folder, "lasttoken", "left"),
@@ -32,6 +43,8 @@ MODELS = {
     "mean, right, LoRA": lambda folder: with_lora(build_embedder(folder, "mean", "right")),
     "reranker, score head": lambda folder: build_reranker(folder, "classifier"),
     "reranker, score head, left, LoRA": lambda folder: with_lora(build_reranker(folder, "classifier", "left")),
+    "mean, left, two adapters": lambda folder: with_two_adapters(build_embedder(folder, "mean", "left"), "other"),
+    "reranker, score head, two adapters": lambda folder: with_two_adapters(build_reranker(folder), "other"),
     "reranker, logits of yes and no": lambda folder: build_reranker(folder, "yes and no"),
 }
 
@@ -95,6 +108,8 @@ TRAININGS = [
     ("mean, right, LoRA", "cached"),
     ("reranker, score head", "pairs"),
     ("reranker, score head", "lists"),
+    ("mean, left, two adapters", "cached"),
+    ("reranker, score head, two adapters", "pairs"),
     ("reranker, logits of yes and no", "pairs"),
 ]
 
@@ -212,3 +227,81 @@ def test_an_attached_model_is_saved_copied_and_loaded_as_before(tmp_path):
         assert_same(copy.deepcopy(model).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
     assert_same(SentenceTransformer(str(tmp_path / "saved")).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
     assert not issubclass(CrossEncoder, SentenceTransformer)  # what the tests above tell them apart by
+
+
+ADAPTED = {
+    "embedder": lambda folder: build_embedder(folder, "mean", "left"),
+    "reranker": lambda folder: build_reranker(folder, "classifier"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_are_switched_between_forwards(name, tmp_path, monkeypatch):
+    model = with_two_adapters(ADAPTED[name](tmp_path)).eval()
+
+    def switched():
+        results = []
+        for adapter in ("default", "other", "default"):
+            model.set_adapter(adapter)
+            results.append(outputs(model)[:2])
+        return results
+
+    theirs = switched()
+    values = [out for out, _ in theirs]
+    assert min((a - b).abs().max() for a, b in pairwise(values)) > 1e-2
+    with remove_padding(model, prefix_sharing=True) as handle:
+        for ours, their in zip(switched(), theirs, strict=True):
+            assert (ours[0] - their[0]).abs().max() < 1e-5
+            assert (ours[1] - their[1]).norm() / their[1].norm() < 1e-5
+    assert handle.stats.packed_tokens < handle.stats.real_tokens < handle.stats.padded_tokens
+    assert (handle.stats.forwards, handle.stats.padded_forwards) == (3, 0)
+    break_mode(monkeypatch, "prefix sharing")
+    with remove_padding(model, prefix_sharing=True):
+        assert all((ours[0] - their[0]).abs().max() > 1e-3 for ours, their in zip(switched(), theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_an_adapter_that_is_added_or_loaded_later_is_packed(name, tmp_path):
+    saved = with_two_adapters(ADAPTED[name](tmp_path / "saved"), "other")[0].model
+    for weights in (p for n, p in saved.named_parameters() if ".other." in n):
+        weights.data.mul_(-2)
+    saved.save_pretrained(tmp_path / "adapter")
+    model = ADAPTED[name](tmp_path / "model").eval()
+    with remove_padding(model, prefix_sharing=True) as handle:
+        outputs(model)
+        with_two_adapters(model)
+        ours = {"default": outputs(model)}
+        model.set_adapter("other")
+        ours["other"] = outputs(model)
+        model.load_adapter(str(tmp_path / "adapter"), "loaded")
+        model.set_adapter("loaded")
+        ours["loaded"] = outputs(model)
+    assert (handle.stats.forwards, handle.stats.padded_forwards) == (4, 0)
+    assert handle.stats.packed_tokens < handle.stats.real_tokens
+    for adapter, (out, gradients, _) in ours.items():
+        model.set_adapter(adapter)
+        theirs, their_gradients, _ = outputs(model)
+        assert (out - theirs).abs().max() < 1e-5
+        assert (gradients - their_gradients).norm() / their_gradients.norm() < 1e-5
+    values = [out for out, *_ in ours.values()]
+    assert min((a - b).abs().max() for a, b in pairwise(values)) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
+def test_two_processes_have_the_steps_of_the_padded_model(strategy, tmp_path):
+    found = logged(strategy, tmp_path, "kit.embedding_processes", "embedder")
+    ours, theirs, wrong = (torch.tensor(found[name]) for name in ("ours", "theirs", "wrong"))
+    assert_same(ours, theirs, atol=1e-5)
+    assert found["tokens"] == sorted(set(found["tokens"]))
+    with pytest.raises(AssertionError):
+        assert_same(wrong, theirs, atol=1e-5)
+    assert found["trained"] != pytest.approx(found["untrained"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_under_fsdp2_its_own_trainer_of_rerankers_changes_no_weight(tmp_path):
+    """Why the page of limits says so: if this fails, sentence-transformers or accelerate has mended it."""
+    found = logged("fsdp2", tmp_path, "kit.embedding_processes", "reranker")
+    assert found["trained"] == pytest.approx(found["untrained"], rel=1e-6)
+    assert len({loss for loss, _ in found["theirs"]}) == 3  # of other rows

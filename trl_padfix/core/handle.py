@@ -175,6 +175,7 @@ class PaddingRemoval(Attachment):
         self.pool_last_token = pool_last_token
         self.strict = strict
         self.packed_multiple_of = packed_multiple_of
+        self.token_budget: int | None = None  # of a trainer: tokens up to which a forward may leave prefixes unshared
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)

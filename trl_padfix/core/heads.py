@@ -1,5 +1,6 @@
 """
-Heads on packed states: an LM head on labels or packed tokens only, and the pooling of sequence classifiers.
+Heads on packed states: an LM head on labels or packed tokens only, the pooling of sequence classifiers, and labels of
+token classifiers.
 
 [`LMHeadPatch`] and [`PoolingPatch`] wrap the forward of the model. They record in its [`ModelCall`] which states the
 decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
@@ -27,6 +28,7 @@ from .call.batch_metadata import (
 from .call.calls import ModelCall, model_call
 from .call.labels import (
     FIRST_TOKENS_DROPPED,
+    SCORED_AT_PADDING,
     SCORED_FROM_PADDING,
     LabelsAfterPadding,
     find_labels_after_padding,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "trust_metadata"]
+__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch", "trust_metadata"]
 
 logger = logging.get_logger(__name__)
 
@@ -150,7 +152,7 @@ class LMHeadPatch(BatchPatch):
             assumption = "The labels of the batch are at the positions that its collator recorded"
             if self.verified_metadata.verify(assumption, (expected != target).any(1)):
                 return positions, {}
-        if (mask := self._mask_of(call, labels)) is None:
+        if (mask := _mask_of(self.attachment, call, labels)) is None:
             return target.flatten().nonzero().squeeze(1), {}  # the host waits here, to learn how many there are
         first, others = find_labels_after_padding(labels, mask)
         flags = torch.stack([first.any(), others.any(), others.any()])
@@ -160,13 +162,6 @@ class LMHeadPatch(BatchPatch):
         code, count = divmod(len(index), room)
         arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(code % 2 == 1, code > 1), first)
         return None if arguments is None else (index[:count], arguments)
-
-    def _mask_of(self, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
-        """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
-        mask: Any = call.get("attention_mask")
-        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-        has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
-        return None if cached or not has_both or not self.attachment.packs_padded else mask
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only."""
@@ -191,7 +186,7 @@ class LMHeadPatch(BatchPatch):
         `None` if the call must be computed padded.
         """
         labels: Any = call.get("labels")
-        mask = self._mask_of(call, labels)
+        mask = _mask_of(self.attachment, call, labels)
         if mask is None or mask.dim() != 2:  # other calls run as they came, padded
             return {}
         metadata = metadata_of(call.get("input_ids"), mask)
@@ -225,6 +220,14 @@ class LMHeadPatch(BatchPatch):
             arguments["num_items_in_batch"] = predicted - first.sum()
         self.attachment.say_once(FIRST_TOKENS_DROPPED)
         return arguments
+
+
+def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
+    """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
+    mask: Any = call.get("attention_mask")
+    cached = call.get("past_key_values") is not None or call.get("use_cache") is True
+    has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
+    return None if cached or not has_both or not attachment.packs_padded else mask
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,6 +309,25 @@ class HeadPatch(ForwardPatch):
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
         return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)
+
+
+class TokenLabelsPatch(BatchPatch):
+    """
+    Computes a call of a token classifier padded if it has labels at padding.
+
+    A token classifier scores the state of each labelled token itself, and its loss leaves out -100 only.
+    """
+
+    attachment: PaddingRemoval
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.wrapped, args, kwargs)
+        mask = _mask_of(self.attachment, call, labels := call.get("labels"))
+        # The host waits here: no collator of ours has compared these labels with the mask before.
+        if mask is None or mask.dim() != 2 or not ((labels != -100) & (mask == 0)).any():  # type: ignore[operator]
+            return self.wrapped(*args, **kwargs)
+        with self.attachment.padded(SCORED_AT_PADDING):
+            return self.wrapped(*args, **kwargs)
 
 
 class PoolingPatch(BatchPatch):

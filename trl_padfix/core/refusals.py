@@ -53,6 +53,11 @@ def refusal(anatomy: Anatomy) -> str | None:
             return f"{type(peft_config).__name__} {reason}"
     if reason := _encoder_decoder_obstacle(model):
         return reason
+    if {"start_positions", "end_positions"} <= inspect.signature(type(model).forward).parameters.keys():
+        return (
+            "its loss is a softmax over all columns of a row, padding among them, so it depends on the padding of a "
+            "batch; a token classifier with labels at the first and the last token of the answer does not"
+        )
     for table in anatomy.position_tables:
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"

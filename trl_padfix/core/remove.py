@@ -11,6 +11,7 @@ arguments, so it recomputes each layer with the layout of its own forward.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 
@@ -22,7 +23,7 @@ from .call.layout_of import PrefixSharing, check_multiple, check_prefix_sharing
 from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
-from .heads import HeadPatch, LMHeadPatch, PoolingPatch
+from .heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
@@ -169,6 +170,8 @@ def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]
         yield HeadPatch(anatomy.head, handle)
     if anatomy.pools_by_token_id:
         yield PoolingPatch(anatomy.pretrained, handle)
+    elif anatomy.head is None and "labels" in inspect.signature(type(anatomy.pretrained).forward).parameters:
+        yield TokenLabelsPatch(anatomy.pretrained, handle)
 
 
 def number_padded_rows(model: nn.Module) -> Attachment | None:

@@ -6,8 +6,11 @@ import contextlib
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset
+
 from ..trainers.base import PARTS, PaddingFreeMixin
-from ..trainers.batching.sampler import StepOrder
+from ..trainers.batching.measures import RowMeasure
+from ..trainers.batching.sampler import StepOrder, check_budget
 from ..trainers.batching.token_budget import MicroBatchBudget, SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
 from ..trainers.distributed import datasets_of
@@ -19,7 +22,14 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["ExperimentalTrainer", "JoinedPairTask", "MessagesTask", "PairTrainer", "PromptTask"]
+__all__ = [
+    "ExperimentalTrainer",
+    "JoinedPairTask",
+    "MessagesTask",
+    "PairTrainer",
+    "PromptTask",
+    "check_longest_row",
+]
 
 
 class ExperimentalTrainer(PaddingFreeMixin):
@@ -51,8 +61,32 @@ class _OwnData(Task):
         return "The images of these steps are not numbered by row" if images else None
 
 
+class JoinedPairMeasure(RowMeasure):
+    """[`RowMeasure`] of pairs that TRL has tokenized and truncated in `__init__`."""
+
+    sequences = (("chosen_input_ids",), ("rejected_input_ids",))
+
+
+def check_longest_row(trainer: Any, measure: RowMeasure) -> None:
+    """
+    Compare the rows of the train dataset, as TRL has prepared it, with the token budget: before the first step.
+
+    Raises:
+        ValueError: If a row has more tokens than the budget.
+    """
+    budget, dataset = trainer.padding.settings.max_tokens_per_batch, trainer.train_dataset
+    # A stream, or data for a collator of a user's: such rows are compared when their forward is split.
+    if budget is None or not isinstance(dataset, Dataset):
+        return
+    if {name for names in measure.sequences for name in names} <= set(dataset.column_names):
+        check_budget(measure.longest(dataset), budget)
+
+
 class JoinedPairTask(_OwnData):
     """Pairs: the step concatenates chosen and rejected rows."""
+
+    def on_attached(self) -> None:
+        check_longest_row(self.trainer, JoinedPairMeasure())
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"

@@ -318,8 +318,8 @@ def check_packing(config: TrainingArguments) -> None:
 def check_token_budget(config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length`, without
-            `padding_free`, and with `packing`.
+        ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length` (of some
+            trainers: `max_new_tokens`), without `padding_free`, and with `packing`.
     """
     budget = getattr(config, "max_tokens_per_batch", None)
     if budget is None:
@@ -336,12 +336,13 @@ def check_token_budget(config: TrainingArguments) -> None:
             "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
             "of `packing` and `max_tokens_per_batch`."
         )
-    longest = getattr(config, "max_completion_length", None)  # `StepOrder` compares the rows of a dataset
-    if longest is not None and longest > budget:
-        raise ValueError(
-            f"A row may have `max_completion_length={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-            f"no batch could hold it. Raise the budget to {longest} at least, or lower `max_completion_length`."
-        )
+    for name in ("max_completion_length", "max_new_tokens"):
+        longest = getattr(config, name, None)  # `StepOrder` compares the rows of a dataset
+        if longest is not None and longest > budget:
+            raise ValueError(
+                f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
+                f"no batch could hold it. Raise the budget to {longest} at least, or lower `{name}`."
+            )
 
 
 def check_loss_reduction(config: TrainingArguments) -> None:

@@ -1,5 +1,7 @@
 """A token budget splits the forwards of TRL's experimental trainers, and leaves all that they compute and log."""
 
+import re
+
 import pytest
 import trl
 from kit.cells import slow_but
@@ -38,8 +40,7 @@ def test_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monk
     assert_same(ours.weights(), theirs.weights(), atol=1e-5)
     # Generation leaves no trace here, and TRL's forwards have padding.
     assert max(ours.forwards) < max(theirs.forwards)
-    if mode == "padding-free":  # a forward whose sharing would not pay computes more tokens than were counted
-        assert max(ours.forwards) <= config["max_tokens_per_batch"]
+    assert max(ours.forwards) <= config["max_tokens_per_batch"]
     assert len(ours.forwards) > len(theirs.forwards)
     wrong = train(name, "trl_padfix", tmp_path, policy, **config, **break_mode(monkeypatch, mode))
     with pytest.raises(AssertionError):
@@ -57,6 +58,20 @@ def test_accumulated_steps_are_trls(name, policy, tmp_path):
     assert_same(ours.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
     assert [log["epoch"] for log in ours.logs] == [log["epoch"] for log in theirs.logs]
     assert max(ours.forwards) <= budget < max(theirs.forwards)
+
+
+@pytest.mark.parametrize("name", ["ORPO", "CPO", "TPO"])
+def test_a_row_of_the_data_beyond_the_budget_is_an_error_before_the_first_step(name, policy, tmp_path):
+    with pytest.raises(ValueError, match=r"\d+ rows of the train dataset have a sequence of more .*=16`") as error:
+        build(name, "trl_padfix", tmp_path, policy, padding_free=True, max_tokens_per_batch=16)
+    longest = int(re.search(r"Raise the budget to (\d+) at least", str(error.value))[1])
+    build(name, "trl_padfix", tmp_path, policy, padding_free=True, max_tokens_per_batch=longest)
+
+
+@pytest.mark.parametrize("name", ["GKD", "OnlineDPO"])
+def test_completions_longer_than_the_budget_are_an_error(name, policy, tmp_path):
+    with pytest.raises(ValueError, match=r"`max_new_tokens=12` tokens, more than `max_tokens_per_batch=10`"):
+        build(name, "trl_padfix", tmp_path, policy, padding_free=True, max_tokens_per_batch=10)
 
 
 def test_a_budget_without_padding_removal_is_refused(policy, tmp_path):

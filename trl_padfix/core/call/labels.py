@@ -7,12 +7,23 @@ from typing import NamedTuple
 import torch
 
 
-__all__ = ["FIRST_TOKENS_DROPPED", "SCORED_FROM_PADDING", "LabelsAfterPadding", "find_labels_after_padding"]
+__all__ = [
+    "FIRST_TOKENS_DROPPED",
+    "SCORED_AT_PADDING",
+    "SCORED_FROM_PADDING",
+    "LabelsAfterPadding",
+    "find_labels_after_padding",
+]
 
 SCORED_FROM_PADDING = (
     "labels whose previous token the attention mask hides. They are predicted from a masked position, which a packed "
     "forward does not have. To train without padding set these labels to -100: those of padding, and the one after "
     "each hidden span"
+)
+
+SCORED_AT_PADDING = (
+    "labels at tokens that the attention mask hides. Their states are in the loss of the padded model, and a packed "
+    "forward does not have them. To train without padding set these labels to -100"
 )
 
 FIRST_TOKENS_DROPPED = (

@@ -151,8 +151,13 @@ class LayoutInputs:
         """Whether the layout depends on each of the `tensors`; a padded layout without sharing needs only the mask."""
         return (self.shares or self.is_packed, True, self.shares or self.is_packed, True)
 
-    def build(self) -> Layout:
-        """Build the layout, on the device of the tensors. On an accelerator this costs one synchronisation."""
+    def build(self, token_budget: int | None = None) -> Layout:
+        """
+        Build the layout, on the device of the tensors. On an accelerator this costs one synchronisation.
+
+        Prefixes are shared if that saves time, or if the packed row would otherwise exceed `token_budget`, whose rows
+        were chosen with shared tokens counted once.
+        """
         ids, mask, positions, cu_seqlens = self.tensors
         if self.is_packed:
             assert ids is not None
@@ -168,7 +173,11 @@ class LayoutInputs:
             if self.shares:
                 assert ids is not None
                 shared = prefix_sharing_layout(ids, mask, positions)
-        return shared if shared is not None and shared.sharing_pays else plain()
+        if shared is None or not (
+            shared.sharing_pays or (token_budget is not None and shared.real_tokens > token_budget)
+        ):
+            return plain()
+        return shared
 
     def rows_that_differ(self, layout: Layout) -> torch.Tensor:
         """
@@ -265,12 +274,14 @@ def layout_of(
     if compares_embeds and inputs.shares and not inputs.is_packed:
         # The embeddings are among the keys of the tokens. They exist only in this forward: no metadata covers them.
         assert inputs.ids is not None
-        return replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared)).build()
+        return replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared)).build(
+            handle.token_budget
+        )
     known_batches = context().known_batches
     layout = known_batches.layout(inputs) if known_batches is not None else None
     if layout is None:
         with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
-            layout = inputs.build()
+            layout = inputs.build(handle.token_budget)
         if known_batches is not None:
             known_batches.batches.append(KnownBatch.of(inputs, ForwardMetadata(layout)))
     return None if inputs.is_packed and layout.is_trivial else layout

@@ -27,7 +27,7 @@ from ..handle import PaddingRemoval
 from ..layout.build import padding_free_layout
 from ..model.older import supports
 from ..model.sharded import reset_gather_order, reshard_parameters
-from ..pipelines import by_name
+from ..pipelines import by_name, pipeline_in
 from ..refusals import batch_obstacle
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, gradient_obstacle, gradient_tolerance, relative_difference, with_gradient
@@ -86,7 +86,8 @@ def check_parity(
 
     Args:
         model (`torch.nn.Module`):
-            Causal language model, reward model or embedding model, or a wrapper around one.
+            Causal language model, reward model or embedding model, or a wrapper around one. If the wrapper needs more
+            arguments than ids, mask and labels, the model inside of it is compared.
         batch (`dict`):
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a packed batch `input_ids` and `position_ids`
             (and `cu_seq_lens_q`, if the batch has it). Other entries are used by multimodal models only.
@@ -128,6 +129,7 @@ def check_parity(
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
+        model = _called_module(model, batch, handle)
         sample = _prepare(model, batch, handle)
         stack.enter_context(handle.separate_stats())  # the comparison must not count among the user's forwards
         stack.enter_context(handle.reenabled())
@@ -182,6 +184,24 @@ class Outcome:
     other_attention: str | None
     gradient_obstacle: str = ""  # empty if gradients were compared, or not asked for
     long_row: torch.Tensor | None = None  # differences of the scores of a row that several processes compute
+
+
+def _called_module(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> nn.Module:
+    """
+    The module whose forwards are compared: `model`, or the transformers model in a module of a user's whose forward
+    needs arguments that snippets of the batch do not have, such as the positions that its score head reads.
+    """
+    if handle.multimodal is not None or pipeline_in(model) is not None:  # they get the whole batch, or a dictionary
+        return model
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    labels = batch.get("labels")
+    of_tokens = labels is None or labels.shape == batch["input_ids"].shape
+    known = {"input_ids", "attention_mask"} | ({"labels"} if of_tokens else set())
+    if all(p.name in known for p in named if p.default is p.empty):
+        return model
+    # Adapters may put learned tokens before the rows, which the model inside of them does not.
+    return next((m for m in model.modules() if hasattr(m, "get_base_model")), handle.anatomy.pretrained)
 
 
 def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> _Sample:

@@ -96,8 +96,10 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
         -(-total // max(room, shortest)) for room in (room_if_kept, room_if_recomputed)
     )
     # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each micro-batch less
-    # saves about as much as computing `MIN_SAVED_TOKENS`.
-    recompute = MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
+    # saves about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer than these has no forward of its
+    # own (`find_shared_prefixes`): each micro-batch computes it, with its activations.
+    is_shared = shared * (count_if_recomputed - 1) >= MIN_SAVED_TOKENS
+    recompute = is_shared and MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
     room = room_if_recomputed if recompute else room_if_kept
     prefix_tokens = shared * KV_MEMORY_FRACTION if recompute else shared
     bins: list[RowGroup] = []

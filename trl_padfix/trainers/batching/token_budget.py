@@ -142,6 +142,8 @@ class SubBatchBudget(Part):
         if self.settings.max_tokens_per_batch is None:
             return
         self.restore()
+        for handle in self.trainer.padding.handles:
+            handle.token_budget = self.budget
         vars(self).pop("share_across_micro_batches", None)  # depends on the models
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
@@ -255,6 +257,8 @@ class SubBatchBudget(Part):
         if self.budget is None:
             yield
             return
+        for handle in self.trainer.padding.handles:
+            handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
         self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
         # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.

@@ -62,6 +62,7 @@ class LayoutCollator:
     prefix_sharing: PrefixSharing
     packs_padded: bool = True
     pooling_pad_id: int | None = None
+    token_budget: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Trainers read attributes of their collator (sentence-transformers the names of label columns).
@@ -94,11 +95,14 @@ class LayoutCollator:
     def _forward_metadata(self, inputs: dict[str, Any]) -> ForwardMetadata | None:
         if inputs.get("attention_mask") is not None and not self.packs_padded:
             return None
-        return build_forward_metadata(inputs, self.prefix_sharing, self.pooling_pad_id)
+        return build_forward_metadata(inputs, self.prefix_sharing, self.pooling_pad_id, self.token_budget)
 
 
 def build_forward_metadata(
-    inputs: Mapping[str, Any], prefix_sharing: PrefixSharing, pooling_pad_id: int | None = None
+    inputs: Mapping[str, Any],
+    prefix_sharing: PrefixSharing,
+    pooling_pad_id: int | None = None,
+    token_budget: int | None = None,
 ) -> ForwardMetadata | None:
     """
     Metadata of one forward.
@@ -111,6 +115,8 @@ def build_forward_metadata(
             Whether the layout computes shared prefixes once.
         pooling_pad_id (`int`, *optional*):
             As in [`LayoutCollator`].
+        token_budget (`int`, *optional*):
+            As in [`LayoutInputs.build`].
 
     Returns:
         [`ForwardMetadata`], or `None` without `input_ids`, with tensors on a device, and with nothing to pack, or
@@ -123,7 +129,7 @@ def build_forward_metadata(
     if layout_inputs is None:
         return None
     try:
-        layout = layout_inputs.build()
+        layout = layout_inputs.build(token_budget)
     except UnpackableBatchError:  # the forward computes such a batch padded, or says what is wrong with it
         return None
     pools = mask is not None and pooling_pad_id is not None

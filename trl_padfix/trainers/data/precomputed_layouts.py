@@ -47,7 +47,9 @@ class PrecomputedLayouts(Part):
             return
         handle = self.trainer.padding.handle
         pad_id = self.trainer.padding.task.pooling_pad_id(handle)
-        collator = LayoutCollator(self.trainer.data_collator, self.shares_by_ids(), handle.packs_padded, pad_id)
+        collator = LayoutCollator(
+            self.trainer.data_collator, self.shares_by_ids(), handle.packs_padded, pad_id, handle.token_budget
+        )
         # With one process accelerate would dispatch the batches of a stream to that process itself, tensor by tensor.
         config = self.trainer.accelerator.dataloader_config
         dispatch = False if config.dispatch_batches is None and _is_stream(dataset) else config.dispatch_batches
