@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
-from .call.layout_of import PrefixSharing, layout_of
+from .call.layout_of import Lengths, PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .context import context
 from .errors import UnpackableCallError
@@ -130,8 +130,8 @@ class PaddingRemoval(Attachment):
             Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
         strict (`bool`):
             Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
-        packed_multiple_of (`int`, *optional*):
-            Number of which the length of each packed row is a multiple, on each process.
+        packed_multiple_of (`int` or `list[int]`, *optional*):
+            Number of which the length of each packed row is a multiple, or lengths that rows have; on each process.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`ContextParallelConfig`], *optional*):
@@ -166,7 +166,7 @@ class PaddingRemoval(Attachment):
         prefix_sharing: PrefixSharing = False,
         pool_last_token: bool = False,
         strict: bool = False,
-        packed_multiple_of: int | None = None,
+        packed_multiple_of: Lengths | None = None,
     ):
         super().__init__()
         self.anatomy = anatomy
@@ -369,7 +369,8 @@ class PaddingRemoval(Attachment):
             return layout
         # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
-        return layout.filled(self.packed_multiple_of * processes)
+        lengths = self.packed_multiple_of
+        return layout.filled([n * processes for n in ([lengths] if isinstance(lengths, int) else lengths)])
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
