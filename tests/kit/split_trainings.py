@@ -24,6 +24,7 @@ from kit.split_runs import counted
 from kit.trainer_runs import MODES, Run, run
 
 from trl_padfix.core.handle import PaddingRemoval
+from trl_padfix.core.layout import shared_prefixes
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "method_of", "save_material", "train"]
@@ -47,8 +48,9 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
     "SFT, few lengths": ("SFT", "completions only", KEYS | FEW),
-    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "eager"}),
     "DPO, budget": ("DPO", "short", BUDGET),
+    "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT": ("SFT", "completions only", KEYS),
     "SFT, accumulation": ("SFT", "accumulation", {}),
@@ -136,7 +138,9 @@ def main(path: str, *names: str) -> None:
         print(f"{name} begins", file=sys.stderr, flush=True)
         whole = mock.patch.object(PaddingRemoval, "cp_layout_of", return_value=None)
         found: dict[str, Any] = {}
-        with counted() as counts, whole if name.endswith("whole rows") else mock.MagicMock():
+        # Every shared prefix has a forward of its own, however short it is.
+        once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
+        with counted() as counts, once, whole if name.endswith("whole rows") else mock.MagicMock():
             try:
                 done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
             except Exception as error:

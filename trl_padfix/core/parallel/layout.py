@@ -59,6 +59,9 @@ class ContextParallelLayout:
             Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
             `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
             `"rows"`: each process has whole rows, with all that they share, and nothing is exchanged.
+        parts (`tuple`, *optional*):
+            Ranges of the shared prefixes that the forward reads, and of its new tokens, each counted from 0: tokens of
+            other forwards are where these have computed them.
 
     Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
     the end of the row.
@@ -84,6 +87,7 @@ class ContextParallelLayout:
     layout: Layout
     group: Group
     comm: str
+    parts: tuple[list[list[tuple[int, int]]], ...] | None = None
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
@@ -93,6 +97,14 @@ class ContextParallelLayout:
         One range per process for `"heads"`. Two ranges for `"keys"`, one from the front and one from the back of the
         row, because later tokens see more keys. For `"rows"` see [`ranges_of_rows`].
         """
+        if self.parts is not None:
+            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.group.size)]
+            offset = 0
+            for part in self.parts:
+                for of_rank, local in zip(ranges, part, strict=True):
+                    of_rank += [(offset + begin, offset + end) for begin, end in local]
+                offset += sum(end - begin for local in part for begin, end in local)
+            return ranges
         if self.comm == ROWS:
             rows = ranges_of_rows(self.layout, self.group.size)
             assert rows is not None, "the rows of this layout are not even"
