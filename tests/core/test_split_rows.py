@@ -103,23 +103,16 @@ def test_a_wrong_slice_of_compiled_layers_is_seen():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "models"),
-    [
-        (2, ["qwen2", "qwen3_5_text"]),
-        # Prefixes of fewer tokens than processes; experts; sinks and windows.
-        pytest.param(4, ["qwen2", "qwen3_moe"], marks=pytest.mark.matrix),
-        pytest.param(2, ["gpt_oss", "mistral"], marks=pytest.mark.matrix),
-    ],
+    "models", [["qwen2", "qwen3_5_text"], pytest.param(["gpt_oss", "mistral"], marks=pytest.mark.matrix)]
 )
-def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processes, models):
-    cases = launched(processes, models, run="split_prefixes")
-    assert len(cases) == (6 if processes == 2 else 4) * len(models)
+def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(models):
+    cases = launched(2, models, run="split_prefixes")
+    assert len(cases) == 6 * len(models)
     for case in cases:
         assert case["values"] < 1e-5, case
         assert case["gradients"] < (5e-5 if case["case"] == "qwen3_5_text" else 1e-5), case
         assert sum(case["entered"]) == case["distinct"] + case["filler"]
-        assert max(case["entered"]) < 1.4 / processes * sum(case["entered"])
-    assert (max(case["filler"] for case in cases) > 0) is (processes > 2)
+        assert max(case["entered"]) < 0.7 * sum(case["entered"])
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 __all__: list[str] = []
 
 PARTS = ([[4], [0], [5, 1], [2], [3, 6]], [[0, 2], [1, 3], [4, 5], [6]], [[0, 0], [0], [4]])
-"""Rows of micro-batches: depth first, nested, and for two processes one that computes nothing of its own."""
+"""Rows of micro-batches: depth first, nested, and a micro-batch that computes nothing of its own."""
 
 
 def logps_of(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def make(name: str) -> nn.Module:
 
 def differences(name: str) -> Iterator[dict[str, Any]]:
     ids, mask = batch("mixed")
-    for parts in PARTS if dist.get_world_size() == 2 else PARTS[:2]:
+    for parts in PARTS:
         for budget in (10**6, 12):  # prefixes are kept, or computed again
             model = make(name).train()
             batches = [(ids[part], mask[part]) for part in parts]

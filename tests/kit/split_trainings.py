@@ -48,7 +48,7 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
     "SFT, few lengths": ("SFT", "completions only", KEYS | FEW),
-    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "eager"}),
+    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "DPO, budget": ("DPO", "short", BUDGET),
     "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget": ("SFT", "accumulation", BUDGET),

@@ -395,8 +395,8 @@ class PaddingRemoval(Attachment):
             if not all(cp_layout.ranges):  # a micro-batch without tokens of its own
                 raise PaddingRemovalError(
                     f"All {layout.packed_tokens} tokens of a micro-batch are shared with other micro-batches, and "
-                    f"{config.group.size} processes that share them (`cp_size`) have none each. Drop rows that occur "
-                    "twice, or set `prefix_sharing=False`."
+                    f"some of the {config.group.size} processes that compute it (`cp_size`) have none. Drop rows that "
+                    "occur twice, or set `prefix_sharing=False`."
                 )
             return cp_layout
         if layout.packed_tokens < config.group.size:
