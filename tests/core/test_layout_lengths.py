@@ -173,9 +173,22 @@ def test_every_matrix_of_a_layer_gets_multiples_of_sixteen_tokens():
     assert {n % 16 for n in found[None]} != {0}
 
 
-@pytest.mark.parametrize("value", [0, -64, 64.0, True, "64"])
+@SHARING
+def test_rows_have_the_smallest_of_several_lengths(sharing):
+    """Beyond the largest, a multiple of that; with the numbers of rows of any length."""
+    lengths, model, plain = [16, 64], build("qwen2"), build("qwen2")
+    with remove_padding(model, prefix_sharing=sharing, packed_multiple_of=lengths), entered_tokens(model) as entered:
+        for rows in (1, 2, 12):
+            ids = torch.tensor([[n, *ROWS[3][1:]] for n in range(1, rows + 1)])
+            got = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            want = plain(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert entered == [16, 64, -(-12 * COLUMNS // 64) * 64]
+
+
+@pytest.mark.parametrize("value", [0, -64, 64.0, True, "64", [], [64, 0], [128, 64], [64, 64], [64, "128"]])
 def test_other_values_are_errors(value):
-    with pytest.raises(ValueError, match="`packed_multiple_of` is a number of tokens"):
+    with pytest.raises(ValueError, match=r"`packed_multiple_of` is a number of tokens.* list of lengths in ascending"):
         remove_padding(build("qwen2"), packed_multiple_of=value)
 
 

@@ -34,10 +34,10 @@ FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
 TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
 
 
-def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
+def launched(processes: int, models: list[str], broken: str = "", run: str = "split_runs") -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     script = str(ROOT / "tests/kit/processes.py")
-    done = run_processes([*command, script, "kit.split_runs", *models], {"BROKEN": broken}, timeout=900)
+    done = run_processes([*command, script, f"kit.{run}", *models], {"BROKEN": broken}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -81,6 +81,46 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])
     assert all(misses(case) for case in cases)
     assert not any(report["ok"] for report in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", slow_but(["heads"], ATTENTION))
+def test_compiled_layers_exchange_their_tokens_in_one_graph(attention):
+    (case,) = launched(2, ["aot_eager", attention], run="split_compiled")
+    assert (case["graphs"], case["breaks"], case["uncompiled"]) == (1, 0, {})  # for batches of five shapes
+    assert case["log-probabilities"] < 1e-5
+    assert case["gradients"] < 1e-5
+    entered, packed = case["tokens"]
+    assert entered <= MAX_SHARE * packed / 2
+
+
+@pytest.mark.slow
+def test_a_wrong_slice_of_compiled_layers_is_seen():
+    (case,) = launched(2, ["eager", "heads"], "cp_layout", run="split_compiled")
+    assert case["log-probabilities"] > 0.01
+    assert case["gradients"] > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "models", [["qwen2", "qwen3_5_text"], pytest.param(["gpt_oss", "mistral"], marks=pytest.mark.matrix)]
+)
+def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(models):
+    cases = launched(2, models, run="split_prefixes")
+    assert len(cases) == 6 * len(models)
+    for case in cases:
+        assert case["values"] < 1e-5, case
+        assert case["gradients"] < (5e-5 if case["case"] == "qwen3_5_text" else 1e-5), case
+        assert sum(case["entered"]) == case["distinct"] + case["filler"]
+        assert max(case["entered"]) < 0.7 * sum(case["entered"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", slow_but(["prefixes"], ["prefixes", "exit"]))
+def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
+    cases = launched(2, ["qwen2"], broken, run="split_prefixes")
+    assert max(case["gradients"] for case in cases) > 0.01
+    assert (max(case["values"] for case in cases) > 0.01) is (broken == "prefixes")
 
 
 def layout_of(*rows: list[int]) -> Any:

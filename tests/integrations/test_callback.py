@@ -128,6 +128,20 @@ def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(way, holder, sh
     assert all(0 < log["eval_padfix/pad_fraction"] < 1 for log in evaluations)
 
 
+def test_rows_have_the_lengths_that_were_asked_for(tmp_path):
+    theirs, _ = train(tmp_path / "theirs")
+    callback = PaddingRemovalCallback(True, parity_check=False, packed_multiple_of=[48, 64])
+    ours, entered = train(tmp_path / "ours", callbacks=[callback])
+    assert_same(trajectory(ours), trajectory(theirs))
+    stats = callback.stats
+    assert stats.filler_tokens > 0
+    assert entered == stats.packed_tokens + stats.filler_tokens
+    assert entered % 16 == 0
+    assert all(log["padfix/filler_fraction"] > 0 for log in ours.state.log_history if "loss" in log)
+    with pytest.raises(ValueError, match=r"in ascending order.* got \[64, 48\]"):
+        PaddingRemovalCallback(packed_multiple_of=[64, 48])
+
+
 def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     seen = []
 

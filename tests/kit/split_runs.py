@@ -173,16 +173,23 @@ def break_it(how: str) -> None:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Count within packed forwards: local tokens, tokens of the packed rows, calls of an MLP, and all-to-alls."""
-    counts: dict[str, int] = dict.fromkeys(("local", "packed", "calls", "all_to_alls"), 0)
+    """
+    Count within packed forwards: local tokens, tokens of the packed rows, calls of a layer (and those with states of
+    shared prefixes), and all-to-alls.
+    """
+    counts: dict[str, int] = dict.fromkeys(("local", "packed", "calls", "all_to_alls", "prefixes"), 0)
     all_to_all = collectives._all_to_all
 
     def count(module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # a module within a layer; the layer itself is called from outside
         call = context().packed
-        if call is not None and type(module).__name__ == "Qwen2MLP":
+        # FSDP2 gives the class of a layer a name of its own.
+        if call is not None and type(module).__name__.endswith("Qwen2DecoderLayer"):
             counts["local"] += args[0].shape[:-1].numel()
             counts["packed"] += call.layout.packed_tokens
             counts["calls"] += 1
+            counts["prefixes"] += call.prefix_states is not None
 
     def counted_all_to_all(*args: Any) -> Any:
         counts["all_to_alls"] += 1

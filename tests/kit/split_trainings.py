@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 from datasets import load_from_disk
+from kit import experimental_runs
 from kit.methods import METHODS, Maker, Method
 from kit.online_runs import save_policy
 from kit.rows import build_prompts
@@ -23,6 +24,7 @@ from kit.split_runs import counted
 from kit.trainer_runs import MODES, Run, run
 
 from trl_padfix.core.handle import PaddingRemoval
+from trl_padfix.core.layout import shared_prefixes
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "method_of", "save_material", "train"]
@@ -46,7 +48,9 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
     "SFT, few lengths": ("SFT", "completions only", KEYS | FEW),
+    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "DPO, budget": ("DPO", "short", BUDGET),
+    "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT": ("SFT", "completions only", KEYS),
     "SFT, accumulation": ("SFT", "accumulation", {}),
@@ -64,11 +68,13 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "GRPO, quantiles": ("GRPO", "quantiles by micro-batch", {}),
     "RLOO": ("RLOO", "plain", KEYS),
     "RLOO, normalised": ("RLOO", "normalised advantages", {}),
+    "ORPO": ("ORPO", "plain", {}),
+    "CPO": ("CPO", "plain", KEYS),
+    "TPO": ("TPO", "plain", BUDGET),
 }
 """The method, its case, and what only our configuration says."""
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "compiled": ("DPO", "short", {"torch_compile": True}, "PaddingRemovalError: Layers compiled by `torch_compile`"),
     "generation": (
         "DPO",
         "short",
@@ -83,6 +89,10 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "`num_generations=16` does not divide them",
     ),
     "other prompts": ("GRPO", "plain", {}, "ValueError: The 2 processes that share packed rows (`cp_size`)"),
+    **{
+        name: (name, "plain", {}, f"PaddingRemovalError: {name}Trainer generates rows on every process")
+        for name in ("A2PO", "GKD", "OnlineDPO", "SDFT", "SDPO")
+    },
 }
 """As above, and what each process says before the first step."""
 
@@ -96,7 +106,8 @@ def save_material(folder: Path) -> None:
 
 
 def method_of(name: str) -> Method:
-    return METHODS[TRAININGS[name][0]]
+    kind = TRAININGS[name][0]
+    return METHODS[kind] if kind in METHODS else Method(kind, (), {})
 
 
 def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
@@ -105,6 +116,9 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     [`save_material`] has made.
     """
     kind, case, own = (TRAININGS | {name: given[:3] for name, given in REFUSED.items()})[name]
+    if kind not in METHODS:
+        library, mode = ("trl_padfix", MODES["prefix sharing"] | own) if ours else ("trl", {})
+        return experimental_runs.train(kind, library, folder, str(folder.parent / "policy"), **mode, **config)
     method = METHODS[kind]
     settings, given = method.cases[case]
     maker = Maker(method, SimpleNamespace(mktemp=lambda part: folder / part))
@@ -124,7 +138,9 @@ def main(path: str, *names: str) -> None:
         print(f"{name} begins", file=sys.stderr, flush=True)
         whole = mock.patch.object(PaddingRemoval, "cp_layout_of", return_value=None)
         found: dict[str, Any] = {}
-        with counted() as counts, whole if name.endswith("whole rows") else mock.MagicMock():
+        # Every shared prefix has a forward of its own, however short it is.
+        once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
+        with counted() as counts, once, whole if name.endswith("whole rows") else mock.MagicMock():
             try:
                 done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
             except Exception as error:

@@ -27,7 +27,7 @@ def part(
     own: dict[str, Any] | None = None, **settings: Any,
 ) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates)
+    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates, generates_rows=None)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(

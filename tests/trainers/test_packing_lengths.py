@@ -104,6 +104,11 @@ def test_micro_batches_have_few_lengths_within_the_budget(name, sharing, tmp_pat
             {"padding_free": True, "packed_multiple_of": 64, "max_tokens_per_batch": 1000},
             "`max_tokens_per_batch=1000` is no multiple of `packed_multiple_of=64`: .* lengthened to 1024 tokens",
         ),
+        ({"padding_free": True, "packed_multiple_of": [64, 32]}, r"in ascending order.* got \[64, 32\]"),
+        (
+            {"padding_free": True, "packed_multiple_of": [64, 256], "max_tokens_per_batch": 320},
+            r"`max_tokens_per_batch=320` is no length of `packed_multiple_of=\[64, 256\]`: .* lengthened to 512",
+        ),
     ],
 )
 @pytest.mark.parametrize("config", [DPOConfig, SFTConfig])

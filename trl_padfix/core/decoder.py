@@ -170,8 +170,13 @@ class DecoderPatch(BatchPatch):
         assert states is not None  # the schedule of a step sets them before each forward
         if layout.new is None:
             return states.prefix_outputs()
-        output = self._over_packed_row(call, layout.new, packed, prefix_states=states)
-        return states.prepend_outputs(output, layout.new.packed_tokens)
+        cp_layout, tokens = self.attachment.cp_layout_of_new(layout), layout.new.packed_tokens
+        if cp_layout is not None:
+            tokens = cp_layout.local_tokens
+            if states.records is not None:
+                states.records.divide(cp_layout)
+        output = self._over_packed_row(call, layout.new, packed, cp_layout=cp_layout, prefix_states=states)
+        return states.prepend_outputs(output, tokens)
 
     def _over_packed_row(
         self,

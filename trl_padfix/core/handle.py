@@ -15,17 +15,17 @@ from transformers.utils import logging
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
-from .call.layout_of import PrefixSharing, layout_of
+from .call.layout_of import Lengths, PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .context import context
-from .errors import UnpackableCallError
+from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
-from .parallel.layout import ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
+from .parallel.layout import HEADS, ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class PaddingRemoval(Attachment):
             Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
         strict (`bool`):
             Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
-        packed_multiple_of (`int`, *optional*):
-            Number of which the length of each packed row is a multiple, on each process.
+        packed_multiple_of (`int` or `list[int]`, *optional*):
+            Number of which the length of each packed row is a multiple, or lengths that rows have; on each process.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`ContextParallelConfig`], *optional*):
@@ -166,7 +166,7 @@ class PaddingRemoval(Attachment):
         prefix_sharing: PrefixSharing = False,
         pool_last_token: bool = False,
         strict: bool = False,
-        packed_multiple_of: int | None = None,
+        packed_multiple_of: Lengths | None = None,
     ):
         super().__init__()
         self.anatomy = anatomy
@@ -366,11 +366,16 @@ class PaddingRemoval(Attachment):
     ) -> Layout | None:
         """The layout of a decoder call; `None` if the call must run unchanged. See [`layout_of`]."""
         layout = layout_of(call, self, model_call, prepared)
-        if layout is None or self.packed_multiple_of is None:
+        if layout is None:
             return layout
-        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
-        return layout.filled(self.packed_multiple_of * processes)
+        if self.packed_multiple_of is None:
+            if not isinstance(layout, PrefixedLayout) or layout.new is None or layout.new.packed_tokens >= processes:
+                return layout
+            return layout.filled(processes)  # every process takes part in every forward: its heads have a prefix whole
+        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
+        lengths = self.packed_multiple_of
+        return layout.filled([n * processes for n in ([lengths] if isinstance(lengths, int) else lengths)])
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
@@ -380,13 +385,34 @@ class PaddingRemoval(Attachment):
         to exchange.
         """
         config = self.context_parallel
-        if config is None or layout is None or layout.packed_tokens < config.group.size:
+        if config is None or layout is None:
+            return None
+        if isinstance(layout, PrefixedLayout):
+            assert layout.prefix_states is not None
+            parts = [states.ranges for states in layout.prefix_states.reads]
+            if (new := self.cp_layout_of_new(layout)) is not None:
+                parts.append(new.ranges)
+            cp_layout = ContextParallelLayout(layout, config.group, HEADS, tuple(parts))
+            if not all(cp_layout.ranges):  # a micro-batch without tokens of its own
+                raise PaddingRemovalError(
+                    f"All {layout.packed_tokens} tokens of a micro-batch are shared with other micro-batches, and "
+                    f"some of the {config.group.size} processes that compute it (`cp_size`) have none. Drop rows that "
+                    "occur twice, or set `prefix_sharing=False`."
+                )
+            return cp_layout
+        if layout.packed_tokens < config.group.size:
             return None
         # Rows that are even without being cut need no communication within the layers. They are not quite even, which
         # they must be where the tokens of each process are a multiple.
         has_whole_rows = layout.filler is None and ranges_of_rows(layout, config.group.size) is not None
         comm = ROWS if has_whole_rows else config.attention
         return ContextParallelLayout(layout, config.group, comm)
+
+    def cp_layout_of_new(self, layout: PrefixedLayout) -> ContextParallelLayout | None:
+        """The new tokens of a forward behind shared prefixes, of which each process computes some; for `"heads"`."""
+        if self.context_parallel is None or layout.new is None:
+            return None
+        return ContextParallelLayout(layout.new, self.context_parallel.group, HEADS)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

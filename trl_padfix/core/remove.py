@@ -19,7 +19,7 @@ from torch import nn
 
 from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
-from .call.layout_of import PrefixSharing, check_multiple, check_prefix_sharing
+from .call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
@@ -44,7 +44,7 @@ def remove_padding(
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
     strict: bool = False,
-    packed_multiple_of: int | None = None,
+    packed_multiple_of: Lengths | None = None,
 ) -> PaddingRemoval:
     """
     Let the decoder of `model` compute real tokens only.
@@ -74,9 +74,10 @@ def remove_padding(
             Whether a call that cannot be packed (attention weights, prepared masks) raises a [`PaddingRemovalError`].
             By default it is computed padded, as it came, with one warning for each reason;
             `handle.stats.padded_forwards` counts such calls.
-        packed_multiple_of (`int`, *optional*):
-            Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur. The filler is
-            at the end of the row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
+        packed_multiple_of (`int` or `list[int]`, *optional*):
+            Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur; or to the
+            smallest of several lengths, and beyond the largest to a multiple of that. The filler is at the end of the
+            row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
 
     Returns:
         [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.

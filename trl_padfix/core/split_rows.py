@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .attention.compiled import CompiledLayerPatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
@@ -89,8 +88,6 @@ def _obstacle(handle: PaddingRemoval) -> str | None:
             return (
                 f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(unsupported)}, which need all channels"
             )
-    if any(isinstance(patch, CompiledLayerPatch) for patch in handle._patches):
-        return "its layers are compiled for whole packed rows"
     if position_embeddings(handle.decoder):
         return "its positional embedding numbers the tokens that it gets, here only the local ones"
     return None

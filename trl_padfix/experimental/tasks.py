@@ -90,6 +90,7 @@ class JoinedPairTask(_OwnData):
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
+    generates_rows = False
 
 
 class PairTrainer(ExperimentalTrainer):

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
 from ..core.call.labels import FIRST_TOKENS_DROPPED, SCORED_FROM_PADDING
-from ..core.call.layout_of import PrefixSharing, check_prefix_sharing
+from ..core.call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
@@ -68,13 +68,16 @@ class PaddingRemovalCallback(TrainerCallback):
             Whether packed and padded forwards are compared on the first batch.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask.
+        packed_multiple_of (`int` or `list[int]`, *optional*):
+            Lengths of packed rows, as in [`remove_padding`].
 
     Attributes:
         handles (`list[PaddingRemoval]`): Handles of the current or last training: policy, then reference.
         reports (`list[ParityReport]`): Reports of the parity check, in the same order.
 
     Raises:
-        ValueError: For another `prefix_sharing`; when training begins, if padding removal is attached already.
+        ValueError: For another `prefix_sharing` or `packed_multiple_of`; when training begins, if padding removal is
+            attached already.
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
         PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed, FSDP or
             `torch.compile` has wrapped already.
@@ -95,11 +98,14 @@ class PaddingRemovalCallback(TrainerCallback):
     """Settings that errors advise, and what they are called where this callback runs."""
 
     def __init__(
-        self, prefix_sharing: PrefixSharing = False, *, parity_check: bool = True, pool_last_token: bool = False
-    ):
+        self, prefix_sharing: PrefixSharing = False, *, parity_check: bool = True, pool_last_token: bool = False,
+        packed_multiple_of: Lengths | None = None,
+    ):  # fmt: skip
         check_prefix_sharing(prefix_sharing)
+        check_multiple(packed_multiple_of)
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.parity_check, self.pool_last_token = parity_check, pool_last_token
+        self.packed_multiple_of = packed_multiple_of
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._trainer: Any = None
@@ -148,7 +154,7 @@ class PaddingRemovalCallback(TrainerCallback):
             with in_words(self.words):
                 attach_to_models(
                     self._trainer, self._register, models=models, prefix_sharing=self._prefix_sharing,
-                    pool_last_token=self.pool_last_token,
+                    pool_last_token=self.pool_last_token, packed_multiple_of=self.packed_multiple_of,
                 )  # fmt: skip
         except BaseException:
             self.remove()

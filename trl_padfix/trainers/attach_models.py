@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..core.call.layout_of import PrefixSharing
+from ..core.call.layout_of import Lengths, PrefixSharing
 from ..core.handle import PaddingRemoval
 from ..core.remove import remove_padding
 from .distributed import check_launch, is_sharded, models_of, refuse_whole_rows
@@ -26,7 +26,7 @@ def attach_to_models(
     prefix_sharing: PrefixSharing = False,
     pool_last_token: bool = False,
     strict: bool = False,
-    packed_multiple_of: int | None = None,
+    packed_multiple_of: Lengths | None = None,
 ) -> None:
     """
     Attach to each model of a trainer, the policy first.

@@ -58,9 +58,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
             finite. In a stream, stop at the first such row. By default they are counted in a warning. With
             `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
-        packed_multiple_of (`int`, *optional*):
+        packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
-            occur. The filler is in no loss and no metric.
+            occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
         mlp_tile_tokens (`int`, *optional*):
             With `padding_free`: compute the MLPs that many tokens at a time, and again in backward, so that the
             intermediate states of a long row do not fill the memory.

@@ -236,8 +236,9 @@ def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
 
 def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
     """Why this trainer cannot distribute packed rows, or `None` if it can."""
-    args, task = trainer.args, trainer.padding.task
-    if not (task.layout_policy or task.supports_cp_generation):
+    task = trainer.padding.task
+    generates_rows = task.generates_rows if task.generates_rows is not None else not task.layout_policy
+    if generates_rows and not task.supports_cp_generation:
         return f"{type(trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
     if task.supports_cp_generation:
         if any(getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")):
@@ -246,8 +247,6 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
             return "A stream of prompts is distributed to processes, and with `cp_size` some share theirs"
     if splitting_parallelism(trainer.accelerator, "tp_size"):
         return "`tp_size` splits the weights of a layer over the processes among which `cp_size` splits its rows"
-    if args.torch_compile:
-        return "Layers compiled by `torch_compile` take a whole packed row, and `cp_size` splits it"
     if trainer.is_deepspeed_enabled:
         return "`cp_size` is not split with DeepSpeed, which has process groups of its own"
     return None

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     Sharing = bool | Literal["auto"]
     ParityCheck = bool | Literal["forward"]
+    Lengths = int | list[int]
 else:
+    Lengths = list[int]  # a flag with one value or several; a configuration may have the number itself
 
     class Sharing:
         """Type of `prefix_sharing`: argparse calls it with the string of the flag."""
@@ -42,6 +44,7 @@ else:
 
 
 __all__ = [
+    "Lengths",
     "ParityCheck",
     "Sharing",
     "help_from_docstring",

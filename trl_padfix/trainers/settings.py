@@ -17,11 +17,12 @@ from transformers import GenerationConfig, GenerationMixin, TrainingArguments
 
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_multiple, check_prefix_sharing
+from ..core.layout.layout import packed_length
 from ..core.switch import is_off
 from ..core.tiled_mlp import check_tile
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
-from .field_types import ParityCheck, Sharing, parse_implementation
+from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
 from .temporary_attributes import temporarily_set
 
 
@@ -105,7 +106,7 @@ class PackingConfig:
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     stop_on_nonfinite: bool = False
     strict: bool = False
-    packed_multiple_of: int | None = None
+    packed_multiple_of: Lengths | None = None
     mlp_tile_tokens: int | None = None
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
@@ -307,11 +308,13 @@ def check_packing(config: TrainingArguments) -> None:
         )
     for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
         budget = getattr(config, name, None)
-        if multiple is not None and isinstance(budget, int) and budget % multiple:
+        if multiple is None or not isinstance(budget, int):
+            continue
+        if (length := packed_length(budget, multiple)) != budget:
             raise ValueError(
-                f"`{name}={budget}` is no multiple of `packed_multiple_of={multiple}`: a full micro-batch would be "
-                f"lengthened to {-(-budget // multiple) * multiple} tokens. Set the budget to that number, or take a "
-                "smaller multiple."
+                f"`{name}={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
+                f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
+                "budget to that number, or take a smaller multiple."
             )
 
 

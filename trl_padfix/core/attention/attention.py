@@ -159,8 +159,6 @@ def packed_attention(
             f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has {tokens} "
             "tokens: there is not one query and one key for each token"
         )
-    if call.prefix_states is not None:
-        key, value = call.prefix_states.prepend_kv(module, key, value)
     if attention_mask is not None or query.shape[2] == 1:
         # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
         kwargs.pop("is_causal", None)
@@ -174,14 +172,14 @@ def packed_attention(
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
 
-    attend = partial(_attend, call.implementation, masks)
+    attend = partial(_attend, call, masks)
     if call.cp_layout is not None:
         return attend_context_parallel(attend, module, query, key, value, call.cp_layout, kwargs), None
     return attend(module, query, key, value, call.layout, kwargs), None
 
 
 def _attend(
-    implementation: str,
+    call: PackedCall,
     masks: list[torch.Tensor] | None,
     module: nn.Module,
     query: torch.Tensor,
@@ -191,7 +189,10 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attention over a layout with the function of an implementation, `(1, N, T, D)` to `(1, T, N, D)`."""
+    implementation = call.implementation
     attend = _function_of(viewed_module(module), implementation)
+    if call.prefix_states is not None:  # with context parallelism those of the local heads, after the exchange
+        key, value = call.prefix_states.prepend_kv(viewed_module(module), key, value)
     if _is_flash(implementation):
         return attend_varlen(attend, module, query, key, value, layout, kwargs)
     is_eager = implementation == "eager"

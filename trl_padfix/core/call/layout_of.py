@@ -7,9 +7,10 @@ Both are read in the same way: a [`LayoutInputs`] holds the tensors that a layou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,10 +30,13 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayoutInputs", "PrefixSharing", "check_multiple", "check_prefix_sharing", "layout_of"]
+__all__ = ["LayoutInputs", "Lengths", "PrefixSharing", "check_multiple", "check_prefix_sharing", "layout_of"]
 
 PrefixSharing = bool | Literal["auto"]
 """Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
+
+Lengths = int | Sequence[int]
+"""A number of which the lengths of packed rows are multiples, or several lengths, ascending."""
 
 
 def check_prefix_sharing(prefix_sharing: Any) -> None:
@@ -41,14 +45,16 @@ def check_prefix_sharing(prefix_sharing: Any) -> None:
         raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
 
 
-def check_multiple(packed_multiple_of: object) -> None:
+def check_multiple(packed_multiple_of: Any) -> None:
     """Raise a `ValueError` for a value that `packed_multiple_of` cannot have."""
-    is_number = (
-        isinstance(packed_multiple_of, int) and not isinstance(packed_multiple_of, bool) and packed_multiple_of > 0
-    )
-    if packed_multiple_of is not None and not is_number:
+    if packed_multiple_of is None:
+        return
+    lengths = packed_multiple_of if isinstance(packed_multiple_of, list | tuple) else [packed_multiple_of]
+    are_numbers = lengths and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths)
+    if not are_numbers or any(a >= b for a, b in pairwise(lengths)):
         raise ValueError(
-            f"`packed_multiple_of` is a number of tokens, such as 64 or 128, or None; got {packed_multiple_of!r}."
+            "`packed_multiple_of` is a number of tokens, such as 64 or 128, a list of lengths in ascending order, "
+            f"such as [1024, 2048, 4096], or None; got {packed_multiple_of!r}."
         )
 
 

@@ -52,6 +52,7 @@ def run_prefix_forward(
     assert layout.prefix_states.records is not None
     records = layout.prefix_states.records
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
+    records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
     with within(model=None, runner=None, known_batches=KnownBatches([_known_batch(call, ForwardMetadata(layout))])):
         output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)

@@ -8,11 +8,14 @@ A [`PrefixStates`] belongs to one forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+
+if TYPE_CHECKING:
+    from ..parallel.layout import ContextParallelLayout
 
 __all__ = ["ForwardStates", "PrefixStates", "detached_leaf"]
 
@@ -28,16 +31,28 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
         output_spec (`TreeSpec`, *optional*): Structure of the decoder's output.
         ids (`torch.Tensor` of shape `(t,)`): Ids of the tokens; set before the forward.
         fork_tokens (`tuple[int, ...]`): Indices of the tokens that paths of other forwards continue from.
+        ranges (`list[list[tuple[int, int]]]`): With context parallelism the ranges of tokens of each process; see
+            [`ContextParallelLayout`].
+        outputs (`int`): Tokens whose outputs this process has; `t` without context parallelism.
     """
 
     output_spec: TreeSpec | None = None
     ids: torch.Tensor = None  # type: ignore[assignment]
     fork_tokens: tuple[int, ...] = ()
+    ranges: list[list[tuple[int, int]]] = []  # replaced, never changed
+    outputs: int = 0
+
+    def divide(self, cp_layout: ContextParallelLayout) -> None:
+        """Note which processes compute the tokens; those behind `ids` are filler."""
+        own = len(self.ids)
+        self.ranges = [[(b, min(e, own)) for b, e in of_rank if b < own] for of_rank in cp_layout.ranges]
+        self.outputs = sum(end - begin for begin, end in self.ranges[cp_layout.group.rank])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
         states = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
         states.output_spec, states.ids, states.fork_tokens = self.output_spec, self.ids, self.fork_tokens
+        states.ranges, states.outputs = self.ranges, self.outputs
         return states
 
 
@@ -108,7 +123,7 @@ class PrefixStates:
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
         """One output of the prefixes, followed by that of the `new` tokens, if there are any."""
         if self.records is not None and new is not None:
-            own = len(self.records.ids)
+            own = self.records.outputs
             self.records[index] = (new[:, :own] if new.dim() > 2 else new[:own],)  # without filler
         outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
         dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers

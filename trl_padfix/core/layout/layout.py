@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Layout", "pack", "unpack"]
+__all__ = ["Layout", "pack", "packed_length", "unpack"]
 
 
 GATHERED_KEYS_PER_TOKEN = 64
@@ -232,12 +232,13 @@ class Layout:
         """The same layout with its index maps on `device`."""
         return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
 
-    def filled(self, multiple: int) -> Self:
+    def filled(self, multiple: int | Sequence[int]) -> Self:
         """
-        The same layout with filler behind its last token, so that `T` is a multiple of `multiple`.
+        The same layout with filler behind its last token, so that `T` is a multiple of `multiple`; or the smallest of
+        several lengths that holds it, and beyond the largest a multiple of that.
 
         Filler repeats the begin of the longest row, in segments of its own: no token of the batch sees it, and
-        [`unpack`] drops it. The layout is built once for each `multiple`.
+        [`unpack`] drops it. The layout is built once for each length.
 
         Example:
 
@@ -253,10 +254,11 @@ class Layout:
 
         ```
         """
-        if multiple not in self._filled:
+        length = packed_length(self.packed_tokens, multiple)
+        if length not in self._filled:
             with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
-                self._filled[multiple] = self._with_filler(-self.packed_tokens % multiple)
-        return self._filled[multiple]
+                self._filled[length] = self._with_filler(length - self.packed_tokens)
+        return self._filled[length]
 
     @cached_property
     def _filled(self) -> dict[int, Self]:
@@ -394,6 +396,22 @@ class Layout:
             "tree_max_seqlen_q": self.max_seqlen_q,
             "tree_max_seqlen_k": self.max_seqlen_k,
         }
+
+
+def packed_length(tokens: int, multiple: int | Sequence[int]) -> int:
+    """
+    The length of a packed row of `tokens` with filler: a multiple, or the smallest of several lengths.
+
+    Example:
+
+    ```python
+    >>> packed_length(100, 64), [packed_length(n, [64, 256]) for n in (60, 100, 300)]
+    (128, [64, 256, 512])
+
+    ```
+    """
+    lengths = [multiple] if isinstance(multiple, int) else multiple
+    return next((n for n in lengths if n >= tokens), -(-tokens // lengths[-1]) * lengths[-1])
 
 
 def pack(x: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -72,8 +72,8 @@ class PrefixedLayout(Layout):
         """Tokens that the forward computes."""
         return 0 if self.new is None else self.new.computed_tokens
 
-    def filled(self, multiple: int) -> PrefixedLayout:
-        """The same layout with filler behind its new tokens, whose number is then a multiple of `multiple`."""
+    def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
+        """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
         if self.new is None:
             return self
         new = self.new.filled(multiple)

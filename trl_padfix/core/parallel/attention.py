@@ -8,7 +8,7 @@ values of all tokens, with a layout of its own. With `"rows"` all that its queri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .collectives import even_split
 from .layout import HEADS, ROWS, ContextParallelLayout
 
 
-__all__ = ["attend_context_parallel"]
+__all__ = ["attend_context_parallel", "heads_of_ranks", "with_copies"]
 
 
 def attend_context_parallel(
@@ -53,29 +53,39 @@ def attend_context_parallel(
     """
     if cp_layout.comm == ROWS:
         return attend(module, query, key, value, cp_layout.local_layout, kwargs)
+    group = cp_layout.group
+    # Exchanged tensors have tokens in front, `(t, N, D)`; attention has heads in front.
+    states = [x[0].transpose(0, 1) for x in (query, key, value)]
     if cp_layout.comm != HEADS:
-        key, value = (cp_layout.all_gather(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0) for x in (key, value))
+        states[1:] = cp_layout.all_gather(states[1:])
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in states)
         return attend(module, query, key, value, cp_layout.local_layout, kwargs)
-    heads, kv_heads, size = query.shape[1], key.shape[1], cp_layout.group.size
-    copies = _copies_of_kv_heads(heads, kv_heads, size)
-    heads_per_rank, kv_heads_per_rank = even_split(heads, size), even_split(kv_heads * copies, size)
-    if copies > 1:
-        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    # The all-to-all has tokens in front, `(t, N, D)`; attention has heads in front.
-    query, key, value = (
-        cp_layout.tokens_to_heads(x[0].transpose(0, 1), per_rank).transpose(0, 1).unsqueeze(0)
-        for x, per_rank in ((query, heads_per_rank), (key, kv_heads_per_rank), (value, kv_heads_per_rank))
-    )
-    local: dict[str, Any] = {"num_key_value_groups": heads // (kv_heads * copies)}
+    copies, heads = heads_of_ranks(query.shape[1], key.shape[1], group.size)
+    local: dict[str, Any] = {"num_key_value_groups": query.shape[1] // (key.shape[1] * copies)}
+    states = cp_layout.tokens_to_heads(with_copies(states, copies), heads)
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in states)
     if kwargs.get("s_aux") is not None:
-        local["sinks"] = kwargs["s_aux"].split(heads_per_rank)[cp_layout.group.rank]
+        local["sinks"] = kwargs["s_aux"].split(heads[0])[group.rank]
         kwargs = kwargs | {"s_aux": local["sinks"]}
     # Attention functions read the sinks and the size of a group of heads from the module: they must be the local ones.
     overrides = {name: value for name, value in local.items() if hasattr(module, name)}
     # With its own config: by default a view gets one for packed attention.
     view = view_of(module, {"config": module.config, **overrides})
     output = attend(view, query, key, value, cp_layout.layout, kwargs)
-    return cp_layout.heads_to_tokens(output[0], heads_per_rank).unsqueeze(0)
+    return cp_layout.heads_to_tokens(output[0], heads[0]).unsqueeze(0)
+
+
+def heads_of_ranks(heads: int, kv_heads: int, size: int) -> tuple[int, list[list[int]]]:
+    """Copies of each KV head, and the heads of each process: of queries, keys and values."""
+    copies = _copies_of_kv_heads(heads, kv_heads, size)
+    kv_heads_per_rank = even_split(kv_heads * copies, size)
+    return copies, [even_split(heads, size), kv_heads_per_rank, kv_heads_per_rank]
+
+
+def with_copies(states: Sequence[torch.Tensor], copies: int) -> Sequence[torch.Tensor]:
+    """Queries, and keys and values with their heads repeated, each `(t, N, D)`."""
+    query, *keys = states
+    return states if copies == 1 else [query, *(x.repeat_interleave(copies, dim=1) for x in keys)]
 
 
 def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:

@@ -11,15 +11,20 @@ part of and for values that all compute:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
 
-__all__ = ["Group", "even_split"]
+__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange"]
+
+AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
+"""Sends the parts of a flat tensor, and returns those of all processes: `(sent, send_sizes, receive_sizes)`."""
 
 
 def even_split(total: int, parts: int) -> list[int]:
@@ -61,17 +66,10 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a model can be copied, a process group cannot
 
-    def all_to_all(self, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Send `tensors[i]` to process `i`; return what process `i` sent, of `shapes[i]`."""
-        return list(_AllToAll.apply(self, tuple(shapes), *tensors))
-
-    def all_gather(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """
-        Concatenate the tensors of all processes in rank order, `(t, ...)` to `(T, ...)`, inside of the network.
-
-        `lengths` are the `t` of all processes. Backward is a reduce-scatter.
-        """
-        return torch.cat(self.all_to_all([x] * self.size, [(n, *x.shape[1:]) for n in lengths]))
+    @property
+    def all_to_all(self) -> AllToAll:
+        """An all-to-all of flat tensors, with gradients."""
+        return partial(_AllToAll.apply, self)
 
     def all_gather_for_loss(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenate the tensors of all processes in rank order, for a loss that every process computes in full."""
@@ -93,15 +91,81 @@ class Group:
         return bool((maximum == -minus_minimum).all())
 
 
-def _all_to_all(
-    group: Group, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]
-) -> list[torch.Tensor]:
+def exchange(
+    parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], all_to_all: AllToAll
+) -> list[list[torch.Tensor]]:
+    """
+    Send the tensors `parts[i]` to process `i`; return what process `i` sent, of `shapes[i]`.
+
+    One all-to-all for all of them: a collective costs its latency, and compilers may change the order of several.
+    """
+    sizes = [[_numel(shape) for shape in of_rank] for of_rank in shapes]
     # One flat buffer per direction: `all_to_all_single` takes tensors of different sizes, gloo has no `all_to_all`.
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    received = tensors[0].new_empty(sum(sizes))
-    sent = torch.cat([x.reshape(-1) for x in tensors])
-    distributed.all_to_all_single(received, sent, sizes, [x.numel() for x in tensors], group=group.group)
-    return [x.view(shape) for x, shape in zip(received.split(sizes), shapes, strict=True)]
+    sent = torch.cat([x.reshape(-1) for of_rank in parts for x in of_rank])
+    received = all_to_all(
+        sent, [sum(x.numel() for x in of_rank) for of_rank in parts], [sum(of_rank) for of_rank in sizes]
+    )
+    flat = iter(received.split([*chain(*sizes)]))
+    # Under autocast keys may be in float32 and values in half precision, and the buffer has the wider of both.
+    return [
+        [next(flat).view(shape).to(x.dtype) for x, shape in zip(parts[0], of_rank, strict=True)] for of_rank in shapes
+    ]
+
+
+class Exchange(NamedTuple):
+    """
+    How the processes of a group exchange local tokens for local heads; a tuple, which compilers can trace.
+
+    Attributes:
+        rank (`int`): Rank of this process.
+        tokens (`Sequence[int]`): Number of tokens of each process; `t` of this one, `T` of all.
+        all_to_all (`Callable`): The collective.
+    """
+
+    rank: int
+    tokens: Sequence[int]
+    all_to_all: AllToAll
+
+    def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """
+        Each of the `states`, `(t, N, ...)` to `(T, n, ...)` in rank order, in one all-to-all.
+
+        Rank i gets `heads[k][i]` heads of `states[k]`.
+        """
+        split = [x.split(list(of_ranks), dim=1) for x, of_ranks in zip(states, heads, strict=True)]
+        local_heads = [of_ranks[self.rank] for of_ranks in heads]
+        shapes = [[(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens]
+        received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
+        return [torch.cat(x) for x in zip(*received, strict=True)]
+
+    def heads_to_tokens(self, parts: Sequence[torch.Tensor], heads: Sequence[int]) -> torch.Tensor:
+        """All-to-all from local heads to local tokens: `(tokens[i], n, ...)` for each process i to `(t, N, ...)`."""
+        shapes = [[(self.tokens[self.rank], n, *parts[0].shape[2:])] for n in heads]
+        received = exchange([[x] for x in parts], shapes, self.all_to_all)
+        return torch.cat([x for (x,) in received], dim=1)
+
+    def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """
+        Each of the `states`, `(t, ...)` to `(T, ...)` in rank order, in one collective. Backward is a reduce-scatter.
+        """
+        shapes = [[(t, *x.shape[1:]) for x in states] for t in self.tokens]
+        received = exchange([states] * len(self.tokens), shapes, self.all_to_all)
+        return [torch.cat(x) for x in zip(*received, strict=True)]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:  # not `torch.Size(shape).numel()`: sizes are symbols while a layer is compiled
+        size = size * n
+    return size
+
+
+def _all_to_all(
+    group: distributed.ProcessGroup | None, sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+) -> torch.Tensor:
+    received = sent.new_empty(sum(receive_sizes))
+    distributed.all_to_all_single(received, sent.contiguous(), receive_sizes, send_sizes, group=group)
+    return received
 
 
 class _AllToAll(torch.autograd.Function):
@@ -109,14 +173,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, group: Group, shapes: tuple[tuple[int, ...], ...], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.group, ctx.shapes = group, [tuple(x.shape) for x in tensors]
-        return tuple(_all_to_all(group, tensors, shapes))
+        ctx: Any, group: Group, sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> torch.Tensor:
+        ctx.group, ctx.sizes = group.group, (receive_sizes, send_sizes)
+        return _all_to_all(group.group, sent, send_sizes, receive_sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return None, None, *_all_to_all(ctx.group, grads, ctx.shapes)
+        return None, _all_to_all(ctx.group, grads[0], *ctx.sizes), None, None
 
 
 class _AllGatherForLoss(torch.autograd.Function):
@@ -125,7 +189,9 @@ class _AllGatherForLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, lengths: tuple[int, ...]) -> torch.Tensor:
         ctx.group, ctx.lengths = group, lengths
-        return torch.cat(_all_to_all(group, [x] * group.size, [(n, *x.shape[1:]) for n in lengths]))
+        shapes = [[(n, *x.shape[1:])] for n in lengths]
+        received = exchange([[x]] * group.size, shapes, partial(_all_to_all, group.group))
+        return torch.cat([x for (x,) in received])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:

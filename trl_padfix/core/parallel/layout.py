@@ -7,6 +7,7 @@ need all tokens and communicate (see [`ContextParallelLayout`]). Outputs are all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -15,7 +16,7 @@ import torch
 
 from ..layout.flat_maps import inverse_permutation
 from ..layout.layout import Layout
-from .collectives import Group, even_split
+from .collectives import Exchange, Group, even_split
 
 
 __all__ = ["HEADS", "KEYS", "ROWS", "ContextParallelConfig", "ContextParallelLayout", "ranges_of_rows"]
@@ -58,6 +59,9 @@ class ContextParallelLayout:
             Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
             `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
             `"rows"`: each process has whole rows, with all that they share, and nothing is exchanged.
+        parts (`tuple`, *optional*):
+            Ranges of the shared prefixes that the forward reads, and of its new tokens, each counted from 0: tokens of
+            other forwards are where these have computed them.
 
     Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
     the end of the row.
@@ -83,6 +87,7 @@ class ContextParallelLayout:
     layout: Layout
     group: Group
     comm: str
+    parts: tuple[list[list[tuple[int, int]]], ...] | None = None
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
@@ -92,6 +97,14 @@ class ContextParallelLayout:
         One range per process for `"heads"`. Two ranges for `"keys"`, one from the front and one from the back of the
         row, because later tokens see more keys. For `"rows"` see [`ranges_of_rows`].
         """
+        if self.parts is not None:
+            ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.group.size)]
+            offset = 0
+            for part in self.parts:
+                for of_rank, local in zip(ranges, part, strict=True):
+                    of_rank += [(offset + begin, offset + end) for begin, end in local]
+                offset += sum(end - begin for local in part for begin, end in local)
+            return ranges
         if self.comm == ROWS:
             rows = ranges_of_rows(self.layout, self.group.size)
             assert rows is not None, "the rows of this layout are not even"
@@ -129,21 +142,23 @@ class ContextParallelLayout:
         chunks = [x.narrow(dim, begin, end - begin) for begin, end in self.ranges[self.group.rank]]
         return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0].contiguous()
 
-    def tokens_to_heads(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
-        """All-to-all from local tokens to local heads, `(t, N, ...)` to `(T, n, ...)`; rank i gets `heads[i]` of N."""
-        shapes = [(tokens, heads[self.group.rank], *x.shape[2:]) for tokens in self.tokens_per_rank]
-        return self._in_packed_order(torch.cat(self.group.all_to_all(x.split(heads, dim=1), shapes)))
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.group.rank, self.tokens_per_rank, self.group.all_to_all)
 
-    def heads_to_tokens(self, x: torch.Tensor, heads: list[int]) -> torch.Tensor:
+    def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """All-to-all from local tokens to local heads, in the order of the packed tokens; see [`Exchange`]."""
+        return [self._in_packed_order(x) for x in self._exchange.tokens_to_heads(states, heads)]
+
+    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
         chunks = [[x[begin:end] for begin, end in ranges] for ranges in self.ranges]
         tokens = [torch.cat(of_rank) if len(of_rank) > 1 else of_rank[0] for of_rank in chunks]  # no copy of one chunk
-        shapes = [(self.local_tokens, n, *x.shape[2:]) for n in heads]
-        return torch.cat(self.group.all_to_all(tokens, shapes), dim=1)
+        return self._exchange.heads_to_tokens(tokens, heads)
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
-        return self.group.all_gather(x, self.tokens_per_rank)
+        return self._exchange.all_gather(states)
 
     def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""

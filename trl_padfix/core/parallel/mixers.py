@@ -35,7 +35,8 @@ def _convolution(run: Callable, cp_layout: ContextParallelLayout) -> Callable:
     ) -> torch.Tensor:
         channels = _split_evenly(len(weight), cp_layout)
         # `(1, C, t)` to `(t, C)` and back: the all-to-all takes tokens in front.
-        x = cp_layout.tokens_to_heads(hidden_states[0].transpose(0, 1), channels).transpose(0, 1).unsqueeze(0)
+        (x,) = cp_layout.tokens_to_heads([hidden_states[0].transpose(0, 1)], [channels])
+        x = x.transpose(0, 1).unsqueeze(0)
         weights = (_local_weight(weight, channels, cp_layout), _local_weight(bias, channels, cp_layout))
         x = run(x, *weights, activation=activation, **kwargs)
         return cp_layout.heads_to_tokens(x[0].transpose(0, 1), channels).transpose(0, 1).unsqueeze(0)
@@ -50,7 +51,13 @@ def _delta_rule(run: Callable, cp_layout: ContextParallelLayout) -> Callable:
         heads = _split_evenly(value.shape[2], cp_layout)
         # Queries and keys of a group are repeated first, so that heads can be divided at any number.
         states = [_for_each_head(x, value.shape[2]) for x in (query, key, value, g, beta)]
-        output = run(*(cp_layout.tokens_to_heads(x[0], heads).unsqueeze(0) for x in states), **kwargs)[0]
+        # Decays may be in float32 and states in half precision: one all-to-all for each.
+        states = [
+            x.unsqueeze(0)
+            for some in (states[:3], states[3:])
+            for x in cp_layout.tokens_to_heads([x[0] for x in some], [heads] * len(some))
+        ]
+        output = run(*states, **kwargs)[0]
         return cp_layout.heads_to_tokens(output[0], heads).unsqueeze(0), None  # no final state: there is no cache
 
     return chunk
@@ -69,8 +76,9 @@ def _state_space(run: Callable, cp_layout: ContextParallelLayout) -> Callable:
         **kwargs: Any,
     ) -> torch.Tensor:
         heads = _split_evenly(x.shape[2], cp_layout)
-        states = [x, dt, *(_for_each_head(s, x.shape[2]) for s in (B, C))]
-        x, dt, B, C = (cp_layout.tokens_to_heads(s[0], heads).unsqueeze(0) for s in states)
+        states = [x, *(_for_each_head(s, x.shape[2]) for s in (B, C))]
+        x, B, C = (s.unsqueeze(0) for s in cp_layout.tokens_to_heads([s[0] for s in states], [heads] * 3))
+        dt = cp_layout.tokens_to_heads([dt[0]], [heads])[0].unsqueeze(0)
         # One value per head; activations have been exchanged, weights are only cut.
         local_A, local_D, local_bias = (_local_weight(w, heads, cp_layout) for w in (A, D, dt_bias))
         output = run(x, dt, local_A, B, C, chunk_size=chunk_size, D=local_D, dt_bias=local_bias, **kwargs)

@@ -1,0 +1,111 @@
+"""
+Micro-batches whose prefixes are computed once, by two processes that share every row, against one forward of one.
+
+[`main`] prints a line of JSON for each model: the largest difference of a log-probability and of a gradient (the mean
+over processes, relative to the parameter's or to 1 % of the largest one), and the tokens that entered the layers.
+`BROKEN` is `exit`, or `prefixes`: the negative controls.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit.observe import entered_tokens
+from kit.split_runs import break_it
+from torch import nn
+from zoo.families import build as build_family
+from zoo.models import batch, build
+
+from trl_padfix import remove_padding, split_rows
+from trl_padfix.core.call.prefix_states import PrefixStates
+from trl_padfix.core.call.runner_patch import attach_runner_patch
+from trl_padfix.core.context import within
+from trl_padfix.core.layout import shared_prefixes as planning
+from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
+
+
+__all__: list[str] = []
+
+PARTS = ([[4], [0], [5, 1], [2], [3, 6]], [[0, 2], [1, 3], [4, 5], [6]], [[0, 0], [0], [4]])
+"""Rows of micro-batches: depth first, nested, and a micro-batch that computes nothing of its own."""
+
+
+def logps_of(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    logps = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(-1)
+    return logps.gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, :-1] * mask[:, 1:])
+
+
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def make(name: str) -> nn.Module:
+    if name == "qwen3_5_text":
+        return build_family(name)
+    return build(name, "eager" if name == "gpt_oss" else "sdpa")
+
+
+def differences(name: str) -> Iterator[dict[str, Any]]:
+    ids, mask = batch("mixed")
+    for parts in PARTS:
+        for budget in (10**6, 12):  # prefixes are kept, or computed again
+            model = make(name).train()
+            batches = [(ids[part], mask[part]) for part in parts]
+            want = [logps_of(model, *rows) for rows in batches]
+            sum((logps.sum(1) / 5).sin().sum() for logps in want).backward()
+            expected, got = take_gradients(model), []
+            plan = planning.plan_shared_prefixes(batches, budget)
+            assert plan is not None
+            with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
+                split_rows(handle)
+                entered = entered_tokens(model)
+                runner = MicroBatchRunner(len(batches), plan, batches)
+                with within(runner=runner):
+                    for i, rows in enumerate(batches):
+                        runner.start(i)
+                        got.append(logps_of(model, *rows))
+                        (got[-1].sum(1) / 5).sin().sum().backward()
+                    runner.check()
+            found = take_gradients(model)
+            for grad in found.values():
+                dist.all_reduce(grad)
+                grad /= dist.get_world_size()
+            floor = max(grad.norm() for grad in expected.values()) / 100
+            order = [row for part in parts for row in part]
+            again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
+            yield {
+                "values": max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)),
+                "gradients": max(float((found[n] - g).norm() / max(g.norm(), floor)) for n, g in expected.items()),
+                "entered": sum(entered),
+                "distinct": prefix_sharing_layout(ids[order], mask[order]).packed_tokens + again,
+                "filler": handle.stats.filler_tokens,
+            }
+
+
+def main(*names: str) -> None:
+    dist.init_process_group("gloo")
+    planning.MIN_SAVED_TOKENS = 1  # every shared prefix has a forward of its own
+    broken = os.environ.get("BROKEN", "")
+    break_it(broken)
+    if broken == "prefixes":  # values are those of other tokens
+        prepend = PrefixStates.prepend_kv
+
+        def wrong(self: PrefixStates, module: Any, key: torch.Tensor, value: torch.Tensor) -> Any:
+            key, values = prepend(self, module, key, value)
+            return key, values.roll(1, 2) if self.reads else values
+
+        PrefixStates.prepend_kv = wrong  # type: ignore[method-assign]
+    for name in names:
+        for case in differences(name):
+            tokens: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(tokens, case["entered"])
+            if dist.get_rank() == 0:
+                print(json.dumps(case | {"case": name, "entered": tokens}), flush=True)
