@@ -24,6 +24,7 @@ from zoo import models
 import trl_padfix
 from trl_padfix.core.call import layout_of
 from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.core.model.sharded import reshard_parameters
 
 
 __all__ = ["BAD", "MODES", "SIZES", "save_models", "train"]
@@ -171,6 +172,7 @@ def main(path: str, *cells: str) -> None:
         else:
             size, method, mode = cell.split("; ")
             done = train(method, mode, folder, SIZES[size])
+            reshard_parameters(done.trainer.model)  # the head is gathered after an evaluation
             weights = [p.detach() for p in done.trainer.model.parameters()]
             full, own = ([getattr(p, how)() if hasattr(p, how) else p for p in weights] for how in HOW)
             found["run"] = Run(None, done.logs, done.entered, forwards=done.forwards)
