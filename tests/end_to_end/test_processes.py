@@ -285,25 +285,6 @@ def test_tensor_parallel_processes_give_the_trajectory_of_one(together, one_proc
     assert_packed(ours)
 
 
-# transformers' `DistributedConfig`, by its fields: FSDP2, and half the heads of every layer.
-SIZES = {"fsdp_size=2": {"fsdp_size": 2}, "tp_size=2": {"tp_size": 2, "tp_plan": "auto"}}
-
-
-@pytest.mark.skipif(find_spec("transformers.distributed.mixin") is None, reason="needs transformers 5.23")
-@pytest.mark.parametrize(
-    ("method", "sizes"),
-    strategies([], product(("dpo", "sft", "reward"), SIZES)),
-)
-def test_the_distributed_config_of_a_model_gives_the_trajectory_without_our_settings(method, sizes, together):
-    # In the same launch: FSDP2 with the weights of embedding and head tied is not one process, with TRL alone either.
-    given = ["--model_init_kwargs", json.dumps({"distributed_config": SIZES[sizes]}), "--save_only_model", "true"]
-    given += ["--per_device_train_batch_size", "4"] if "tp_size" in sizes else []
-    theirs = together(method, "tensor_parallel", *given, "--padding_free", "false")
-    ours = together(method, "tensor_parallel", *given, *PACKED[:4])
-    assert_same(ours, theirs, *SHARED[method])
-    assert_packed(ours)
-
-
 DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,17 @@ def test_a_model_that_is_refused_names_the_rule(xlnet):
     with pytest.raises(trl_padfix.PaddingRemovalError) as error:
         remove_padding(XLNetLMHeadModel(XLNetConfig(n_layer=1, vocab_size=40, d_model=16, n_head=2, d_inner=16)))
     assert diagnose(xlnet).model.refusal in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "has_experts"), [("qwen3_moe", True), ("qwen2", False)])
+@pytest.mark.skipif(find_spec("transformers.distributed.mixin") is None, reason="needs transformers 5.23")
+def test_the_sizes_that_a_model_has_a_plan_for_are_told(name, has_experts, tmp_path):
+    config = CONFIGS[name]()
+    config.save_pretrained(tmp_path)
+    said = words(doctor("--model", str(tmp_path)).output)
+    assert "shards DistributedConfig: fsdp_size, tp_size (divides 2 key heads)" in said
+    assert ("ep_size (divides 4 experts)" in said) == has_experts
+    assert "pp_size is refused" in said
 
 
 def test_a_hybrid_is_told_layer_by_layer_and_the_share_of_work_on_rows(tmp_path):

@@ -18,11 +18,13 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    FalconH1Config,
     LlamaConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    RwkvConfig,
 )
 
 import trl_padfix
@@ -311,6 +313,49 @@ def test_checkpoints_wait_on_the_host_only_where_nothing_else_helps(sizes):
     assert """--activation_checkpointing_kwargs '{"offload": true}'""" in flags(plan, 8)
 
 
+def test_experts_of_other_gpus_are_not_gathered(sizes):
+    sizes = ModelSizes.of(SHAPES["experts"])
+    layer = 3 * NARROW["hidden_size"] * EXPERTS["moe_intermediate_size"] * EXPERTS["num_experts"]
+    whole, shared = (memory(sizes, Training(8, True, expert_parallel=n)) for n in (1, 4))
+    assert sizes.layer_experts == (layer,) * NARROW["num_hidden_layers"]
+    assert whole.fixed - shared.fixed == 2 * 2 * layer * 3 // 4  # of two layers, in bfloat16
+    assert shared.token - whole.token == 2 * 2 * NARROW["hidden_size"] * EXPERTS["num_experts_per_tok"]
+    assert "exchanged" not in whole.per_token
+    plan = smallest_fit(sizes, gpus=8, available=10**9, longest=64, expert_parallel=4)
+    assert plan.training == Training(8, True, expert_parallel=4)
+    control = smallest_fit(sizes, gpus=8, available=10**9, longest=64)
+    assert not control.training.sharded
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "size", "says"),
+    [
+        ("experts", 8, 3, "3 GPUs share the experts of a layer evenly, and there are 8 GPUs"),
+        ("experts", 32, 16, "16 GPUs share the experts of a layer evenly, and there are 8 experts of a layer"),
+        ("wide", 8, 2, "there are no experts"),
+    ],
+)
+@pytest.mark.usefixtures("sizes")
+def test_experts_that_gpus_cannot_share_are_a_message(shape, gpus, size, says, tmp_path):
+    SHAPES[shape].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--gpus", str(gpus), "--expert-parallel", str(size))
+    assert result.exit_code == 2
+    assert says in " ".join(re.sub("[│╭╰─╮╯]", " ", result.output).split())
+
+
+@pytest.mark.usefixtures("sizes")
+def test_the_command_shards_experts_as_planned(tmp_path):
+    SHAPES["experts"].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--gpus", "4", "--expert-parallel", "2")
+    assert result.exit_code == 0, result.output
+    _, config, _ = parsed(result.output, "sft")
+    expected = {"fsdp_size": 4, "ep_size": 2, "fsdp_mixed_precision": True}
+    assert config.model_init_kwargs == {"distributed_config": expected}
+    assert config.save_only_model
+    launch = yaml.safe_load(result.output.partition("accelerate.yaml:")[2])
+    assert (launch["distributed_type"], launch["num_processes"]) == ("MULTI_GPU", 4)
+
+
 @pytest.mark.slow
 def test_a_million_tokens_take_the_memory_that_was_published():
     """
@@ -342,9 +387,17 @@ def test_four_bits_are_those_of_the_linear_layers():
     assert experts.linear_weights < 0.5 * experts.parameters  # stacked experts are no linear layers
 
 
-def test_layers_whose_kernels_are_not_known_are_refused_with_what_runs():
-    with pytest.raises(NotImplementedError, match=r"layers of \['linear_attention'\].*`trl-padfix bench .*`") as error:
-        ModelSizes.of(Qwen3NextConfig(num_hidden_layers=4))
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
+        (FalconH1Config(num_hidden_layers=2), "hybrid"),
+        (RwkvConfig(num_hidden_layers=2), "recurrence"),
+    ],
+)
+def test_layers_whose_kernels_are_not_known_are_refused_with_what_runs(config, kind):
+    with pytest.raises(NotImplementedError, match=rf"layers of \['{kind}'\].*`trl-padfix bench .*`") as error:
+        ModelSizes.of(config)
     command = shlex.split(re.search(r"`trl-padfix (bench .*?)`", str(error.value))[1])
     result = trl_padfix_command(*command, "--help")
     assert result.exit_code == 0, result.output

@@ -34,6 +34,9 @@ def plan(
     max_tokens_per_batch: Annotated[
         int | None, Option(min=1, help="The token budget to plan for. By default the largest that fits.")
     ] = None,
+    expert_parallel: Annotated[
+        int, Option(min=1, help="GPUs that have the experts of a layer together (`ep_size`), under FSDP2.")
+    ] = 1,
     head_tokens: Annotated[
         int, Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
@@ -46,6 +49,8 @@ def plan(
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
     if load_in_4bit and not lora:
         raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
+    if expert_parallel > 1 and lora:
+        raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
     if lora and find_spec("peft") is None:
         raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
     outputs(accelerate=accelerate, json=json)
@@ -57,12 +62,15 @@ def plan(
     rows = 2 if method in ("dpo", "reward") else 1  # a forward cannot divide a pair
     with user_errors_of("MODEL"), console.status("Counting"):
         sizes = p.load_sizes(model)
+    if expert_parallel > 1:
+        with user_errors_of("--expert-parallel"):
+            p.check_experts(sizes, gpus, expert_parallel)
     with user_errors_of("--memory"), console.status("Counting"):
         try:
             fit = p.smallest_fit(
                 sizes, gpus=gpus, available=int(memory * 1e9), longest=rows * lengths.longest, lora=lora,
                 quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
-                budget=max_tokens_per_batch, may_split=not is_online,
+                budget=max_tokens_per_batch, may_split=not is_online, expert_parallel=expert_parallel,
             )  # fmt: skip
         except NotImplementedError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
@@ -98,6 +106,8 @@ def _print_notes(fit: Plan, sizes: ModelSizes, lengths: DataLengths) -> None:
     training = fit.training
     sharding = f"sharded over {training.gpus} GPUs (FSDP2)" if training.sharded else "not sharded"
     sharding += f", each row computed by {training.split} of them (cp_size)" if training.split > 1 else ""
+    if training.expert_parallel > 1:
+        sharding += f", experts over {training.expert_parallel} (ep_size), to which tokens are routed evenly"
     host = ", checkpoints offloaded to the host" if training.offload else ""
     console.print(f"{sharding}, {'with' if training.checkpointing else 'without'} gradient checkpointing{host}")
     if lengths.distinct_per_row:

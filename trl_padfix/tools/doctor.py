@@ -33,6 +33,7 @@ from ..core.attention.backends import (
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
 from ..versions import BOUNDS, TESTED, installed_version
+from .counted_step import experts_of
 from .reading import reason
 
 
@@ -55,6 +56,7 @@ class ModelReport:
     checks_padding_side: bool  # whether this transformers raises the `padding_side` error for it
     mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
     images: str = "no images"  # how batches with images run, and with which attention
+    sharding: str = "no sizes"  # sizes of transformers' `DistributedConfig` that the model has a plan for
     rows_share: float = 0.0  # share of the decoder's work, by its weights, that runs on rows and not on packed tokens
 
 
@@ -183,6 +185,7 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
         images=_images(anatomy.multimodal),
+        sharding=_sharding(model),
         rows_share=_rows_share(anatomy.decoder, mixers),
     )
 
@@ -194,6 +197,19 @@ def _images(composite: PreTrainedModel | None) -> str:
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
         return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
+
+
+def _sharding(model: PreTrainedModel) -> str:
+    """Sizes of a `DistributedConfig` for which the model has a plan, and what they have to divide."""
+    config = model.config.get_text_config()
+    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    divided = {
+        "fsdp": "",
+        "tp": f" (divides {key_heads} key heads)",
+        "ep": f" (divides {experts_of(config)[0]} experts)",
+    }
+    planned = [f"{name}_size{of}" for name, of in divided.items() if getattr(model, f"_{name}_plan", None)]
+    return ", ".join(planned) or "no sizes"
 
 
 def _rows_share(decoder: nn.Module, mixers: tuple[Any, ...] | list[Any]) -> float:

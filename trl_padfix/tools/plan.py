@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "Training",
     "accelerate_config",
+    "check_experts",
     "flags",
     "load_sizes",
     "memory",
@@ -66,6 +67,7 @@ class ModelSizes:
     parameters: int  # tied ones counted once
     active: int  # parameters that compute a token: without the experts that it is not routed to
     layer_parameters: tuple[int, ...]  # parameters of each decoder layer
+    layer_experts: tuple[int, ...]  # those of its experts
     head_parameters: int
     linear_weights: int  # weights that `--load_in_4bit` quantizes: of all linear layers except the LM head
     steps: dict[StepSettings, CountedStep] = field(default_factory=dict, repr=False)
@@ -75,7 +77,10 @@ class ModelSizes:
         """Sizes of a text model whose layers are all attention; its weights take no memory."""
         text = config.get_text_config()
         kinds = set(getattr(text, "layer_types", None) or [])
-        if mixers := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
+        mixers = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+        if not getattr(text, "num_attention_heads", None):  # RWKV and xLSTM name no kinds
+            mixers.append("recurrence")
+        if mixers:
             raise NotImplementedError(
                 f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what "
                 "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` "
@@ -88,12 +93,17 @@ class ModelSizes:
         parameters = sum(p.numel() for p in model.parameters())
         experts, used = experts_of(text)
         expert_parameters = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+        own = [
+            tuple(sum(p.numel() for name, p in layer.named_parameters() if which in f".{name}") for layer in layers)
+            for which in ("", ".experts.")
+        ]
         return cls(
             config=text,
             name=name,
             parameters=parameters,
             active=parameters - expert_parameters * (experts - used) // experts,
-            layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
+            layer_parameters=own[0],
+            layer_experts=own[1],
             head_parameters=head.weight.numel(),
             linear_weights=sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and m is not head),
         )
@@ -139,6 +149,7 @@ class Training:
     half: bool = True  # forwards in bfloat16, trained weights in float32; else everything in float32
     head_tokens: int = 1024  # tokens whose logits exist at the same time; 0 for all of a forward
     split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
+    expert_parallel: int = 1  # GPUs that have the experts of a layer together (transformers' `ep_size`)
     offload: bool = False  # checkpoints wait on the host
 
 
@@ -206,7 +217,10 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
         items["reference"] = 4 * sizes.parameters // shards  # in float32, as the policy
     if training.sharded:
         # FSDP2 gathers the next layer while one computes; under accelerate the LM head stays gathered in between.
-        layer = frozen * max(sizes.layer_parameters) // sizes.parameters
+        # Experts of other GPUs are not gathered: tokens go to them.
+        pairs = zip(sizes.layer_parameters, sizes.layer_experts, strict=True)
+        largest = max(layer - experts + experts // training.expert_parallel for layer, experts in pairs)
+        layer = frozen * largest // sizes.parameters
         items["gathered layers, LM head"] = 2 * layer + size * sizes.head_parameters
     items["copies while it computes"] = step.fixed
     if training.head_tokens:  # scores, their log-softmax and its gradient, in float32
@@ -216,12 +230,14 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
         layers = sizes.config.num_hidden_layers
         kept -= step.kept_by_layer * max(layers - ON_DEVICE, 0)
     per_token = {name: kept, "at the peak": step.working}
+    if training.expert_parallel > 1:  # the states of a token go to each of its experts, and come back
+        per_token["exchanged"] = 2 * size * sizes.config.hidden_size * experts_of(sizes.config)[1]
     return Memory(items, {item: round(n / training.split) for item, n in per_token.items()})
 
 
 def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, budget: int | None = None, may_split: bool = True,
-    **settings: Any,
+    expert_parallel: int = 1, **settings: Any,
 ) -> Plan:  # fmt: skip
     """
     Choose the simplest training that fits: unsharded before sharded, without checkpointing before with it. Rows are
@@ -240,18 +256,24 @@ def smallest_fit(
             Token budget that must fit; by default the largest that fits is planned.
         may_split (`bool`):
             Whether rows may be split over GPUs.
+        expert_parallel (`int`):
+            GPUs that have the experts of a layer together, under FSDP2.
         **settings:
             Other fields of [`Training`].
 
     Raises:
-        ValueError: If nothing fits. The message names changes that would.
+        ValueError: If nothing fits, or the experts cannot be distributed so. The message names what would do.
     """
+    if expert_parallel > 1:
+        check_experts(sizes, gpus, expert_parallel)
+        settings, may_split = settings | {"expert_parallel": expert_parallel}, False
     if budget is not None and budget < longest:
         raise ValueError(f"A budget of {budget} tokens does not hold {longest}. Raise it, or lower `--max-length`.")
     needed = max(longest, budget or 0)
     search = _Search(sizes, available, settings, may_split)
     plans: list[Plan] = []
-    for sharded, checkpointing in product((False, True)[: 1 if gpus == 1 else 2], (False, True)):
+    shardings = (True,) if expert_parallel > 1 else (False, True)[: 1 if gpus == 1 else 2]
+    for sharded, checkpointing in product(shardings, (False, True)):
         plans.append(search.plan(gpus, sharded, checkpointing))
         if plans[-1].tokens >= max(needed, budget or ENOUGH):
             break
@@ -270,6 +292,18 @@ def smallest_fit(
         f"{least.memory.total(needed) / 1e9:.1f} GB, and of {available / 1e9:.1f} GB {ROOM * available / 1e9:.1f} are "
         f"planned with. What would do: {'; or '.join(remedies) or 'larger GPUs'}."
     )
+
+
+def check_experts(sizes: ModelSizes, gpus: int, size: int) -> None:
+    """
+    Raises:
+        ValueError: If `size` GPUs cannot have the experts of a layer together.
+    """
+    experts, _ = experts_of(sizes.config)
+    for count, of in ((gpus, "GPUs"), (experts, "experts of a layer")):
+        if count % size or experts == 1:
+            number = "no experts" if experts == 1 else f"{count} {of}"
+            raise ValueError(f"{size} GPUs share the experts of a layer evenly, and there are {number}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +342,7 @@ class _Search:
         counts = [gpus * 2**i for i in range(1, MOST_GPUS.bit_length()) if gpus * 2**i <= MOST_GPUS]
         enough = (n for n in counts if any(p.tokens >= needed for p in (self.frugal(n), *self.split_plans(n))))
         remedies = [f"{n} GPUs of this size (`--gpus {n}`)" for n in islice(enough, 1)]
-        if find_spec("peft") is None:
+        if find_spec("peft") is None or self.settings.get("expert_parallel"):
             return remedies
         adapters = {"lora": lora, "reference": False}  # the policy without its adapters is the reference
         if not self.settings.get("lora") and self.frugal(gpus, **adapters).tokens >= needed:
@@ -377,6 +411,8 @@ def training_command(plan: Plan, model: str, method: str, data: str, accelerate:
 def accelerate_config(training: Training, folder: Path) -> str:
     """Accelerate's configuration of a training, in YAML: one of those in `folder`, with its number of GPUs."""
     name = "fsdp2" if training.sharded else "multi_gpu" if training.gpus > 1 else "single_gpu"
+    if training.expert_parallel > 1:  # the model shards itself when it is loaded
+        name = "multi_gpu"
     config = yaml.safe_load((folder / f"{name}.yaml").read_text()) | {"num_processes": training.gpus}
     return yaml.safe_dump(config, sort_keys=False)
 
@@ -419,6 +455,9 @@ def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = Fa
         result += ["--lora_dropout 0"] if has_experts else []  # PEFT puts adapters on experts without dropout only
     if training.quantized:
         result.append("--load_in_4bit" + " --bnb_4bit_quant_storage bfloat16" * training.sharded)
+    if training.expert_parallel > 1:
+        sizes = {"fsdp_size": training.gpus, "ep_size": training.expert_parallel, "fsdp_mixed_precision": True}
+        result += [f"--model_init_kwargs '{json.dumps({'distributed_config': sizes})}' --save_only_model true"]
     if training.sharded:
         sync = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
         result.append(f"--accelerator_config '{sync}'")

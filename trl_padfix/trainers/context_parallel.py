@@ -1,6 +1,9 @@
 """
 Context parallelism: accelerate's `cp_size`, with `split_rows` of this package in place of ring attention.
 
+Under tensor parallelism processes share a batch, too: trainers that generate let them draw the same completions. With
+TRL alone each draws its own, and they wait for one another where these end.
+
 accelerate provides the device mesh, the data loader that gives all processes of a group the same batch, and with FSDP2
 the sharding over `dp_shard x cp`. Its ring attention, which cuts padded rows, is replaced. transformers and TRL treat
 a context-parallel group like a tensor-parallel one: all its processes compute the full loss of one batch.
@@ -47,9 +50,16 @@ class ContextParallel(Part):
 
     @property
     def size(self) -> int:
-        """Number of processes that share a batch."""
-        parallelism = getattr(self.trainer.accelerator, "parallelism_config", None)  # accelerate 1.10
-        return (parallelism.cp_size or 1) if parallelism is not None and self.settings.padding_free else 1
+        """Number of processes that share a batch; under tensor parallelism where they have to draw it together."""
+        parallelism: Any = getattr(self.trainer.accelerator, "parallelism_config", None)  # accelerate 1.10
+        if parallelism is None or not self.settings.padding_free:
+            return 1
+        generates = self.trainer.padding.task.supports_cp_generation
+        return max(parallelism.cp_size or 1, (parallelism.tp_size or 1) if generates else 1)
+
+    @property
+    def _splits_rows(self) -> bool:
+        return splitting_parallelism(self.trainer.accelerator, "cp_size") is not None
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if self.settings.cp_attention not in (HEADS, KEYS):
@@ -63,7 +73,7 @@ class ContextParallel(Part):
             if self.settings.padding_free:
                 _check_sizes(config)
             original()
-            if self.size > 1:
+            if self.size > 1 and self._splits_rows:
                 _replace_ring_attention(self.trainer, self.size)
 
         # On the instance, because Trainer calls it in the middle of its `__init__`.
@@ -78,11 +88,14 @@ class ContextParallel(Part):
         trainer = self.trainer
         if self.size == 1:
             return
-        if reason := _obstacle(trainer):
-            raise PaddingRemovalError(f"{reason}. Leave it out, or train with `cp_size=1`.")
-        _check_completions_per_prompt(trainer, self.size)
+        dimension = "cp" if self._splits_rows else "tp"
+        if reason := _obstacle(trainer, f"{dimension}_size"):
+            raise PaddingRemovalError(f"{reason}. Leave it out, or train with `{dimension}_size=1`.")
+        _check_completions_per_prompt(trainer, dimension, self.size)
         mesh: Any = trainer.accelerator.torch_device_mesh
-        self.group = Group.of(mesh["cp"].get_group())
+        self.group = Group.of(mesh[dimension].get_group())
+        if not self._splits_rows:
+            return
         for handle in trainer.padding.handles:
             split_rows(handle, self.group.group, attention=self.settings.cp_attention)
         logger.warning(
@@ -119,8 +132,9 @@ class ContextParallel(Part):
     def _check_equal(self, numbers: list[Any]) -> None:
         assert self.group is not None
         if not self.group.all_equal(numbers, self.trainer.accelerator.device):
+            name = "cp_size" if self._splits_rows else "tp_size"
             raise ValueError(
-                f"The {self.group.size} processes that share packed rows (`cp_size`) were given different batches. "
+                f"The {self.group.size} processes that share packed rows (`{name}`) were given different batches. "
                 "Shuffle with one seed on all of them, and leave the dispatching of batches to accelerate."
             )
 
@@ -234,17 +248,19 @@ def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
     )
 
 
-def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
-    """Why this trainer cannot distribute packed rows, or `None` if it can."""
+def _obstacle(trainer: PaddingFreeTrainer, size: str) -> str | None:
+    """Why the processes of this trainer cannot share a batch (`size`: as `cp_size` or as `tp_size`), or `None`."""
     task = trainer.padding.task
     generates_rows = task.generates_rows if task.generates_rows is not None else not task.layout_policy
     if generates_rows and not task.supports_cp_generation:
-        return f"{type(trainer).__name__} generates rows on every process, and with `cp_size` some share theirs"
+        return f"{type(trainer).__name__} generates rows on every process, and with `{size}` some share theirs"
     if task.supports_cp_generation:
         if any(getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")):
             return "Tools, environments and `rollout_func` may answer every process that shares rows differently"
         if not isinstance(trainer.train_dataset, Dataset):
-            return "A stream of prompts is distributed to processes, and with `cp_size` some share theirs"
+            return f"A stream of prompts is distributed to processes, and with `{size}` some share theirs"
+    if size == "tp_size":
+        return None
     if splitting_parallelism(trainer.accelerator, "tp_size"):
         return "`tp_size` splits the weights of a layer over the processes among which `cp_size` splits its rows"
     if trainer.is_deepspeed_enabled:
@@ -252,7 +268,7 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
     return None
 
 
-def _check_completions_per_prompt(trainer: PaddingFreeTrainer, size: int) -> None:
+def _check_completions_per_prompt(trainer: PaddingFreeTrainer, dimension: str, size: int) -> None:
     """
     Raises:
         ValueError: If the completions of a prompt are not together in the batches of the groups of processes.
@@ -265,7 +281,7 @@ def _check_completions_per_prompt(trainer: PaddingFreeTrainer, size: int) -> Non
         completions = getattr(trainer, name, None)
         if completions is not None and count % completions:
             raise ValueError(
-                f"With `cp_size={size}` {trainer.accelerator.num_processes} processes have {groups} different "
+                f"With `{dimension}_size={size}` {groups * size} processes have {groups} different "
                 f"batches, {count} completions in all, and `{name}={completions}` does not divide them. Change that "
                 "or the batch size."
             )

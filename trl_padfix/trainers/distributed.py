@@ -26,6 +26,7 @@ __all__ = [
     "check_launch",
     "data_replicas",
     "datasets_of",
+    "is_fsdp2",
     "is_sharded",
     "is_zero_3",
     "max_over_processes",
@@ -59,11 +60,12 @@ def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
 def check_launch(trainer: PaddingFreeTrainer) -> None:
     """
     Raises:
-        PaddingRemovalError: If the model is copied to several devices, its layers are distributed over processes, or
-            padded rows are split over them.
+        PaddingRemovalError: If the model is copied to several devices, its layers or parts of a head are distributed
+            over processes, or padded rows are split over them.
     """
-    distributed = getattr(find_pretrained(trainer.model).config, "distributed_config", None)
-    stages = getattr(distributed, "pp_size", None) or 1
+    model = find_pretrained(trainer.model)
+    _check_heads(model)
+    stages = _size_at_load(model, "pp_size")
     if stages > 1:  # with TRL alone the first step never ends either
         raise PaddingRemovalError(
             f"`pp_size={stages}` of the model's `distributed_config` gives each process some of the layers, and "
@@ -80,6 +82,32 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
             "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
             "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
         )
+
+
+# What tensor parallelism gives each process some of, and the projection whose weights say so.
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def _check_heads(model: Any) -> None:
+    """
+    Raises:
+        PaddingRemovalError: If tensor parallelism would cut a head in two, which fails in the first forward.
+    """
+    size = getattr(model, "_tp_size", None) or 1
+    if size == 1:
+        return
+    config = model.config.get_text_config()
+    cut = {
+        name.rpartition(".")[2]
+        for name, style in (getattr(model, "_tp_plan", None) or {}).items()
+        if style == "colwise"
+    }
+    for projection, name in _HEADS.items():
+        if projection in cut and (getattr(config, name, None) or size) % size:
+            raise PaddingRemovalError(
+                f"`tp_size={size}` gives each process some of the heads of every layer, and it does not divide "
+                f"`{name}={getattr(config, name)}` of the model. Use a size that does, or `fsdp_size`."
+            )
 
 
 def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
@@ -99,9 +127,27 @@ def is_zero_3(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
+def _size_at_load(model: Any, name: str) -> int:
+    """A size of the `DistributedConfig` that transformers has loaded a model with; 1 without one."""
+    sizes = getattr(getattr(model, "config", None), "distributed_config", None)
+    return getattr(sizes, name, None) or 1
+
+
+def is_fsdp2(trainer: PaddingFreeTrainer) -> bool:
+    """Whether FSDP2 shards all models, which accelerate has wrapped or transformers has loaded so."""
+    if getattr(trainer.accelerator, "is_fsdp2", False):
+        return True
+    return all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+
+
 def is_sharded(trainer: PaddingFreeTrainer) -> bool:
-    """Whether processes meet in every forward, and not only at the end of the step: FSDP and ZeRO-3."""
-    return trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator)
+    """
+    Whether processes with other rows meet in every forward, and not only at the end of the step: FSDP, ZeRO-3, and
+    models that transformers has loaded so, with experts of several processes, too.
+    """
+    if trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator):
+        return True
+    return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
 
 
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
@@ -112,8 +158,9 @@ def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
 
 
 @contextlib.contextmanager
-def sync_gradients_in_last(accelerator: Accelerator, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+def sync_gradients_in_last(trainer: PaddingFreeTrainer, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
     """A block with one of several backwards of a step, whose gradients are reduced over processes in the last one."""
+    accelerator = trainer.accelerator
     state = accelerator.gradient_state
     # `no_sync` postpones the reduction. DeepSpeed forbids it, and `sync_each_batch` asks for a reduction each time.
     each = state.plugin_kwargs.get("sync_each_batch", False)
@@ -121,10 +168,17 @@ def sync_gradients_in_last(accelerator: Accelerator, model: torch.nn.Module, is_
     saved = state.sync_gradients
     state._set_sync_gradients(saved and is_last)
     try:
-        with accelerator.no_sync(model) if postpones else contextlib.nullcontext():
+        with _no_sync(trainer, model) if postpones else contextlib.nullcontext():
             yield
     finally:
         state._set_sync_gradients(saved)
+
+
+def _no_sync(trainer: PaddingFreeTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+    """`no_sync` of what wraps the model; accelerate has not wrapped one that transformers has sharded."""
+    if _size_at_load(trainer.model, "dp_size") > 1:
+        return trainer._defer_fsdp_gradient_reduction()
+    return trainer.accelerator.no_sync(model)
 
 
 def refuse_whole_rows(handle: PaddingRemoval) -> None:

@@ -41,6 +41,7 @@ from ..data.image_rows import ImageCounts, has_pixels, numbered_images, select_r
 from ..data.tokenizers import tokenizer_of
 from ..distributed import (
     datasets_of,
+    is_fsdp2,
     is_sharded,
     max_over_processes,
     models_of,
@@ -276,7 +277,7 @@ class SubBatchBudget(Part):
         """A block with one micro-batch of the running step."""
         assert self.running is not None
         self.running.start(index)
-        with sync_gradients_in_last(self.trainer.accelerator, model, is_last=index == self.running.count - 1):
+        with sync_gradients_in_last(self.trainer, model, is_last=index == self.running.count - 1):
             yield
 
     def _is_sum_over_rows(self, inputs: dict[str, Any]) -> bool:
@@ -296,7 +297,7 @@ class SubBatchBudget(Part):
             return False
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
         trainer, task = self.trainer, self.trainer.padding.task
-        can_match = getattr(trainer.accelerator, "is_fsdp2", False) and not task.needs_all_rows()
+        can_match = is_fsdp2(trainer) and not task.needs_all_rows()
         for model in map(task.scoring_module, models_of(trainer)):
             parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
             can_match = can_match and "logits_to_keep" in parameters
@@ -590,12 +591,12 @@ class MicroBatchBudget(SubBatchBudget):
         **kwargs: Any,
     ) -> Any:
         """The micro-batches of TRL one after another; their forwards are split, and TRL averages their metrics."""
-        loss, accelerator = torch.zeros((), device=self.trainer.args.device), self.trainer.accelerator
+        loss = torch.zeros((), device=self.trainer.args.device)
         for i, (batch, weight) in enumerate(micro_batches):
             is_last = i == len(micro_batches) - 1
             with (
                 temporarily_set(self, "weight", None if counts_tokens else weight),
-                sync_gradients_in_last(accelerator, model, is_last),
+                sync_gradients_in_last(self.trainer, model, is_last),
             ):
                 loss = loss + train(model, batch, *args, **kwargs)
         return loss

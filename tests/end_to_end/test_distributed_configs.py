@@ -1,0 +1,141 @@
+"""
+Models that transformers shards while it loads them (`DistributedConfig`): the trajectory of TRL in one process.
+
+All trainings of the same sizes that are asked for are one launch; the model is a tiny Qwen3-MoE.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.cells import slow_but
+from kit.distributed_configs import BAD, BUDGET, SIZES, save_models, train
+from kit.processes import trained
+from kit.trainer_runs import assert_same
+
+from trl_padfix.tools.plan import Training, load_sizes, memory
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers.distributed.mixin") is None, reason="needs transformers 5.23"),
+]
+
+METRICS = {
+    "SFT": ("entropy", "mean_token_accuracy"),
+    "DPO": ("rewards/margins", "logps/chosen"),
+    "Reward": ("mean_reward", "margin"),
+    "GRPO": ("reward", "kl"),
+}
+STEPS = 3
+
+
+def processes(sizes: dict[str, Any]) -> int:
+    return math.prod(sizes.get(name, 1) for name in ("fsdp_size", "tp_size", "dp_replicate_size", "pp_size"))
+
+
+def launch(folder: Path, count: int, cells: list[str], seconds: float) -> None:
+    """Run cells in `count` processes; those that wait for each other are ended, and the test fails."""
+    how = {"num_processes": count, "timeout": 120 + seconds * len(cells)}
+    trained("tensor_parallel", folder, "kit.distributed_configs", folder, *cells, **how)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    save_models(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def together(folder, request):
+    tests = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in tests if "together" in item.fixturenames]
+    asked = {(p["sizes"], p["method"], p["mode"]) for p in params}
+
+    @cache
+    def run(sizes: str) -> None:
+        cells = sorted(f"{sizes}; {method}; {mode}" for name, method, mode in asked if name == sizes)
+        launch(folder, processes(SIZES[sizes]), cells, seconds=60)
+
+    def outcome(sizes: str, method: str, mode: str) -> list[dict[str, Any]]:
+        run(sizes)
+        count = processes(SIZES[sizes])
+        return [torch.load(folder / f"{sizes}; {method}; {mode}-{r}.pt", weights_only=False) for r in range(count)]
+
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def refused(folder, request):
+    tests = [item for item in request.session.items if item.path == request.path]
+    asked = [item.callspec.params["name"] for item in tests if "refused" in item.fixturenames]
+    return cache(lambda count: launch(folder, count, [name for name in asked if BAD[name][3] == count], seconds=30))
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    """TRL's trainer, padded, on all weights."""
+    return cache(lambda method: train(method, "", folder))
+
+
+CELLS = [
+    *product(SIZES, METRICS, ["sharing"]),
+    # Under tensor parallelism a budget is refused.
+    *product([name for name, sizes in SIZES.items() if "tp_size" not in sizes], METRICS, ["budget"]),
+]
+
+
+def assert_one_process(found: list[dict[str, Any]], theirs: Any, method: str) -> None:
+    names = METRICS[method]
+    expected = theirs.trajectory(*names)[:STEPS]
+    for each in found:
+        assert_same(each["run"].trajectory(*names)[:STEPS], expected, atol=1e-5)
+        assert_same(each["weights"], theirs.weights(), atol=1e-5)
+        if method != "GRPO":  # whose evaluation draws
+            assert_same(each["run"].trajectory()[STEPS:], theirs.trajectory()[STEPS:], atol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "method", "mode"), slow_but([("EP", "DPO", "budget")], CELLS))
+def test_sharded_while_loaded_a_model_has_the_trajectory_of_one_process(sizes, method, mode, together, one_process):
+    found, theirs = together(sizes, method, mode), one_process(method)
+    assert_one_process(found, theirs, method)
+    batches = found[:: SIZES[sizes].get("tp_size", 1)]
+    assert sum(each["run"].entered for each in batches) < theirs.entered
+    if mode == "budget":
+        assert max(each["run"].forwards[0] for each in batches) <= BUDGET["max_tokens_per_batch"] < theirs.forwards[0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("sizes", "method", "mode"), [("EP", "DPO", "budget")])
+def test_a_process_holds_the_parameters_that_are_planned(sizes, method, mode, together, folder):
+    model = load_sizes(str(folder / "policy"))
+    settings = {"gpus": 2, "half": False, "sharded": True, "expert_parallel": 2}
+    for found in together(sizes, method, mode):
+        planned = memory(model, Training(**settings)).items["weights, gradients, moments"] / 16
+        assert found["local"] == pytest.approx(planned, rel=0.01)
+        assert found["local"] != pytest.approx(model.parameters, rel=0.1)  # not sharded
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("sizes", "method", "mode"), [("FSDP2", "DPO", "confused"), ("TP", "DPO", "confused")])
+def test_tokens_taken_for_others_are_seen(sizes, method, mode, together, one_process):
+    with pytest.raises(AssertionError, match="not close"):
+        assert_one_process(together(sizes, method, mode), one_process(method), method)
+
+
+@pytest.mark.parametrize("name", slow_but([], BAD))
+def test_what_cannot_run_stops_every_process_before_the_first_step(name, folder, refused):
+    *_, count, says = BAD[name]
+    refused(count)
+    for rank in range(count):
+        found = torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
+        assert says in found["error"]
+        assert found["steps"] == 0

@@ -1,0 +1,180 @@
+"""
+Tiny trainings of a mixture of experts that transformers shards while it loads it (`DistributedConfig`).
+
+[`main`] runs trainings in one process of several, one after another. Each process writes to `FOLDER/NAME-RANK.pt` what
+was logged, the weights, and what entered the decoder, or the error that stopped it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import trl
+from kit.methods import METHODS, make_trainer
+from kit.trainer_runs import Run, build_tokenizer, confusing_layout, run
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from zoo import models
+
+import trl_padfix
+from trl_padfix.core.call import layout_of
+from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.core.model.sharded import reshard_parameters
+
+
+__all__ = ["BAD", "MODES", "SIZES", "save_models", "train"]
+
+BUDGET = {"max_tokens_per_batch": 40}
+SIZES: dict[str, dict[str, Any]] = {
+    "FSDP2": {"fsdp_size": 2},
+    "TP": {"tp_size": 2, "tp_plan": "auto"},
+    "EP": {"fsdp_size": 2, "ep_size": 2},
+    "TP of attention, EP": {"tp_size": 2, "ep_size": 2},
+    "FSDP2 and TP": {"fsdp_size": 2, "tp_size": 2},
+    "FSDP2 and EP": {"fsdp_size": 4, "ep_size": 2},
+    "FSDP2, TP and EP": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+}
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "policy": (0, {}),
+    "reference": (1, {}),
+    "reward": (0, {"num_labels": 1}),
+    "three experts": (0, {"num_experts": 3}),
+    "one expert": (0, {"num_experts": 1, "num_experts_per_tok": 1}),
+    "three heads": (0, {"num_attention_heads": 3, "num_key_value_heads": 3}),
+}
+"""Seed and configuration of each model."""
+UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
+"""TRL balances experts over the rows of a process, which is another loss in two."""
+BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
+    "another number of processes": ({"fsdp_size": 3}, "policy", {}, 2, "requires 3 processes, but world_size is 2"),
+    "experts that do not divide": (SIZES["EP"], "three experts", {}, 2, "Cannot evenly shard 3 experts across 2"),
+    "fewer experts than processes": (SIZES["EP"], "one expert", {}, 2, "Cannot evenly shard 1 experts across 2"),
+    "experts without a mesh": ({"ep_size": 2}, "policy", {}, 2, "`ep_size` must divide `fsdp_size * tp_size`"),
+    "heads that do not divide": (SIZES["TP"], "three heads", {}, 2, "`tp_size=2`"),
+    "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),
+    "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
+    "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "Under tensor parallelism several processes"),
+}
+"""Sizes, model, settings and processes of trainings that cannot run, and what each process says."""
+MODES: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "sharing": {"padding_free": True, "prefix_sharing": True},
+    "budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
+    "confused": {"padding_free": True, "prefix_sharing": True, "parity_check": False},
+}
+ROWS = 8
+"""Rows of a step, of all processes."""
+
+
+def save_models(folder: Path) -> None:
+    """Models of [`SHAPES`] with their tokenizer; weights are not tied, which FSDP2 trains wrongly anyhow."""
+    for name, (seed, more) in SHAPES.items():
+        auto = AutoModelForSequenceClassification if "num_labels" in more else AutoModelForCausalLM
+        own = {"num_hidden_layers": 2, "max_position_embeddings": 32768, **UNBALANCED} | more
+        model = models.build("qwen3_moe", None, seed, auto, tie_word_embeddings=False, **own)
+        if "num_labels" not in more:
+            model.generation_config.eos_token_id = [1, 2, 3, 4, 5]
+        model.save_pretrained(folder / name)
+        build_tokenizer().save_pretrained(folder / name)
+
+
+def load(folder: Path, name: str, sizes: dict[str, Any] | None) -> Any:
+    given = {}
+    if sizes:
+        from transformers.distributed import DistributedConfig  # 5.23 and later
+
+        given["distributed_config"] = DistributedConfig(**sizes)
+    auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    return auto.from_pretrained(folder / name, dtype=torch.float32, **given)
+
+
+def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, policy: str = "", **config: Any) -> Any:
+    """A trainer of a model in `folder`; TRL's if no `mode` is given."""
+    shared = (sizes or {}).get("tp_size", 1)  # processes that have one batch
+    batches = int(os.environ.get("WORLD_SIZE", 1)) // shared
+    given: dict[str, Any] = METHODS[method].settings | {
+        "per_device_train_batch_size": ROWS // batches,
+        "per_device_eval_batch_size": 4 if method == "GRPO" else 1,  # TRL's evaluation is a mean over batches
+        "max_steps": 3,
+        "optim": "sgd",  # Adam would make steps of the rounding of gradients that cancel
+        "learning_rate": 0.02,
+        "use_cpu": sizes is None,
+    }
+    given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes)
+    if method == "DPO":
+        given["ref_model"] = load(folder, "reference", sizes)
+    given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
+    given |= MODES.get(mode, {}) | config
+    trainer = make_trainer(trl_padfix if mode else trl, method, folder / "run", **given)
+    if method == "GRPO":
+        answer_from_table(trainer, int(os.environ.get("RANK", 0)) // shared)
+    return trainer
+
+
+def _none_differs(*_: Any) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.bool)
+
+
+def train(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None = None) -> Run:
+    """A training and an evaluation."""
+    confused = [
+        mock.patch.object(layout_of, "prefix_sharing_layout", confusing_layout),
+        mock.patch.object(layout_of.LayoutInputs, "rows_that_differ", _none_differs),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in confused if mode == "confused" else ():
+            stack.enter_context(patch)
+        return run(make(method, mode, folder, sizes))
+
+
+def answer_from_table(trainer: Any, batch: int) -> None:
+    """Let a trainer complete its prompts, and answer them then by prompt and place: processes draw their own."""
+    generate = trainer._generate_single_turn
+
+    def answered(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        _, logprobs, *rest = generate(prompt_ids, *args, **kwargs)
+        answers = []
+        for i, prompt in enumerate(map(tuple, prompt_ids)):
+            place = (batch * len(prompt_ids) + i) % 4
+            draw = torch.Generator().manual_seed(hash(prompt) % 1000 + place)
+            length = int(torch.randint(2, 11, (), generator=draw))
+            answers.append([*torch.randint(6, 38, (length,), generator=draw).tolist(), 1])
+        return answers, logprobs, *rest
+
+    trainer._generate_single_turn = answered
+
+
+HOW = ("full_tensor", "to_local")
+"""Methods of sharded tensors: all of one, and the part of this process."""
+
+
+def main(path: str, *cells: str) -> None:
+    torch.set_num_threads(1)
+    shared_prefixes.MIN_SAVED_TOKENS = 1
+    folder, rank = Path(path), int(os.environ["RANK"])
+    for cell in cells:
+        print(f"{cell} begins", file=sys.stderr, flush=True)
+        found: dict[str, Any] = {}
+        if cell in BAD:
+            sizes, policy, config, *_ = BAD[cell]
+            trainer = None
+            try:
+                trainer = make("SFT", "sharing", folder, sizes, policy, **config)
+                trainer.train()
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            found["steps"] = trainer.state.global_step if trainer is not None else 0
+        else:
+            size, method, mode = cell.split("; ")
+            done = train(method, mode, folder, SIZES[size])
+            reshard_parameters(done.trainer.model)  # the head is gathered after an evaluation
+            weights = [p.detach() for p in done.trainer.model.parameters()]
+            full, own = ([getattr(p, how)() if hasattr(p, how) else p for p in weights] for how in HOW)
+            found["run"] = Run(None, done.logs, done.entered, forwards=done.forwards)
+            found |= {"weights": torch.cat([p.flatten() for p in full]), "local": sum(p.numel() for p in own)}
+        torch.save(found, folder / f"{cell}-{rank}.pt")
