@@ -549,7 +549,7 @@ class MicroBatchBudget(SubBatchBudget):
             temporarily_set(trainer, "current_gradient_accumulation_steps", len(turns)),
         ):
             for i, batch in enumerate(turns):
-                with sync_gradients_in_last(trainer.accelerator, model, is_last=i == len(turns) - 1):
+                with sync_gradients_in_last(trainer, model, is_last=i == len(turns) - 1):
                     loss = loss + train(model, batch, *args, **kwargs)
         return loss
 
