@@ -74,9 +74,9 @@ def troubleshooting() -> str:
     """The page of known errors."""
     page = "# Troubleshooting\n\n" + MADE
     page += (
-        f'The first remedy of each of {len(KNOWN_ERRORS)} errors. `trl-padfix doctor --explain "TEXT"` finds the '
-        "entry for a text, also in a traceback (`--explain -` reads standard input), and prints cause, all remedies "
-        "and source. For a bug report, add what `trl-padfix doctor --json doctor.json` writes.\n"
+        f'The first remedy of each of {len(KNOWN_ERRORS)} errors. `trl-padfix doctor --explain "TEXT"` prints cause, '
+        "all remedies and source, for a whole traceback too (`--explain -`). For a bug report add `trl-padfix doctor "
+        "--json doctor.json`.\n"
     )
     doing = ""
     for error in KNOWN_ERRORS:

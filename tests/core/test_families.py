@@ -42,13 +42,11 @@ INTRODUCTION = """\
 Causal language model types of transformers 5.23: `remove_padding` computes them **exactly**, or **refuses** them with
 the reason. `trl-padfix doctor --model ID` says it of your model, layer by layer.
 
-Each type was tested as a tiny random model in float32 with every kind of layer of its configuration class (no
-cross-attention to images), on rows longer than every window, both padding sides, common prefixes. "Exact" means that
-log-probabilities and gradients (relative) are within 1e-4 of each row computed alone; for experts also router logits
-and auxiliary loss.
+Each type was a tiny random model in float32 with every kind of layer of its configuration class (no cross-attention to
+images), on rows longer than every window, both padding sides, common prefixes. "Exact": log-probabilities, gradients
+(relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
 
-The lists are by the [mode](attention.md#how-layers-other-than-attention-run) of the layers that mix tokens. A comma
-in a name begins a second setting.
+The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 
 Two modules give a token other numbers in other batches in transformers itself. The parity check names them if it
 fails:
