@@ -183,7 +183,7 @@ class PaddingRemoval(Attachment):
         self.stats = PaddingStats()
         self.changes: ModuleChanges | None = None  # since attachment
         self._reported: set[str] = set()
-        self._disabled_for: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
 
     @property
     def mixers(self) -> Mixers:
@@ -348,18 +348,17 @@ class PaddingRemoval(Attachment):
     def record_tokens(self, tokens: torch.Tensor) -> None:
         """Record whether a forward on these ids or embeddings is disabled, for as long as the tensor lives."""
         storage = tokens.untyped_storage()._cdata  # a reentrant checkpoint passes detached copies of its inputs
-        if self.enabled:
-            self._disabled_for.pop(storage, None)
-        else:
-            self._disabled_for[storage] = tokens
+        alive = {key: tensor for key, tensor in self._disabled_for.items() if key != storage and tensor() is not None}
+        self._disabled_for = alive if self.enabled else alive | {storage: weakref.ref(tokens)}
 
     def was_disabled_for(self, tokens: torch.Tensor) -> bool:
         """Whether the last forward on these ids or embeddings ran in a [`PaddingRemoval.disabled`] block."""
-        return tokens.untyped_storage()._cdata in self._disabled_for
+        tensor = self._disabled_for.get(tokens.untyped_storage()._cdata)
+        return tensor is not None and tensor() is not None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
-        return vars(self) | {"_recomputable": set(), "_disabled_for": weakref.WeakValueDictionary()}
+        return vars(self) | {"_recomputable": set(), "_disabled_for": {}}
 
     def layout_of(
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None

@@ -158,9 +158,11 @@ def observe_training_step(training_step: Callable[..., Any], classes: tuple[type
 def _delegates(training_step: Any) -> bool:
     """Whether a function mentions another `training_step`, by `super()` or by a variable around it."""
     *_, function = _functions(training_step)
-    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    return "training_step" in (*names, *(getattr(x, "__name__", None) for x in held))
+    names = [*getattr(getattr(function, "__code__", None), "co_names", ())]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # that of `super()` is empty while the class is made
+            names.append(getattr(cell.cell_contents, "__name__", None))
+    return "training_step" in names
 
 
 def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
