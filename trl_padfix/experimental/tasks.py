@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
+    from ..trainers.parts import PaddingFreeTrainer
+
 
 __all__ = [
     "ExperimentalTrainer",
@@ -67,7 +69,7 @@ class JoinedPairMeasure(RowMeasure):
     sequences = (("chosen_input_ids",), ("rejected_input_ids",))
 
 
-def check_longest_row(trainer: Any, measure: RowMeasure) -> None:
+def check_longest_row(trainer: PaddingFreeTrainer, measure: RowMeasure) -> None:
     """
     Compare the rows of the train dataset, as TRL has prepared it, with the token budget: before the first step.
 

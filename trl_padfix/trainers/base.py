@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -243,7 +243,9 @@ class PaddingFreeMixin:
         with budget.around_training_step():
             return budget.training_step(train, model, inputs, *args, **kwargs)
 
-    def train_in_turns(self, train: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_in_turns(
+        self, train: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
         return self.padding.part(SubBatchBudget).train_in_turns(train, model, inputs, *args, **kwargs)
 
@@ -419,7 +421,7 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
         return named | kwargs
 
 
-def _place(unknown: list[str], config: Any) -> str:
+def _place(unknown: list[str], config: object) -> str:
     """A sentence on where an unknown argument of a trainer goes, if it is known."""
     if "tokenizer" in unknown:
         return ". Write `processing_class=tokenizer`."

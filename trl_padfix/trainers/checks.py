@@ -98,7 +98,7 @@ def check_arguments(
         )
 
 
-def _check_config(config: Any, trainer_class: type) -> None:
+def _check_config(config: object, trainer_class: type) -> None:
     """Refuse `args` that are no configuration, or that of another trainer: TRL fails at the first field of it."""
     name = next((c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.trainer.")), "")
     wanted = getattr(trl, f"{name.removesuffix('Trainer')}Config", None)

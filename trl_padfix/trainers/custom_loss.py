@@ -148,14 +148,14 @@ def observe_training_step(training_step: Callable[..., Any], classes: tuple[type
         return training_step
 
     @wraps(training_step)
-    def in_turns(self: Any, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_turns(self: PaddingFreeTrainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return self.train_in_turns(partial(training_step, self), model, inputs, *args, **kwargs)
 
     vars(in_turns)["is_observed"] = True
     return in_turns
 
 
-def _delegates(training_step: Any) -> bool:
+def _delegates(training_step: Callable[..., Any]) -> bool:
     """Whether a function mentions another `training_step`, by `super()` or by a variable around it."""
     *_, function = _functions(training_step)
     names = [*getattr(getattr(function, "__code__", None), "co_names", ())]
@@ -183,7 +183,7 @@ def observe_own_step(trainer: PaddingFreeTrainer) -> None:
         return
 
     @wraps(own)
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     if (observed := observe_training_step(training_step)) is not training_step:

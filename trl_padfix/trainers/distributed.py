@@ -18,6 +18,7 @@ from ..core.model.find import find_pretrained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedModel
 
     from .parts import PaddingFreeTrainer
 
@@ -88,7 +89,7 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
-def _check_heads(model: Any) -> None:
+def _check_heads(model: PreTrainedModel) -> None:
     """
     Raises:
         PaddingRemovalError: If tensor parallelism would cut a head in two, which fails in the first forward.
@@ -127,7 +128,7 @@ def is_zero_3(accelerator: Accelerator) -> bool:
     return plugin is not None and plugin.zero_stage == 3
 
 
-def _size_at_load(model: Any, name: str) -> int:
+def _size_at_load(model: torch.nn.Module, name: str) -> int:
     """A size of the `DistributedConfig` that transformers has loaded a model with; 1 without one."""
     sizes = getattr(getattr(model, "config", None), "distributed_config", None)
     return getattr(sizes, name, None) or 1

@@ -71,7 +71,7 @@ def nearest_field_in_errors(config: Configuration) -> Configuration:
     init, names = config.__init__, list(inspect.signature(config).parameters)
 
     @wraps(init)
-    def named(self: Any, *args: Any, **kwargs: Any) -> None:
+    def named(self: object, *args: Any, **kwargs: Any) -> None:
         for name in kwargs.keys() - set(names):
             if near := get_close_matches(name, names, n=1, cutoff=0.75):
                 raise TypeError(
