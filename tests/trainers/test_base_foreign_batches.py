@@ -232,6 +232,26 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
     assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
+@pytest.mark.parametrize("by_callback", [False, True])
+def test_where_every_batch_is_computed_padded_the_log_says_why(by_callback, tmp_path, caplog):
+    callback = PaddingRemovalCallback()
+    trainer = make_plain_trainer(
+        tmp_path,
+        Trainer if by_callback else padding_free_trainer(Trainer),
+        model=build_model(),
+        callbacks=[callback] if by_callback else [],
+        train_dataset=build_rows(),
+        data_collator=labels_of_padding,
+        max_steps=2,
+    )
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    said = [message for message in caplog.messages if "Nothing was packed" in message]
+    assert len(said) == 1
+    assert "computed padded, for the reasons that are said above" in said[0]
+    assert caplog.text.count("labels whose previous token the attention mask hides") == 1
+
+
 @pytest.mark.parametrize("sharing", [False, True])
 def test_so_they_are_with_the_callback(sharing, tmp_path):
     case = "a forward that reads labels"

@@ -216,6 +216,14 @@ class PaddingRemoval(Attachment):
         finally:
             self.context_parallel = config
 
+    def why_unpacked(self) -> str:
+        """Why no forward was packed so far, for a warning."""
+        if self.stats.padded_forwards:
+            return "its calls were computed padded, for the reasons that are said above"
+        return (
+            "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
+        )
+
     def say_once(self, message: str) -> None:
         """Log a warning, if this handle has not logged it before."""
         self.report_once(message, message)

@@ -258,10 +258,8 @@ class PaddingRemovalCallback(TrainerCallback):
         """One line on the first step: what was removed, or that nothing was."""
         stats = self.handles[0].stats
         if not stats.forwards:
-            logger.warning(
-                "Nothing was packed in the first step, so no padding was removed: the model was called neither with a "
-                "two-dimensional attention mask nor with rows that are packed already."
-            )
+            why = self.handles[0].why_unpacked()
+            logger.warning(f"Nothing was packed in the first step, so no padding was removed: {why}.")
             return
         if self._trainer.accelerator.is_local_main_process:
             computed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"

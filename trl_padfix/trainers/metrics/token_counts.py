@@ -102,11 +102,8 @@ class TokenCounts(Part):
             return
         if handle.is_removed or not handle.stats.forwards:
             self._warned = True
-            logger.warning(
-                f"Nothing was packed in step {step.number}: the model was called neither with a two-dimensional "
-                "attention mask nor with rows that are packed already, or padding removal was detached from it. It "
-                "computes padding, and no saving is logged."
-            )
+            why = "padding removal was detached from the model" if handle.is_removed else handle.why_unpacked()
+            logger.warning(f"Nothing was packed in step {step.number}: {why}. No saving is logged.")
 
     @contextlib.contextmanager
     def around_evaluate(self) -> Iterator[None]:
