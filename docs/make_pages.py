@@ -22,6 +22,7 @@ from trl_padfix.tools.known_errors import KNOWN_ERRORS
 
 
 FOLDER = Path(__file__).parent
+REFUSED = {"kto": {"loss_reduction"}}  # a field of its configuration, and an error
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
 
@@ -41,7 +42,8 @@ def options() -> str:
     for method in stable:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
-            methods.setdefault(name, []).append(METHODS[method])
+            if name not in REFUSED.get(method, ()):
+                methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
         "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
