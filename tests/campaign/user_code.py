@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
 from collections.abc import Callable
 from types import MethodType
@@ -153,6 +154,34 @@ class OwnStep:
         loss = self.compute_loss(model, inputs) / self.args.gradient_accumulation_steps
         self.accelerator.backward(loss)
         return loss.detach()
+
+
+class ModelStep:
+    """A step with the loss of the model, which never calls `compute_loss`."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        ids, mask = tokens_of(inputs)
+        loss = model(input_ids=ids, attention_mask=mask, labels=inputs["labels"])["loss"]
+        loss = loss / self.args.gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Teacher:
+    """A loss with a copy of the model, made in the first step."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if not hasattr(self, "own_teacher"):
+            self.own_teacher = copy.deepcopy(self.accelerator.unwrap_model(model)).eval()
+        ids, mask = tokens_of(inputs)
+        with torch.no_grad():
+            expected = self.own_teacher(input_ids=ids, attention_mask=mask)["logits"]
+        difference = (model(input_ids=ids, attention_mask=mask)["logits"] - expected).square().mean(-1)
+        away = ((difference * mask).sum(1) / mask.sum(1)).mean() * 100
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        return (result[0] + away, *result[1:]) if isinstance(result, tuple) else result + away
 
 
 class TwoSteps:
@@ -309,6 +338,23 @@ def watching(trainer: Any, undo: list) -> None:
     trainer.model.register_forward_hook(lambda module, args, output: None)
 
 
+class Probing(TrainerCallback):
+    """Computes a batch of its own between steps, and writes its loss into the log."""
+
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 10, PAD, PAD]])
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            output = model(input_ids=self.ids, attention_mask=(self.ids != PAD).long())["logits"]
+        found = scored(output, self.ids.masked_fill(self.ids == PAD, -100))
+        for parameter in model.parameters():  # so that a wrong probe moves what is compared
+            parameter.data *= 1 - 1e-3 * found.item()
+
+
+def probing(trainer: Any, undo: list) -> None:
+    trainer.add_callback(Probing())
+
+
 def on_parameter(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any, list], None]:
     def put(trainer: Any, undo: list) -> None:
         for parameter in trainer.model.parameters():
@@ -388,7 +434,10 @@ CODES: dict[str, Code] = {
     "a step that copies": Code(CopyingStep),
     "a step that writes": Code(HalfStep),
     "a step of one's own": Code(OwnStep),
+    "a step with the model's loss": Code(ModelStep, WITH_LABELS),
     "two steps": Code(TwoSteps),
+    "a teacher": Code(Teacher, WITH_LABELS),
+    "a callback that computes": Code(probing, WITH_LABELS),
     "a prediction that is scaled": Code(Predicting),
     "a prediction of one's own": Code(OwnPrediction, WITH_LABELS),
     "samples that are counted": Code(Sampling),
