@@ -45,13 +45,13 @@ def draw(chance: random.Random) -> dict[str, Any]:
         "ours": {},
         "both": {"per_device_train_batch_size": chance.choice([2, 4, 5])},
     }
-    if any(CODES[name].by_column for name in case["code"]) and case["model"] == "gpt2":
+    # Positions of GPT-2 are columns, here they are numbered from the first token of a row, which may be hidden, too.
+    goes_by_columns = any(CODES[name].by_column or name == "tokens that are hidden" for name in case["code"])
+    if goes_by_columns and case["model"] == "gpt2":
         case["model"] = "qwen2"
     if kind not in PLAIN:
         is_sided = any(CODES[name].by_position or CODES[name].by_column for name in case["code"])
         case["ours"]["padding_side"] = "right" if is_sided else chance.choice(["left", "right"])
-        if "tokens that are hidden" in case["code"] and case["model"] == "gpt2":
-            case["ours"]["padding_side"] = "right"  # a hidden first token and padding before it look alike
         # Means over columns depend on the length of a batch, and a budget makes other batches.
         if chance.random() < 0.5 and not any("by_mean" in name for name in case["code"]):
             case["ours"]["max_tokens_per_batch"] = chance.choice([40, 60, 400])
