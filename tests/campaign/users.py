@@ -49,6 +49,8 @@ def draw(chance: random.Random) -> dict[str, Any]:
     goes_by_columns = any(CODES[name].by_column or name == "tokens that are hidden" for name in case["code"])
     if goes_by_columns and case["model"] == "gpt2":
         case["model"] = "qwen2"
+    if case["model"] == "wrapped" and {"tokens that are hidden", "a step with the model's loss"} <= {*case["code"]}:
+        case["model"] = "qwen2"  # nobody but the user's module knows that states of hidden tokens are scored
     if kind not in PLAIN:
         is_sided = any(CODES[name].by_position or CODES[name].by_column for name in case["code"])
         case["ours"]["padding_side"] = "right" if is_sided else chance.choice(["left", "right"])
