@@ -77,8 +77,8 @@ def troubleshooting() -> str:
     page = "# Troubleshooting\n\n" + MADE
     page += (
         f'The first remedy of each of {len(KNOWN_ERRORS)} errors. `trl-padfix doctor --explain "TEXT"` prints cause, '
-        "all remedies and source, for a whole traceback too (`--explain -`). For a bug report add `trl-padfix doctor "
-        "--json doctor.json`.\n"
+        "all remedies and source, for a whole traceback too (`--explain -`). For a bug report add "
+        "`trl-padfix doctor --json doctor.json`.\n"
     )
     doing = ""
     for error in KNOWN_ERRORS:
