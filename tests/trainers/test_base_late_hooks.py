@@ -66,3 +66,21 @@ def test_padded_on_the_left_they_are_numbered_as_packed_ones(run, monkeypatch):
     monkeypatch.setattr(packing, "number_padded_rows", lambda model: None)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(run("dpo", lambda states: states * 1.1, True, **mode, **build())[0], expected)
+
+
+def test_an_evaluation_is_padded_though_the_training_compared_nothing(run, monkeypatch):
+    """A `training_step` that never calls `compute_loss`: the first comparison would be that of the evaluation."""
+
+    def training_step(self, model, inputs, *args):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    monkeypatch.setattr("trl.SFTTrainer.training_step", training_step)
+    monkeypatch.setattr("trl_padfix.SFTTrainer.training_step", training_step)
+    figures = [
+        run("sft", by_column, ours, **({"max_tokens_per_batch": None} if ours else {}))[0] for ours in (False, True)
+    ]
+    assert_same(figures[1], figures[0])

@@ -57,8 +57,8 @@ class Parity(Part):
     def around_step(self, step: Step) -> Iterator[None]:
         padding = self.trainer.padding
         is_compared = step.mode in padding.parity or not (padding.handles and self.settings.parity_check)
-        # Hooks that are registered between training and evaluation: calls are computed padded from there on.
-        if is_compared or (padding.parity and padding.handle.has_changed):
+        # Hooks that are registered after the first step: calls are computed padded from there on.
+        if is_compared or ((padding.parity or self.trainer.state.global_step) and padding.handle.has_changed):
             yield
             return
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
