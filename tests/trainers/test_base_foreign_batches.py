@@ -232,6 +232,44 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
     assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
+class OwnStep:
+    """A step that never calls `compute_loss`."""
+
+    def training_step(self, model, inputs, *args):
+        loss = model(**self._prepare_inputs(inputs))["loss"]
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(outside, tmp_path):
+    """On its first call of the model: a hook that goes by token passes, and one that goes by column is found."""
+
+    def make_with(change: Any) -> Any:
+        model = build_model()
+        model.model.layers[0].register_forward_hook(lambda module, args, output: change(output))
+        kind = padding_free_trainer(Trainer if outside else type("Own", (OwnStep, Trainer), {}))
+        kind = type("Own", (OwnStep, kind), {}) if outside else kind
+        own = {
+            "train_dataset": build_rows(),
+            "data_collator": labelled,
+            "remove_unused_columns": False,
+            "max_steps": 2,
+        }
+        return make_plain_trainer(tmp_path, kind, model=model, **own)
+
+    trainer = make_with(lambda states: states * 1.1)
+    trainer.train()
+    (report,) = trainer.padding.parity["train"]
+    assert report.ok
+    assert trainer.padding.stats.packed_tokens > 0
+    trainer = make_with(lambda states: states * (1 + 0.02 * torch.arange(states.shape[-2]))[:, None])
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(ParityError, match="parity FAILED"):
+        trainer.train()
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), weights, strict=True))
+
+
 @pytest.mark.parametrize("by_callback", [False, True])
 def test_where_every_batch_is_computed_padded_the_log_says_why(by_callback, tmp_path, caplog):
     callback = PaddingRemovalCallback()

@@ -1,5 +1,7 @@
 """Hooks that are registered in the middle of a training: its steps go on padded, with TRL's figures."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from kit.budget_runs import assert_same, build_branching, make
@@ -68,16 +70,18 @@ def test_padded_on_the_left_they_are_numbered_as_packed_ones(run, monkeypatch):
         assert_same(run("dpo", lambda states: states * 1.1, True, **mode, **build())[0], expected)
 
 
+def training_step(self, model, inputs, *args):
+    """Never calls `compute_loss`."""
+    model.train()
+    inputs = self._prepare_inputs(inputs)
+    loss = model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
 def test_an_evaluation_is_padded_though_the_training_compared_nothing(run, monkeypatch):
-    """A `training_step` that never calls `compute_loss`: the first comparison would be that of the evaluation."""
-
-    def training_step(self, model, inputs, *args):
-        model.train()
-        inputs = self._prepare_inputs(inputs)
-        loss = model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
-        self.accelerator.backward(loss)
-        return loss.detach()
-
+    """The first comparison would be that of the evaluation."""
+    monkeypatch.setattr("trl_padfix.trainers.parity.Parity.around_own_step", lambda self, model: nullcontext())
     monkeypatch.setattr("trl.SFTTrainer.training_step", training_step)
     monkeypatch.setattr("trl_padfix.SFTTrainer.training_step", training_step)
     figures = [

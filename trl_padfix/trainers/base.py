@@ -47,7 +47,7 @@ from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import observe_loss, observe_training_step
+from .custom_loss import may_read_steps, observe_loss, observe_training_step
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
@@ -240,14 +240,16 @@ class PaddingFreeMixin:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train, budget = super().training_step, self.padding.part(SubBatchBudget)
-        with budget.around_training_step():
+        own = self.padding.part(Parity).around_own_step(model) if may_read_steps(self) else contextlib.nullcontext()
+        with budget.around_training_step(), own:
             return budget.training_step(train, model, inputs, *args, **kwargs)
 
     def train_in_turns(
         self, train: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
-        return self.padding.part(SubBatchBudget).train_in_turns(train, model, inputs, *args, **kwargs)
+        with self.padding.part(Parity).around_own_step(model):
+            return self.padding.part(SubBatchBudget).train_in_turns(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any

@@ -65,9 +65,10 @@ class Parity(Part):
             if is_packed:
                 images = padding.task.parity_inputs(step.inputs, batch)
                 labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
-                self.compare(step, labels | batch | _multimodal(padding.handle.multimodal, images))
+                inputs = labels | batch | _multimodal(padding.handle.multimodal, images)
+                self.compare(step.mode, step.model, inputs)
         if step.batches:
-            self.print_reports(step)
+            self.print_reports(step.mode)
             yield
             return
         for handle in padding.handles:
@@ -75,8 +76,23 @@ class Parity(Part):
         with first_call(step.model) as call:
             yield
         if call and will_pack(padding.handle, call):
-            self.compare(step, call)
-            self.print_reports(step)
+            self.compare(step.mode, step.model, call)
+            self.print_reports(step.mode)
+
+    @contextlib.contextmanager
+    def around_own_step(self, model: torch.nn.Module) -> Iterator[None]:
+        """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
+        padding, trainer = self.trainer.padding, self.trainer
+        is_first = "train" not in padding.parity and trainer.state.global_step == 0
+        # Processes that shard a model meet in each forward, and may not all have such a call.
+        if not (is_first and padding.handles and self.settings.parity_check) or is_sharded(trainer):
+            yield
+            return
+        with first_call(model, padding.handle) as call:
+            yield
+        if call and "train" not in padding.parity:  # after the backward pass, before the weights change
+            self.compare("train", model, call)
+            self.print_reports("train")
 
     def _will_pack(self, batches: list[Any]) -> list[bool]:
         """Whether each batch is packed; where processes meet in each forward, on all of them."""
@@ -85,27 +101,27 @@ class Parity(Part):
             packed = [all(of_batch) for of_batch in zip(*gather_object([packed]), strict=True)]
         return packed
 
-    def compare(self, step: Step, inputs: dict[str, Any]) -> None:
+    def compare(self, mode: str, model: torch.nn.Module, inputs: dict[str, Any]) -> None:
         """
         Raises:
             ParityError: If packed and padded differ.
         """
         trainer = self.trainer
-        reports = trainer.padding.parity.setdefault(step.mode, [])
-        trains = step.mode == "train" and self.settings.parity_check is True
+        reports = trainer.padding.parity.setdefault(mode, [])
+        trains = mode == "train" and self.settings.parity_check is True
         try:
-            compare(trainer, [step.model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
+            compare(trainer, [model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
         except UnpackableCallError:  # as `will_pack`: the model around the decoder may not be able to, either
             if self.settings.strict or is_sharded(trainer):  # processes that shard a model meet in each forward
                 raise
             if not reports:
-                del trainer.padding.parity[step.mode]
+                del trainer.padding.parity[mode]
 
-    def print_reports(self, step: Step) -> None:
+    def print_reports(self, mode: str) -> None:
         """Print the reports of training, which include gradients; those of evaluation only if nothing is trained."""
         trainer, parity = self.trainer, self.trainer.padding.parity
-        if step.mode in parity and (step.mode == "train" or not (trainer.is_in_train or "train" in parity)):
-            print_reports(trainer, parity[step.mode])
+        if mode in parity and (mode == "train" or not (trainer.is_in_train or "train" in parity)):
+            print_reports(trainer, parity[mode])
 
 
 def compare(
