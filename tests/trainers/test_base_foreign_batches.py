@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import UserDict
 from copy import copy
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -241,22 +242,25 @@ class OwnStep:
         return loss.detach()
 
 
-@pytest.mark.parametrize("outside", [False, True])
-def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(outside, tmp_path):
+@pytest.mark.parametrize("put", ["below", "above", "on the object"])
+def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(put, tmp_path):
     """On its first call of the model: a hook that goes by token passes, and one that goes by column is found."""
 
     def make_with(change: Any) -> Any:
         model = build_model()
         model.model.layers[0].register_forward_hook(lambda module, args, output: change(output))
-        kind = padding_free_trainer(Trainer if outside else type("Own", (OwnStep, Trainer), {}))
-        kind = type("Own", (OwnStep, kind), {}) if outside else kind
+        kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}) if put == "below" else Trainer)
+        kind = type("Own", (OwnStep, kind), {}) if put == "above" else kind
         own = {
             "train_dataset": build_rows(),
             "data_collator": labelled,
             "remove_unused_columns": False,
             "max_steps": 2,
         }
-        return make_plain_trainer(tmp_path, kind, model=model, **own)
+        trainer = make_plain_trainer(tmp_path, kind, model=model, **own)
+        if put == "on the object":
+            trainer.training_step = MethodType(OwnStep.training_step, trainer)
+        return trainer
 
     trainer = make_with(lambda states: states * 1.1)
     trainer.train()

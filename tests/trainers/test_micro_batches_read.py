@@ -177,6 +177,21 @@ def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, 
     assert max(forwards) <= BUDGET[name]
 
 
+def test_so_is_one_that_is_patched_onto_the_class_of_trl(tmp_path, monkeypatch):
+    """It calls the model, and never `compute_loss`; each micro-batch of the budget had a mean of its own."""
+
+    def training_step(self, model, inputs, *args):
+        inputs = self._prepare_inputs(inputs)
+        loss = model(**{name: inputs[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+        self.accelerator.backward(loss / self.args.gradient_accumulation_steps)
+        return loss.detach() / self.args.gradient_accumulation_steps
+
+    monkeypatch.setattr(trl.SFTTrainer, "training_step", training_step)
+    for given in ({"max_steps": 3}, RAGGED):
+        figures = [trained(make("sft", tmp_path, ours=ours, **given)) for ours in (False, True)]
+        assert_same(figures[1], figures[0])
+
+
 class Copying:
     """A step that passes a copy of its batch on, to another of a user's."""
 

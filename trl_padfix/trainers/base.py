@@ -47,7 +47,7 @@ from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import may_read_steps, observe_loss, observe_training_step
+from .custom_loss import may_read_steps, observe_loss, observe_own_step, observe_training_step
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
@@ -219,6 +219,8 @@ class PaddingFreeMixin:
     ) -> contextlib.AbstractContextManager[None]:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
+        if is_training:
+            observe_own_step(self)
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "computes_own_loss",
     "custom_loss_name",
     "has_custom_loss",
     "is_custom_collator",
@@ -139,12 +140,11 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def observe_training_step(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> Callable[..., Any]:
     """
-    Wrap a user's `training_step` that computes the loss itself: under a token budget it is called for each micro-batch
-    of TRL. One that passes its batch on to that of TRL gets all rows of a step. `classes`: those that may be between.
+    Wrap a user's `training_step` that [`computes_own_loss`]: under a token budget it is called for each micro-batch of
+    TRL. One that passes its batch on to that of TRL gets all rows of a step.
     """
-    chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
-    passes_on = [getattr(step, "is_observed", False) or _is_trusted(step) or _delegates(step) for step in chain]
-    if getattr(training_step, "is_observed", False) or _is_trusted(training_step) or all(passes_on):
+    is_observed = getattr(training_step, "is_observed", False)
+    if is_observed or _is_trusted(training_step) or not computes_own_loss(training_step, classes):
         return training_step
 
     @wraps(training_step)
@@ -153,6 +153,12 @@ def observe_training_step(training_step: Callable[..., Any], classes: tuple[type
 
     vars(in_turns)["is_observed"] = True
     return in_turns
+
+
+def computes_own_loss(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
+    """Whether a `training_step` is a user's and passes its batch on to none of TRL; `classes` may be in between."""
+    chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
+    return not all(getattr(step, "is_observed", False) or _is_trusted(step) or _delegates(step) for step in chain)
 
 
 def _delegates(training_step: Callable[..., Any]) -> bool:

@@ -53,12 +53,22 @@ class Parity(Part):
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
     """
 
+    _handle_of_own_step: PaddingRemoval | None = None
+    """Handle of the model that a user's `training_step` has computed with."""
+
+    def _is_due(self, mode: str) -> bool:
+        """Whether the next forwards of a mode are compared, as far as is known before them."""
+        padding = self.trainer.padding
+        if mode in padding.parity or not (padding.handles and self.settings.parity_check):
+            return False
+        # Hooks that are registered after the first step: calls are computed padded from there on.
+        has_begun = padding.parity or self._handle_of_own_step is padding.handle
+        return not (has_begun and padding.handle.has_changed)
+
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         padding = self.trainer.padding
-        is_compared = step.mode in padding.parity or not (padding.handles and self.settings.parity_check)
-        # Hooks that are registered after the first step: calls are computed padded from there on.
-        if is_compared or ((padding.parity or self.trainer.state.global_step) and padding.handle.has_changed):
+        if not self._is_due(step.mode):
             yield
             return
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
@@ -82,14 +92,12 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_own_step(self, model: torch.nn.Module) -> Iterator[None]:
         """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
-        padding, trainer = self.trainer.padding, self.trainer
-        is_first = "train" not in padding.parity and trainer.state.global_step == 0
+        padding = self.trainer.padding
         # Processes that shard a model meet in each forward, and may not all have such a call.
-        if not (is_first and padding.handles and self.settings.parity_check) or is_sharded(trainer):
+        is_due = self._is_due("train") and not is_sharded(self.trainer)
+        with first_call(model, padding.handle) if is_due else contextlib.nullcontext() as call:
             yield
-            return
-        with first_call(model, padding.handle) as call:
-            yield
+        self._handle_of_own_step = padding.handle
         if call and "train" not in padding.parity:  # after the backward pass, before the weights change
             self.compare("train", model, call)
             self.print_reports("train")

@@ -34,7 +34,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name, module_hook_names
 from ..checks import rope_kind_beyond
-from ..custom_loss import custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss, observe_own_step
+from ..custom_loss import computes_own_loss, custom_loss_name, is_custom_collator, may_read_steps, observe_own_loss
 from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.columns import column_names
 from ..data.image_rows import ImageCounts, has_pixels, numbered_images, select_rows, without_images
@@ -385,7 +385,6 @@ class MicroBatchBudget(SubBatchBudget):
             yield
             return
         self._check_loss()  # a loss may have been set on the trainer since
-        observe_own_step(self.trainer)
         trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
@@ -425,6 +424,8 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         if self.budget is None:
             return train(model, inputs, *args, **kwargs)
+        if computes_own_loss(train, type(self.trainer).__mro__):  # patched onto TRL's class
+            return self.train_in_turns(train, model, inputs, *args, **kwargs)
         if (step := step_of(inputs)) is None:
             step = self._step_of_user(inputs)
         micro_batches: list[MicroBatch] = list(zip(step.micro_batches, step.weights, strict=True))
@@ -504,9 +505,9 @@ class MicroBatchBudget(SubBatchBudget):
         size = trainer.args._rows_per_micro_batch
         if trainer.is_deepspeed_enabled:
             raise ValueError(
-                "`max_tokens_per_batch`: code of yours has modified the batch of a step, so its forwards are split "
-                "and computed again in the backward pass, which DeepSpeed does not do. Modify it in `compute_loss`, "
-                "or leave the budget out."
+                "`max_tokens_per_batch`: code of yours has modified the batch of a step, or computes its loss in a "
+                "`training_step`, so forwards are split and computed again in the backward pass, which DeepSpeed does "
+                "not do. Modify the batch in `compute_loss`, compute the loss there, or leave the budget out."
             )
         if not _joins_micro_batches(trainer):
             if _has_images(trainer):
