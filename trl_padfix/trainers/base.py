@@ -47,7 +47,7 @@ from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import may_read_steps, observe_loss, observe_own_step, observe_training_step
+from .custom_loss import may_read_steps, observe_loss, observe_own_step
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
@@ -118,7 +118,6 @@ class PaddingFreeMixin:
         # A `compute_loss` of a subclass need not call that of the mixin, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
-        cls.training_step = observe_training_step(cls.training_step, cls.__mro__)
         # `inspect.signature`, `help` and notebooks show the parameters of TRL's class. So does pyright, because the
         # `__init__` of the mixin is hidden from it.
         package = __name__.partition(".")[0]

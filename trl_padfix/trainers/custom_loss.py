@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ __all__ = [
     "observe_loss",
     "observe_own_loss",
     "observe_own_step",
-    "observe_training_step",
 ]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
@@ -74,7 +73,7 @@ def _custom_method(trainer: PaddingFreeTrainer, methods: set[str]) -> str | None
     return None
 
 
-def is_custom_collator(collator: Any) -> bool:
+def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
     members = [vars(c).get(name) for c in type(collator).__mro__ for name in ("__call__", "torch_call")]
     members += [vars(collator)[name] for name in ("torch_call",) if name in getattr(collator, "__dict__", {})]
@@ -90,13 +89,13 @@ def _functions(value: Any) -> Iterator[Any]:
         value = getattr(value, "__wrapped__", None)
 
 
-def _is_trusted(value: Any) -> bool:
+def _is_trusted(value: object) -> bool:
     """Whether a function, and all that decorate it, are TRL's, transformers' or ours. A `partial` is a user's."""
     *decorators, innermost = map(module_of, _functions(value))
     return innermost.startswith(TRUSTED) and all(name.startswith((*TRUSTED, *DECORATORS)) for name in decorators)
 
 
-def module_of(function: Any) -> str:
+def module_of(function: object) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
     module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
     return str(module)
@@ -128,7 +127,9 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss
 
     @wraps(compute_loss)
-    def in_step(self: Any, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def in_step(
+        self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
         with self.observe_step(model, inputs, returns_outputs) as step:
             step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
@@ -138,27 +139,13 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_training_step(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> Callable[..., Any]:
-    """
-    Wrap a user's `training_step` that [`computes_own_loss`]: under a token budget it is called for each micro-batch of
-    TRL. One that passes its batch on to that of TRL gets all rows of a step.
-    """
-    is_observed = getattr(training_step, "is_observed", False)
-    if is_observed or _is_trusted(training_step) or not computes_own_loss(training_step, classes):
-        return training_step
-
-    @wraps(training_step)
-    def in_turns(self: PaddingFreeTrainer, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.train_in_turns(partial(training_step, self), model, inputs, *args, **kwargs)
-
-    vars(in_turns)["is_observed"] = True
-    return in_turns
-
-
 def computes_own_loss(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
-    """Whether a `training_step` is a user's and passes its batch on to none of TRL; `classes` may be in between."""
+    """
+    Whether a `training_step`, or that of one of the trainer's `classes`, is a user's which passes its batch on to no
+    other: TRL's never gets it.
+    """
     chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
-    return not all(getattr(step, "is_observed", False) or _is_trusted(step) or _delegates(step) for step in chain)
+    return not all(_is_trusted(step) or _delegates(step) for step in chain)
 
 
 def _delegates(training_step: Callable[..., Any]) -> bool:
@@ -177,20 +164,26 @@ def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextM
         return contextlib.nullcontext()
 
     @wraps(own)  # also for `custom_loss_name`, which still finds the user's function
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
     return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
 
 
 def observe_own_step(trainer: PaddingFreeTrainer) -> None:
-    """The same for a `training_step` that was set on the trainer itself; see [`observe_training_step`]."""
-    if (own := vars(trainer).get("training_step")) is None or getattr(own, "is_observed", False):
+    """
+    Wrap a user's `training_step` that [`computes_own_loss`], of a class or on the trainer itself: it is compared with
+    padding, and under a token budget called for each micro-batch of TRL. One that passes its batch on to TRL's gets
+    all rows of a step.
+    """
+    own = trainer.training_step
+    is_observed = getattr(own, "is_observed", False)  # by an earlier training
+    if is_observed or _is_trusted(own) or not computes_own_loss(own, type(trainer).__mro__):
         return
 
     @wraps(own)
-    def training_step(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+    def in_turns(*args: Any, **kwargs: Any) -> Any:
+        return trainer.train_in_turns(own, *args, **kwargs)
 
-    if (observed := observe_training_step(training_step)) is not training_step:
-        trainer.training_step = MethodType(observed, trainer)
+    vars(in_turns)["is_observed"] = True
+    trainer.training_step = in_turns

@@ -231,10 +231,10 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
     call: dict[str, Any] = {}
     outer: dict[str, Any] = {}  # of a module of a user's around the model, which may need its labels
 
-    def keep_labels(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def keep_labels(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         outer.update({name: x for name, x in tensor_arguments(module, args, kwargs).items() if name == "labels"})
 
-    def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def keep(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if call:
             return
         tensors = tensor_arguments(module, args, kwargs)

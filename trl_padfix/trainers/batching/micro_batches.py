@@ -157,13 +157,13 @@ for _name in (
     setattr(StepBatch, _name, _reading(_name))
 
 
-def _is_same(saved: Any, value: object) -> bool:
+def _is_same(saved: object, value: object) -> bool:
     if isinstance(saved, torch.Tensor) and isinstance(value, torch.Tensor):
         return saved.dtype == value.dtype and saved.device == value.device and torch.equal(saved, value)
     return isinstance(value, list) and len(saved) == len(value) and all(map(operator.is_, saved, value))
 
 
-def step_of(batch: Any) -> CollatedStep | None:
+def step_of(batch: object) -> CollatedStep | None:
     """The micro-batches of a batch of the data loader, if code of a user has not modified it."""
     if isinstance(batch, StepBatch):
         return batch._step if batch.is_unmodified else None

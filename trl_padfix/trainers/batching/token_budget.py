@@ -424,7 +424,7 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         if self.budget is None:
             return train(model, inputs, *args, **kwargs)
-        if computes_own_loss(train, type(self.trainer).__mro__):  # patched onto TRL's class
+        if computes_own_loss(train):  # of a class below ours, or patched onto TRL's
             return self.train_in_turns(train, model, inputs, *args, **kwargs)
         if (step := step_of(inputs)) is None:
             step = self._step_of_user(inputs)
@@ -538,7 +538,8 @@ class MicroBatchBudget(SubBatchBudget):
 
     def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         trainer, config, step = self.trainer, self.trainer.args, step_of(inputs)
-        if not _joins_micro_batches(trainer):
+        # Within a step of TRL's micro-batches already, one of which has been passed on to another user's step.
+        if not _joins_micro_batches(trainer) or config.gradient_accumulation_steps > 1:
             return train(model, inputs, *args, **kwargs)
         if step is None or not step.keeps_micro_batches:
             step = self._step_of_user(inputs)
