@@ -23,10 +23,11 @@ from kit.trainer_runs import (
     words,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import DataCollatorWithPadding, Trainer
 
 from trl_padfix import PaddingRemovalCallback, ParityError, padding_free_trainer
+from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
 
 
@@ -231,6 +232,13 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
     (handle,) = callback.handles if by_callback else ours.padding.handles
     assert handle.stats.padded_forwards == 2
     assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+def test_a_backward_that_packs_what_was_padded_fails(tmp_path, monkeypatch):
+    """The control."""
+    monkeypatch.setattr(PaddingRemoval, "was_disabled_for", lambda self, tokens: False)
+    with pytest.raises(CheckpointError):
+        test_a_checkpoint_computes_again_as_it_computed(CheckpointedLabels, False, tmp_path)
 
 
 class OwnStep:

@@ -198,5 +198,7 @@ def test_rows_with_hidden_tokens_are_scored_as_trl_scores_them(config, tmp_path)
         kind = type("Own", (Hides, library.RewardTrainer), {})
         given = {"train_dataset": data, "eval_dataset": data, "max_steps": 3, "model": build_model("reward")}
         given |= {"padding_free": True, **config} if library is trl_padfix else {}
-        figures.append(trained(make_trainer(library, "Reward", tmp_path / library.__name__, kind, **given)))
+        trainer = make_trainer(library, "Reward", tmp_path / library.__name__, kind, **given)
+        figures.append(trained(trainer))
     assert_same(*figures)
+    assert trainer.padding.stats.packed_tokens > 0
