@@ -183,11 +183,13 @@ def test_a_dataset_of_which_no_pair_is_left_is_an_error_before_the_first_step(ma
 
 
 class Hides:
-    """Hides a third of all tokens."""
+    """Hides a third of all tokens, but not the last one of a row, which is scored."""
 
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
-        return {**inputs, "attention_mask": inputs["attention_mask"] * (inputs["input_ids"] % 3 != 1)}
+        mask = inputs["attention_mask"]
+        is_last = (mask.flip(1).cumsum(1).flip(1) == 1) & mask.bool()
+        return {**inputs, "attention_mask": mask * ((inputs["input_ids"] % 3 != 1) | is_last)}
 
 
 @pytest.mark.parametrize("config", [{}, {"prefix_sharing": True, "max_tokens_per_batch": 80}], ids=str)
