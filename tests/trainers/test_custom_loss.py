@@ -12,7 +12,7 @@ from kit.trainer_runs import trained
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
-from trl_padfix.trainers.batching.token_budget import MicroBatchBudget
+from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 from trl_padfix.trainers.custom_loss import custom_loss_name
 
 

@@ -15,7 +15,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
 import trl_padfix
 from trl_padfix import PaddingRemovalCallback, padding_free_trainer
-from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 
 
 RAGGED = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3, "max_steps": 3}
@@ -190,7 +190,7 @@ def test_so_is_one_that_is_patched_onto_the_class_of_trl(tmp_path, monkeypatch):
     for given in ({"max_steps": 3}, RAGGED):
         figures = [trained(make("sft", tmp_path, ours=ours, **given)) for ours in (False, True)]
         assert_same(figures[1], figures[0])
-    monkeypatch.setattr(token_budget, "computes_own_loss", lambda step: False)
+    monkeypatch.setattr(micro_batch_budget, "computes_own_loss", lambda step: False)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trained(make("sft", tmp_path, ours=True, **RAGGED)), figures[0])
 
@@ -243,13 +243,13 @@ def test_a_collator_that_drops_rows_does_so_in_each_micro_batch(name, reader, tm
 
 def test_cut_by_the_rows_of_before_they_are_others(tmp_path, monkeypatch):
     """The control."""
-    monkeypatch.setattr(token_budget.MicroBatchBudget, "note_step", lambda self, batches: None)
+    monkeypatch.setattr(micro_batch_budget.MicroBatchBudget, "note_step", lambda self, batches: None)
     with pytest.raises(AssertionError, match="not close"):
         test_a_collator_that_drops_rows_does_so_in_each_micro_batch("dpo", "of its own", tmp_path)
 
 
 def test_one_that_gets_the_rows_of_a_step_at_once_has_other_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.trainers.batching.token_budget._joins_micro_batches", lambda trainer: False)
+    monkeypatch.setattr("trl_padfix.trainers.batching.user_steps.joins_micro_batches", lambda trainer: False)
     figures, own = [], step_of_its_own(DIVISORS["as it was"])
     for ours in (False, True):
         trainer = make("sft", tmp_path, ours=ours, **RAGGED)
@@ -306,7 +306,7 @@ def test_a_reader_finds_trls_images(kind, tmp_path, monkeypatch):
         assert "pixel_values" in theirs
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    monkeypatch.setattr("trl_padfix.trainers.batching.token_budget.may_read_steps", lambda trainer: False)
+    monkeypatch.setattr("trl_padfix.trainers.batching.micro_batch_budget.may_read_steps", lambda trainer: False)
     trainer = make_on_images(trl_padfix, kind, "llava", tmp_path / "unread", **IMAGE_BUDGETS[kind])
     reading(trainer, [])
     with pytest.raises(ValueError, match=r"images are not numbered by row.* `training_step` that is there before"):

@@ -34,8 +34,9 @@ from kit.trainer_runs import build_model, build_tokenizer, figures, trained, tra
 
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
-from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 from trl_padfix.trainers.batching.measures import PairMeasure
+from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 
 
 SHARING = {"prefix_sharing": True}
@@ -411,7 +412,7 @@ def test_two_processes_give_the_trajectory_of_one_and_resume_it(strategy, fixed,
 def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed, tmp_path, monkeypatch):
     to_equal_count = micro_batches.to_equal_count
     monkeypatch.setattr(
-        token_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
+        micro_batch_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
     trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
@@ -507,7 +508,7 @@ def test_a_loss_that_compares_rows_is_refused_under_deepspeed(tmp_path):
     trainer = make("kto", tmp_path, ours=True)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"The loss compares rows .*, and DeepSpeed does not compute"):
-        trainer.padding.part(token_budget.MicroBatchBudget).attach()
+        trainer.padding.part(MicroBatchBudget).attach()
 
 
 def test_another_sampling_strategy_is_refused(tmp_path):
@@ -534,7 +535,7 @@ def test_an_exception_in_a_micro_batch_restores_metrics_and_gathering(tmp_path, 
     assert trainer.accelerator.gather == gather
     assert "gather" not in vars(trainer.accelerator)
     assert trainer.accelerator.sync_gradients
-    assert trainer.padding.part(token_budget.MicroBatchBudget).weight is None
+    assert trainer.padding.part(MicroBatchBudget).weight is None
 
 
 def test_rows_are_those_of_a_run_without_a_budget_also_after_the_script_has_seeded_torch(tmp_path):

@@ -10,8 +10,9 @@ from datasets import Dataset
 
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.batching.measures import RowMeasure
+from ..trainers.batching.micro_batch_budget import MicroBatchBudget
 from ..trainers.batching.sampler import StepOrder, check_budget
-from ..trainers.batching.token_budget import MicroBatchBudget, SubBatchBudget
+from ..trainers.batching.token_budget import SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
 from ..trainers.distributed import datasets_of
 from ..trainers.task import Task

@@ -40,9 +40,10 @@ from ..core.call.batch_metadata import TensorVersion, with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
 from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
+from .batching.micro_batch_budget import MicroBatchBudget
 from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
-from .batching.token_budget import MicroBatchBudget, SubBatchBudget
+from .batching.token_budget import SubBatchBudget
 from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments

@@ -1,0 +1,316 @@
+"""
+Training batches by token budget.
+
+A batch of the data loader is one optimizer step. The sampler partitions its rows over the processes by tokens, the
+collator splits the rows of a process into micro-batches, and `training_step` runs these one after another. A step has
+the same rows as without a budget, and each row has the weight that it has in TRL's mean over micro-batches.
+
+A loss that compares rows is computed from each micro-batch of TRL at once (`token_budget.py`). The collator counts the
+images of each row, by which its forwards are split, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+
+from ..custom_loss import computes_own_loss, custom_loss_name, is_custom_collator, may_read_steps
+from ..data.batch_metadata import pop_metadata
+from ..data.image_rows import has_pixels, without_images
+from ..data.tokenizers import tokenizer_of
+from ..distributed import (
+    is_sharded,
+    max_over_processes,
+    sync_gradients_in_last,
+)
+from ..temporary_attributes import temporarily_set
+from .budget_checks import check_configuration, has_images, what_collator_gets
+from .claims import claimed_weights, differs, loss_and_norm, without_dropout
+from .micro_batches import (
+    BudgetCollator,
+    CollatedStep,
+    MicroBatch,
+    join_batches,
+    step_of,
+    to_equal_count,
+)
+from .prefix_schedule import STALE_PLAN, MicroBatchRunner
+from .sampler import StepDataset, StepOrder
+from .step_metrics import StepMetrics
+from .token_budget import SubBatchBudget
+from .user_steps import step_of_user, train_in_turns, whole_batch
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+
+__all__ = ["MicroBatchBudget"]
+
+logger = get_logger(__name__)
+
+_TURNS = "micro_batches_of_trl"
+
+
+class MicroBatchBudget(SubBatchBudget):
+    """`max_tokens_per_batch` for the micro-batches of a step, in the order of a [`StepOrder`]."""
+
+    _claim_is_verified = False
+
+    sizes_of_trl: Sequence[int] = ()
+    """Items of each of TRL's micro-batches in the last step of the data loader."""
+
+    _epoch: float | None = None
+    """The epoch that the last step has set."""
+
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
+        super().check(config, init_kwargs)
+        if self.settings.max_tokens_per_batch is not None:
+            check_configuration(config, init_kwargs.get("train_dataset"))
+
+    @contextlib.contextmanager
+    def around_dataloader(self, dataset: Dataset | IterableDataset, is_training: bool) -> Iterator[None]:
+        if not is_training or self.budget is None:
+            yield
+            return
+        self._check_loss()  # a loss may have been set on the trainer since
+        trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
+        is_stream = not isinstance(dataset, Dataset)
+        rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
+        steps = order.fix_steps(rows if has_images(trainer) else None)
+        collator = BudgetCollator(
+            trainer.data_collator,
+            order.measure(),
+            self.budget,
+            steps,
+            keeps_micro_batches=task.needs_all_rows(),
+            weight_by_tokens=task.loss_is_token_mean(),
+            share_across_micro_batches=self.share_across_micro_batches,
+            # Processes that shard a model plan together in each step, which a worker cannot.
+            plan_in_worker=self.share_across_micro_batches and not is_sharded(trainer),
+            cuts_batches=order.has_custom_collator,
+            rows_per_item=task.rows_per_item,
+            pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
+            adds_whole=may_read_steps(trainer),
+        )
+        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
+            logger.warning(what_collator_gets(order.images is not None, task.needs_all_rows()))
+        # An item is a step of a process; the plan has left out the rows that are dropped.
+        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
+        fields = {"train_dataset": items, "data_collator": collator, "_train_batch_size": 1}
+        config = trainer.accelerator.dataloader_config
+        with contextlib.ExitStack() as stack:
+            for name, value in fields.items():
+                stack.enter_context(temporarily_set(trainer, name, value))
+            stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
+            if is_stream:  # accelerate would cut the tensors of a step, and knows none of its micro-batches
+                stack.enter_context(temporarily_set(config, "dispatch_batches", False))
+            yield
+
+    def training_step(
+        self, train: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
+        if self.budget is None:
+            return train(model, inputs, *args, **kwargs)
+        if computes_own_loss(train):  # of a class below ours, or patched onto TRL's
+            return self.train_in_turns(train, model, inputs, *args, **kwargs)
+        if (step := step_of(inputs)) is None:
+            step = step_of_user(self.trainer, inputs, self.sizes_of_trl)
+        needs_all_rows = self.trainer.padding.task.needs_all_rows()
+        if needs_all_rows and len(step.micro_batches) > 1 and not step.keeps_micro_batches:
+            name = custom_loss_name(self.trainer) or self.trainer.padding.gradient_hook
+            raise ValueError(
+                f"`{name}` was set during training, and the rows of this step were split already: its value for "
+                "all rows of a micro-batch is not known from their parts. Set it before `train()`."
+            )
+        # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself. A
+        # `get_batch_samples` of a user may count for losses without labels, which take no such number.
+        has_count = any(value is not None for value in (*args, *kwargs.values()))
+        counts_tokens = has_count and "labels" in step.micro_batches[0]
+        keeps = step.keeps_micro_batches or needs_all_rows
+        return (self._train_kept if keeps else self._train_split)(train, model, step, counts_tokens, *args, **kwargs)
+
+    def _train_kept(
+        self,
+        train: Callable,
+        model: torch.nn.Module,
+        step: CollatedStep,
+        counts_tokens: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The micro-batches of TRL one after another; their forwards are split, and TRL averages their metrics."""
+        loss = torch.zeros((), device=self.trainer.args.device)
+        for i, (batch, weight) in enumerate(zip(step.micro_batches, step.weights, strict=True)):
+            is_last = i == len(step.micro_batches) - 1
+            with (
+                temporarily_set(self, "weight", None if counts_tokens else weight),
+                sync_gradients_in_last(self.trainer, model, is_last),
+            ):
+                loss = loss + train(model, batch, *args, **kwargs)
+        return loss
+
+    def _train_split(
+        self,
+        train: Callable,
+        model: torch.nn.Module,
+        step: CollatedStep,
+        counts_tokens: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The micro-batches of the budget one after another, each with the weight of its rows in TRL's loss."""
+        micro_batches, turns = self._to_equal_counts(step)
+        weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
+        if reduction := self._claimed_reduction():
+            counts_tokens = False  # of the loss itself nothing is known but the claim
+            batches, shares = zip(*micro_batches, strict=True)
+            weights = claimed_weights(reduction, batches, shares, self.trainer.padding.task.num_label_tokens)
+            if not self._claim_is_verified and len(batches) > 1:
+                self._verify_claim(reduction, model, batches, weights, *args, **kwargs)
+                self._claim_is_verified = True
+        loss = torch.zeros((), device=self.trainer.args.device)
+        with self._run(self._runner(micro_batches, step)) as metrics, temporarily_set(self, "weight", None):
+            for i, (batch, weight) in enumerate(micro_batches):
+                # A micro-batch with weight 0 only matches the forwards of other processes.
+                self.weight = weights[i]
+                num_items = self._num_items(batch, weight, counts_tokens)
+                with self._micro_batch(i, model), metrics.micro_batch(num_items, turns=turns[i]):
+                    loss = loss + train(model, batch, *args, **kwargs)
+        unweighted = [batch for batch, weight in micro_batches if not weight]
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in unweighted]
+        metrics.log(sum(int(mask.sum()) for mask in masks), step.count_of_trl)
+        return loss
+
+    def _to_equal_counts(self, step: CollatedStep) -> tuple[list[MicroBatch], list[list[int] | None]]:
+        """
+        As many micro-batches as the process with most of them has, and of which of TRL's each of their items is.
+
+        Raises:
+            ValueError: If processes that shard a model would wait for one without images in its vision tower.
+        """
+        rows_per_item = self.trainer.padding.task.rows_per_item
+        micro_batches: list[MicroBatch] = list(zip(step.micro_batches, step.weights, strict=True))
+        turns = list(step.micro_batches_of_trl)
+        for batch in step.micro_batches if turns else ():  # a column meanwhile, which is cut with the others
+            batch[_TURNS] = [turns.pop(0) for _ in range(len(batch["input_ids"]) // rows_per_item)]
+        micro_batches = self._matched(micro_batches)
+        return micro_batches, [batch.pop(_TURNS, None) for batch, _ in micro_batches]
+
+    def _matched(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        """
+        As many micro-batches as the process with most of them has, those with images last.
+
+        DDP reduces the gradients of what the last backward used: of the vision tower, too.
+
+        Raises:
+            ValueError: If processes that shard a model would wait for one without images in its vision tower.
+        """
+        trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
+        of_kind = [[m for m in micro_batches if has_pixels(m[0]) == kind] for kind in (False, True)]
+        if trainer.padding.part(StepOrder).images is None or not is_sharded(trainer):
+            count = max_over_processes(trainer, len(micro_batches))
+            return sorted(to_equal_count(micro_batches, count, rows_per_item), key=lambda m: has_pixels(m[0]))
+        texts, images = (max_over_processes(trainer, len(kind)) for kind in of_kind)
+        if images and not of_kind[1]:
+            raise ValueError(
+                f"No row of process {trainer.accelerator.process_index} has an image in step "
+                f"{trainer.state.global_step + 1}, and processes that shard a model (FSDP, ZeRO-3) meet in its vision "
+                "tower. As with TRL alone, each batch of each process needs a row with an image."
+            )
+        if texts and not of_kind[0]:  # its text computes the same layers, and counts for nothing
+            of_kind[0] = [(without_images(of_kind[1][0][0]), 0.0)]
+        counted = zip(of_kind, (texts, images), strict=True)
+        return [m for kind, count in counted if count for m in to_equal_count(kind, count, rows_per_item)]
+
+    def note_step(self, batches: Sequence[Any]) -> None:
+        step = step_of(batches[0]) if batches else None
+        self.sizes_of_trl = () if step is None else step.sizes_of_trl
+
+    def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return train_in_turns(self.trainer, self.sizes_of_trl, train, model, inputs, *args, **kwargs)
+
+    def whole_batch(self, inputs: Any) -> Any:
+        return whole_batch(self.trainer, inputs)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""
+        state, order = self.trainer.state, self.trainer.padding.part(StepOrder)
+        # Set once in each step: transformers has counted one batch of the data loader for each.
+        if self.budget is None or not order.steps or not order.steps.rows or state.epoch == self._epoch:
+            return
+        steps = round((state.epoch - epoch) * len(order.steps) / order.steps.processes)
+        state.epoch = self._epoch = epoch + order.steps.share_of_epoch(steps)
+
+    def _claimed_reduction(self) -> str | None:
+        """What the user says of a custom loss. That of TRL needs no claim."""
+        return self.settings.loss_reduction if custom_loss_name(self.trainer) else None
+
+    def _verify_claim(
+        self,
+        reduction: str,
+        model: torch.nn.Module,
+        batches: Sequence[dict[str, Any]],
+        weights: Sequence[Any],
+        *args: Any,
+        **how: Any,
+    ) -> None:
+        """
+        Compare the loss of all rows with that of the micro-batches, and the norms of their gradients.
+
+        Nothing of it is trained on or logged. Where processes shard gradients, only the losses are compared.
+
+        Raises:
+            ValueError: If they differ.
+        """
+        trainer = self.trainer
+        shards = is_sharded(trainer) or trainer.is_deepspeed_enabled
+        parameters = [] if shards else [p for p in trainer.model.parameters() if p.requires_grad]
+        num_items = next(iter((*args, *how.values())), None)
+
+        def loss(batch: dict[str, Any], weight: Any) -> Any:
+            inputs = trainer._prepare_inputs(dict(batch))
+            with trainer.compute_loss_context_manager(), temporarily_set(self, "weight", weight):
+                return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+
+        with (
+            without_dropout(trainer.model),
+            torch.random.fork_rng(),
+            trainer.accelerator.no_sync(model) if not shards else contextlib.nullcontext(),
+            torch.set_grad_enabled(not shards),
+            StepMetrics(trainer).discarded(),
+        ):
+            whole = join_batches(batches, trainer.padding.task.rows_per_item)
+            expected = loss_and_norm((loss(whole, None) for _ in range(1)), parameters)
+            with self._run(MicroBatchRunner(len(batches))):
+                losses = (loss(pop_metadata(b)[0], w) for b, w in zip(batches, weights, strict=True))
+                found = loss_and_norm(losses, parameters)
+        if differs(expected, found, next(trainer.model.parameters()).dtype):
+            raise ValueError(
+                f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "
+                f"step its loss is {expected[0]:.6f} for all rows at once (gradient norm {expected[1]:.6f}), and "
+                f"{found[0]:.6f} ({found[1]:.6f}) from {len(batches)} micro-batches with this reduction. Set the "
+                "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
+            )
+
+    def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
+        """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
+        task = self.trainer.padding.task
+        others = task.num_loss_items(batch) if counts_tokens else weight
+        return {"": others, **task.num_metric_items(batch)} if weight else {"": 0}
+
+    def _runner(self, micro_batches: list[MicroBatch], step: CollatedStep) -> MicroBatchRunner:
+        """The runner of a step; its micro-batches share prefixes if they have any in common."""
+        if not self.share_across_micro_batches or len(micro_batches) == 1:
+            return MicroBatchRunner(len(micro_batches))
+        plan = step.prefix_plan if len(micro_batches) == len(step.micro_batches) else STALE_PLAN
+        gather = gather_object if is_sharded(self.trainer) else None
+        assert self.budget is not None
+        return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
