@@ -67,7 +67,8 @@ def options() -> str:
         "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
         "`logits/rejected`) are means over all tokens of a step; TRL's are means over means of micro-batches. With "
         "`prefix_sharing` and gradient accumulation `entropy` and `kl` of GRPO, RLOO and distillation are means over "
-        "other micro-batches than TRL's. `num_input_tokens_seen` counts the padding of micro-batches, of which there is less.\n"
+        "other micro-batches than TRL's. `num_input_tokens_seen` counts the padding of micro-batches, of which "
+        "there is less.\n"
     )
     return page
 
