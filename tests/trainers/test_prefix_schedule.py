@@ -66,11 +66,12 @@ def whole(model, ids, mask):
     return take_gradients(model)
 
 
-def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None):
+def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False):
     """Each part with a backward of its own."""
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget, gather), batches)
+        plan = planning.plan_shared_prefixes(batches, budget, gather)
+        runner = MicroBatchRunner(len(batches), plan, batches, with_head)
         with within(runner=runner):
             for i, (own_ids, own_mask) in enumerate(batches):
                 runner.start(i)
@@ -128,6 +129,22 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
         assert sum(entered) == distinct + again + sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
         assert any(not prefix.tokens for prefix in alike)
     assert len(alike) < len(prefixes)  # the row that is there twice computes nothing of its own
+
+
+@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, budget):
+    """As under FSDP2, where a prefix is a forward of the whole model, which has router logits of its tokens only."""
+    ids, mask = batch("mixed")
+    model = build(name, "eager", output_router_logits=True).train()
+    expected, distinct = whole(model, ids, mask), prefix_sharing_layout(ids, mask).packed_tokens
+    for parts in PARTS.values():
+        found, entered, again = in_micro_batches(model, ids, mask, parts, budget, with_head=True)
+        assert_same_gradients(found, expected)
+        assert sum(entered) == distinct + again
+    output = model(input_ids=ids, attention_mask=mask, use_cache=False)
+    assert output.aux_loss > 0  # a whole batch still has one
+    assert len(output.router_logits) == model.config.num_hidden_layers
 
 
 def in_one_forward(model, ids, mask, budget, across=True):

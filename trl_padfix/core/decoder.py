@@ -116,6 +116,10 @@ class DecoderPatch(BatchPatch):
                 return self._padded(outer, call, args, kwargs)
             self.attachment.stats.add(layout)
             if isinstance(layout, PrefixedLayout) and layout.is_prefix:
+                # Its states are recorded. Under FSDP2 the model around it would compute a load-balancing loss, of the
+                # router logits of this prefix with the mask of a batch.
+                if getattr(output, "router_logits", None) is not None:
+                    output["router_logits"] = None
                 return output
             # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
             if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
