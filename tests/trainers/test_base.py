@@ -203,6 +203,7 @@ def test_tokens_are_counted_without_a_trainer():
     part, step, logs = TokenCounts(stand_in()), step_on([[5, 6, 0], [7, 8, 9]]), {}
     with part.around_step(step):
         pass
+    part.add(step.mode, step.counts)  # as `ProcessErrors` does, summed over processes
     (counts,) = part.counters["train"].sums.values()
     assert counts.tolist() == [5, *[0] * 7]
     part.log(logs, "train")

@@ -58,6 +58,7 @@ from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
+from .process_errors import ProcessErrors
 from .reference_copy import ReferenceCopy
 from .settings import Settings, trls_configuration
 from .task import Task
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
+    ProcessErrors,  # raises those of all other parts
     ReferenceCopy,
     ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
@@ -236,7 +238,10 @@ class PaddingFreeMixin:
     # -- steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, *count = super().get_batch_samples(*args, **kwargs)
+        errors = self.padding.part(ProcessErrors)
+        with errors.around_batches():
+            batches, *count = super().get_batch_samples(*args, **kwargs)
+        errors.check_labels(next(iter(count), None))
         self.padding.part(SubBatchBudget).note_step(batches)
         return batches, *count
 
@@ -305,6 +310,7 @@ class PaddingFreeMixin:
         padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
         with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
             yield step
+            step.is_computed = True
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import DistributedType, gather
+from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
 
 from ..core.errors import PaddingRemovalError
@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "STOPPED",
     "check_launch",
     "data_replicas",
     "datasets_of",
+    "gather_counts",
     "is_fsdp2",
     "is_sharded",
     "is_zero_3",
     "max_over_processes",
     "models_of",
     "named_models_of",
+    "raise_on_all",
     "refuse_whole_rows",
     "splitting_parallelism",
     "sync_gradients_in_last",
@@ -151,11 +154,42 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
 
 
+STOPPED = -(2**40)
+"""In place of a count that processes gather: this one has an error. A sum of counts with it is negative, too."""
+
+
+def gather_counts(trainer: PaddingFreeTrainer, count: int) -> list[int]:
+    """
+    The `count` of each process.
+
+    Raises:
+        RuntimeError: If a process passed [`STOPPED`].
+    """
+    if trainer.accelerator.num_processes == 1:
+        return [count]
+    counts = gather(torch.tensor([count], device=trainer.args.device)).tolist()
+    if min(counts) < 0:
+        raise_on_all()
+    return counts
+
+
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     """The largest `count` of all processes."""
-    if trainer.accelerator.num_processes == 1:
-        return count
-    return int(gather(torch.tensor([count], device=trainer.args.device)).max())
+    return max(gather_counts(trainer, count))
+
+
+def raise_on_all(error: Exception | None = None) -> NoReturn:
+    """
+    Raise an error on all processes, each of which must call this: `error` where it occurred, elsewhere its text.
+
+    Raises:
+        RuntimeError: On processes without an `error` of their own.
+    """
+    texts = gather_object([error and f"{type(error).__name__}: {error}"])
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
 
 
 @contextlib.contextmanager

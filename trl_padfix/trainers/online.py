@@ -38,6 +38,7 @@ from .metrics.token_counts import TokenCounts
 from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
+from .process_errors import ProcessErrors
 from .reference_copy import ReferenceCopy
 from .task import Task
 
@@ -173,8 +174,8 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity, OnlineLayouts,
-        SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
+        ProcessErrors, ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
+        OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:

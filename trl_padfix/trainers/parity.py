@@ -19,7 +19,7 @@ from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
 from ..core.model.patching import Attachment, ForwardPatch
 from ..core.parity.check import check_parity
-from ..core.parity.report import ParityReport
+from ..core.parity.report import ParityError, ParityReport
 from .distributed import is_sharded, models_of, named_models_of
 from .parts import Part, Step
 
@@ -71,15 +71,24 @@ class Parity(Part):
         if not self._is_due(step.mode):
             yield
             return
+        failed: ParityError | None = None
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
             if is_packed:
                 images = padding.task.parity_inputs(step.inputs, batch)
                 labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
                 inputs = labels | batch | _multimodal(padding.handle.multimodal, images)
-                self.compare(step.mode, step.model, inputs)
+                try:
+                    self.compare(step.mode, step.model, inputs)
+                except ParityError as error:
+                    if self.trainer.accelerator.num_processes == 1:
+                        raise
+                    failed = failed or error  # the others wait for the forwards of this process
         if step.batches:
-            self.print_reports(step.mode)
+            if failed is None:
+                self.print_reports(step.mode)
             yield
+            if failed is not None:
+                raise failed
             return
         for handle in padding.handles:
             handle.accept_hooks()  # the comparison after these forwards judges them
@@ -153,14 +162,16 @@ def compare(
     accelerator, precisions = trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
     casts = sharded or accelerator.native_amp
     dtype = precisions.get(accelerator.mixed_precision) if casts else None
+    compared = len(reports)
     for model in models:
         # Sharded weights are gathered by the hooks of the wrapper, so the check has to call the wrapped model.
         trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model
         report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
         reports.append(report)
-        report.raise_if_failed()
         if not report.compared:
             logger.warning(str(report))
+    for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
+        report.raise_if_failed()
 
 
 def will_pack(handle: PaddingRemoval, call: dict[str, Any]) -> bool:

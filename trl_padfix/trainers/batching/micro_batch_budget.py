@@ -24,11 +24,7 @@ from ..custom_loss import computes_own_loss, custom_loss_name, is_custom_collato
 from ..data.batch_metadata import pop_metadata
 from ..data.image_rows import has_pixels, without_images
 from ..data.tokenizers import tokenizer_of
-from ..distributed import (
-    is_sharded,
-    max_over_processes,
-    sync_gradients_in_last,
-)
+from ..distributed import gather_counts, is_sharded, max_over_processes, sync_gradients_in_last
 from ..temporary_attributes import temporarily_set
 from .budget_checks import check_configuration, has_images, what_collator_gets
 from .claims import claimed_weights, differs, loss_and_norm, without_dropout
@@ -218,16 +214,16 @@ class MicroBatchBudget(SubBatchBudget):
         if trainer.padding.part(StepOrder).images is None or not is_sharded(trainer):
             count = max_over_processes(trainer, len(micro_batches))
             return sorted(to_equal_count(micro_batches, count, rows_per_item), key=lambda m: has_pixels(m[0]))
-        texts, images = (max_over_processes(trainer, len(kind)) for kind in of_kind)
-        if images and not of_kind[1]:
+        texts, images = max_over_processes(trainer, len(of_kind[0])), gather_counts(trainer, len(of_kind[1]))
+        if any(images) and not all(images):  # on every process, none of which then waits for the others
             raise ValueError(
-                f"No row of process {trainer.accelerator.process_index} has an image in step "
-                f"{trainer.state.global_step + 1}, and processes that shard a model (FSDP, ZeRO-3) meet in its vision "
-                "tower. As with TRL alone, each batch of each process needs a row with an image."
+                f"No row of process {images.index(0)} has an image in step {trainer.state.global_step + 1}, and "
+                "processes that shard a model (FSDP, ZeRO-3) meet in its vision tower. As with TRL alone, each batch "
+                "of each process needs a row with an image."
             )
         if texts and not of_kind[0]:  # its text computes the same layers, and counts for nothing
             of_kind[0] = [(without_images(of_kind[1][0][0]), 0.0)]
-        counted = zip(of_kind, (texts, images), strict=True)
+        counted = zip(of_kind, (texts, max(images)), strict=True)
         return [m for kind, count in counted if count for m in to_equal_count(kind, count, rows_per_item)]
 
     def note_step(self, batches: Sequence[Any]) -> None:

@@ -91,8 +91,12 @@ class TokenCounts(Part):
         else:  # packed forwards count the tokens of the tree, not those of its rows
             padded, real = len(lengths) * int(lengths.max()), int(lengths.sum())
             counts = torch.tensor([real, padded, real, *new[2:]])
-        counter.add(summed_over_processes(counts, self.trainer))
+        step.counts = counts  # which `ProcessErrors` adds up
         self._warn_if_unpacked(step)
+
+    def add(self, mode: str, counts: torch.Tensor) -> None:
+        """Add the counts of a step, summed over processes."""
+        self.counters[mode].add(counts)
 
     def _warn_if_unpacked(self, step: Step) -> None:
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""

@@ -1,0 +1,110 @@
+"""
+Errors that one of several processes has, raised on all of them.
+
+A process that stops alone leaves the others waiting in their next collective, until it times out. There is no
+collective for errors: those that processes compute anyway carry them.
+
+- The sum of token counts after the forwards of a batch also counts the processes with an error, of the parity check,
+  of a deferred check, of a loss that is not finite.
+- Where processes gather the number of their micro-batches, [`STOPPED`] takes the place of a number if the data loader
+  failed.
+
+Within TRL's loss each process computes collectives of TRL's: an error there stops one process only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather
+
+from .batching.micro_batch_budget import MicroBatchBudget
+from .batching.token_budget import SubBatchBudget
+from .custom_loss import may_read_steps
+from .distributed import STOPPED, data_replicas, is_sharded, raise_on_all
+from .metrics.token_counts import TokenCounts, summed_over_processes
+from .parts import Part, Step
+
+
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
+
+
+__all__ = ["ProcessErrors"]
+
+
+class ProcessErrors(Part):
+    """Adds up the token counts of all processes, and raises the errors of one of them on all."""
+
+    def __init__(self, trainer: PaddingFreeTrainer):
+        super().__init__(trainer)
+        self._error: Exception | None = None
+        """An error of this process that the others do not have yet."""
+
+    @contextlib.contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        has_others = self.trainer.accelerator.num_processes > 1
+        try:
+            yield
+        except Exception as error:
+            if not (has_others and step.is_computed):
+                raise
+            self._error = self._error or error
+        counts = torch.zeros(8, dtype=torch.int64) if step.counts is None else step.counts
+        if has_others:
+            flag = torch.full_like(counts[:1], data_replicas(self.trainer) * (self._error is not None))
+            sums = summed_over_processes(torch.cat([counts, flag]), self.trainer)
+            counts, errors = sums.split([len(counts), 1])
+            if self._may_wait() and bool(errors):
+                self._raise()
+        self.trainer.padding.part(TokenCounts).add(step.mode, counts)
+
+    def _may_wait(self) -> bool:
+        """
+        Whether the host may wait for the sum: processes meet in the backward pass that follows anyway.
+
+        Between the micro-batches of a step they need not, unless they shard the model. An error there is kept.
+        """
+        running = self.trainer.padding.part(SubBatchBudget).running
+        return running is None or running.index == running.count - 1 or is_sharded(self.trainer)
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        raise_on_all(error)
+
+    @contextlib.contextmanager
+    def around_batches(self) -> Iterator[None]:
+        """A block that takes the batches of a step from the data loader."""
+        if not self._gathers_counts():
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            # The first collective of the others: of their numbers of labels, or of micro-batches.
+            gather(torch.tensor([STOPPED], device=self.trainer.args.device))
+            raise_on_all(error)
+
+    def check_labels(self, count: Any) -> None:
+        """
+        Raises:
+            RuntimeError: If another process has failed to take its batches, by the number of labels of all.
+        """
+        if isinstance(count, torch.Tensor) and self._gathers_counts() and bool((count < 0).any()):
+            raise_on_all()
+
+    def _gathers_counts(self) -> bool:
+        """Whether processes gather numbers of micro-batches as soon as they have their batches."""
+        trainer, budget = self.trainer, self.trainer.padding.part(SubBatchBudget)
+        return (
+            trainer.accelerator.num_processes > 1
+            and isinstance(budget, MicroBatchBudget)
+            and budget.budget is not None
+            # Steps of a user, and losses of all rows at once, have other collectives first; so has this count.
+            and not may_read_steps(trainer)
+            and not trainer.padding.task.needs_all_rows()
+            and getattr(trainer.args, "include_num_input_tokens_seen", "no") in (False, "no")
+        )
