@@ -38,6 +38,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "FSDP2 and TP": {"fsdp_size": 2, "tp_size": 2},
     "FSDP2 and EP": {"fsdp_size": 4, "ep_size": 2},
     "FSDP2, TP and EP": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+    "FSDP2, TP and EP within": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    "EP of four": {"fsdp_size": 4, "ep_size": 4},
 }
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "policy": (0, {}),
@@ -57,6 +59,7 @@ BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
     "experts without a mesh": ({"ep_size": 2}, "policy", {}, 2, "`ep_size` must divide `fsdp_size * tp_size`"),
     "heads that do not divide": (SIZES["TP"], "three heads", {}, 2, "`tp_size=2`"),
     "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),
+    "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "policy", {}, 2, "has no `tp_plan`"),
     "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
     "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "Under tensor parallelism several processes"),
 }
@@ -65,6 +68,7 @@ MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "sharing": {"padding_free": True, "prefix_sharing": True},
     "budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
+    "router logits": {"padding_free": True, "prefix_sharing": True} | BUDGET,  # asked for, and in no loss
     "confused": {"padding_free": True, "prefix_sharing": True, "parity_check": False},
 }
 ROWS = 8
@@ -83,8 +87,7 @@ def save_models(folder: Path) -> None:
         build_tokenizer().save_pretrained(folder / name)
 
 
-def load(folder: Path, name: str, sizes: dict[str, Any] | None) -> Any:
-    given = {}
+def load(folder: Path, name: str, sizes: dict[str, Any] | None, **given: Any) -> Any:
     if sizes:
         from transformers.distributed import DistributedConfig  # 5.23 and later
 
@@ -105,9 +108,10 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, pol
         "learning_rate": 0.02,
         "use_cpu": sizes is None,
     }
-    given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes)
+    asked = {"output_router_logits": True} if mode == "router logits" else {}
+    given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes, **asked)
     if method == "DPO":
-        given["ref_model"] = load(folder, "reference", sizes)
+        given["ref_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
     given |= MODES.get(mode, {}) | config
     trainer = make_trainer(trl_padfix if mode else trl, method, folder / "run", **given)
