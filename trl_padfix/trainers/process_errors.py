@@ -5,7 +5,7 @@ A process that stops alone leaves the others waiting in their next collective, u
 collective for errors: those that processes compute anyway carry them.
 
 - The sum of token counts after the forwards of a batch also counts the processes with an error, of the parity check,
-  of a deferred check, of a loss that is not finite.
+  of a deferred check, of a loss that is not finite. It is read where the host does not wait for it.
 - Where processes gather the number of their micro-batches, [`STOPPED`] takes the place of a number if the data loader
   failed.
 
@@ -43,14 +43,17 @@ class ProcessErrors(Part):
         super().__init__(trainer)
         self._error: Exception | None = None
         """An error of this process that the others do not have yet."""
+        self._first: dict[str, int] = {}
+        """The number of the first step of each mode."""
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         has_others = self.trainer.accelerator.num_processes > 1
+        may_wait = self._may_wait(step) and has_others
         try:
             yield
         except Exception as error:
-            if not (has_others and step.is_computed):
+            if not (may_wait and step.is_computed):
                 raise
             self._error = self._error or error
         counts = torch.zeros(8, dtype=torch.int64) if step.counts is None else step.counts
@@ -58,13 +61,19 @@ class ProcessErrors(Part):
             flag = torch.full_like(counts[:1], data_replicas(self.trainer) * (self._error is not None))
             sums = summed_over_processes(torch.cat([counts, flag]), self.trainer)
             counts, errors = sums.split([len(counts), 1])
-            if self._may_wait() and bool(errors):
+            if may_wait and self._meets() and bool(errors):
                 self._raise()
         self.trainer.padding.part(TokenCounts).add(step.mode, counts)
 
-    def _may_wait(self) -> bool:
+    def _may_wait(self, step: Step) -> bool:
+        """Whether the host may read the sum in this step, which waits for the device; the same on all processes."""
+        # The parity check of the first step waits anyway, `stop_on_nonfinite` in each step, and a CPU never.
+        is_first = self._first.setdefault(step.mode, step.number) == step.number
+        return is_first or self.settings.stop_on_nonfinite or self.trainer.accelerator.device.type == "cpu"
+
+    def _meets(self) -> bool:
         """
-        Whether the host may wait for the sum: processes meet in the backward pass that follows anyway.
+        Whether processes meet in the backward pass that follows.
 
         Between the micro-batches of a step they need not, unless they shard the model. An error there is kept.
         """
