@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from kit.observe import entered_tokens
-from kit.split_runs import break_it
+from kit.split_runs import ATTENTION, break_it
 from torch import nn
+from torch.nn import functional
 from zoo.families import build as build_family
 from zoo.models import batch, build
 
@@ -32,13 +34,17 @@ from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
 __all__: list[str] = []
 
-PARTS = ([[4], [0], [5, 1], [2], [3, 6]], [[0, 2], [1, 3], [4, 5], [6]], [[0, 0], [0], [4]])
-"""Rows of micro-batches: depth first, nested, and a micro-batch that computes nothing of its own."""
+PARTS = ([[4], [0], [5, 1], [2], [3, 6]], [[0, 2], [1, 3], [4, 5], [6]], [[0, 0], [0], [4]], [[0, 0], [0, 1], [1]])
+"""Rows of micro-batches: depth first, nested, and micro-batches that compute nothing of their own."""
+
+FEW = ([1, 14, 2], [14, 1, 3])
+"""Columns of the last of [`PARTS`], all of them and these: tokens that two processes cannot share."""
 
 
 def logps_of(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    logps = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(-1)
-    return logps.gather(2, ids[:, 1:, None]).squeeze(2) * (mask[:, :-1] * mask[:, 1:])
+    """Of each token in place of the next one, so that a row of one token has a value, too."""
+    logps = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
+    return logps.gather(2, ids[:, :, None]).squeeze(2) * mask
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -53,19 +59,26 @@ def make(name: str) -> nn.Module:
     return build(name, "eager" if name == "gpt_oss" else "sdpa")
 
 
-def differences(name: str) -> Iterator[dict[str, Any]]:
+def steps() -> Iterator[tuple[list[tuple[torch.Tensor, torch.Tensor]], str]]:
+    """Micro-batches of ids and masks, and how each process attends."""
     ids, mask = batch("mixed")
-    for parts in PARTS:
+    steps = [[(ids[part], mask[part]) for part in parts] for parts in PARTS]
+    ids, mask = batch("right")
+    steps += [[(ids[part, :n], mask[part, :n]) for part, n in zip(PARTS[-1], few, strict=True)] for few in FEW]
+    yield from product(steps, ATTENTION)
+
+
+def differences(name: str) -> Iterator[dict[str, Any]]:
+    for batches, attention in steps():
         for budget in (10**6, 12):  # prefixes are kept, or computed again
             model = make(name).train()
-            batches = [(ids[part], mask[part]) for part in parts]
             want = [logps_of(model, *rows) for rows in batches]
             sum((logps.sum(1) / 5).sin().sum() for logps in want).backward()
             expected, got = take_gradients(model), []
             plan = planning.plan_shared_prefixes(batches, budget)
             assert plan is not None
             with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
-                split_rows(handle)
+                split_rows(handle, attention=attention)
                 entered = entered_tokens(model)
                 runner = MicroBatchRunner(len(batches), plan, batches)
                 with within(runner=runner):
@@ -79,13 +92,18 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
                 dist.all_reduce(grad)
                 grad /= dist.get_world_size()
             floor = max(grad.norm() for grad in expected.values()) / 100
-            order = [row for part in parts for row in part]
+            width = max(ids.shape[1] for ids, _ in batches)
+            joined = (
+                torch.cat([functional.pad(x, (0, width - x.shape[1])) for x in tensors])
+                for tensors in zip(*batches, strict=True)
+            )
             again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
             yield {
+                "attention": attention,
                 "values": max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)),
                 "gradients": max(float((found[n] - g).norm() / max(g.norm(), floor)) for n, g in expected.items()),
                 "entered": sum(entered),
-                "distinct": prefix_sharing_layout(ids[order], mask[order]).packed_tokens + again,
+                "distinct": prefix_sharing_layout(*joined).packed_tokens + again,
                 "filler": handle.stats.filler_tokens,
             }
 

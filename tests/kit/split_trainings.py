@@ -51,6 +51,7 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "DPO, budget": ("DPO", "short", BUDGET),
     "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
+    "SFT, budget, keys, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30} | KEYS),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT": ("SFT", "completions only", KEYS),
     "SFT, accumulation": ("SFT", "accumulation", {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ from .call.layers import takes_any_argument
 from .call.layout_of import Lengths, PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .context import context
-from .errors import PaddingRemovalError, UnpackableCallError
+from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
-from .parallel.layout import HEADS, ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
+from .parallel.layout import ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
@@ -376,13 +376,18 @@ class PaddingRemoval(Attachment):
         if layout is None:
             return layout
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
-        if self.packed_multiple_of is None:
-            if not isinstance(layout, PrefixedLayout) or layout.new is None or layout.new.packed_tokens >= processes:
-                return layout
-            return layout.filled(processes)  # every process takes part in every forward: its heads have a prefix whole
-        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
         lengths = self.packed_multiple_of
-        return layout.filled([n * processes for n in ([lengths] if isinstance(lengths, int) else lengths)])
+        if isinstance(layout, PrefixedLayout) and layout.new is None:
+            needs_filler = self.context_parallel is not None and not all(_tokens_read(layout, processes))
+        elif isinstance(layout, PrefixedLayout) and layout.new is not None and lengths is None:
+            # Every process takes part in every forward: in that of a prefix, too, which all of them keep.
+            needs_filler = layout.new.packed_tokens < processes
+        else:
+            needs_filler = lengths is not None
+        if not needs_filler:
+            return layout
+        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
+        return layout.filled([n * processes for n in (lengths if isinstance(lengths, Sequence) else [lengths or 1])])
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
@@ -399,14 +404,7 @@ class PaddingRemoval(Attachment):
             parts = [states.ranges for states in layout.prefix_states.reads]
             if (new := self.cp_layout_of_new(layout)) is not None:
                 parts.append(new.ranges)
-            cp_layout = ContextParallelLayout(layout, config.group, HEADS, tuple(parts))
-            if not all(cp_layout.ranges):  # a micro-batch without tokens of its own
-                raise PaddingRemovalError(
-                    f"All {layout.packed_tokens} tokens of a micro-batch are shared with other micro-batches, and "
-                    f"some of the {config.group.size} processes that compute it (`cp_size`) have none. Drop rows that "
-                    "occur twice, or set `prefix_sharing=False`."
-                )
-            return cp_layout
+            return ContextParallelLayout(layout, config.group, config.attention, tuple(parts))
         if layout.packed_tokens < config.group.size:
             return None
         # Rows that are even without being cut need no communication within the layers. They are not quite even, which
@@ -416,10 +414,16 @@ class PaddingRemoval(Attachment):
         return ContextParallelLayout(layout, config.group, comm)
 
     def cp_layout_of_new(self, layout: PrefixedLayout) -> ContextParallelLayout | None:
-        """The new tokens of a forward behind shared prefixes, of which each process computes some; for `"heads"`."""
+        """The new tokens of a forward behind shared prefixes, of which each process computes some."""
         if self.context_parallel is None or layout.new is None:
             return None
-        return ContextParallelLayout(layout.new, self.context_parallel.group, HEADS)
+        return ContextParallelLayout(layout.new, self.context_parallel.group, self.context_parallel.attention)
+
+
+def _tokens_read(layout: PrefixedLayout, processes: int) -> list[int]:
+    """How many ranges of tokens of shared prefixes a forward reads on each process of a context-parallel group."""
+    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
+    return [sum(len(states.ranges[rank]) for states in layout.prefix_states.reads) for rank in range(processes)]
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..parallel.layout import KEYS
+
 
 if TYPE_CHECKING:
     from ..parallel.layout import ContextParallelLayout
@@ -34,6 +36,8 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
         ranges (`list[list[tuple[int, int]]]`): With context parallelism the ranges of tokens of each process; see
             [`ContextParallelLayout`].
         outputs (`int`): Tokens whose outputs this process has; `t` without context parallelism.
+        index_of_keys (`torch.Tensor` of shape `(t,)`, *optional*): Where the tokens are among keys that processes have
+            gathered.
     """
 
     output_spec: TreeSpec | None = None
@@ -41,18 +45,21 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
     fork_tokens: tuple[int, ...] = ()
     ranges: list[list[tuple[int, int]]] = []  # replaced, never changed
     outputs: int = 0
+    index_of_keys: torch.Tensor | None = None
 
     def divide(self, cp_layout: ContextParallelLayout) -> None:
         """Note which processes compute the tokens; those behind `ids` are filler."""
         own = len(self.ids)
         self.ranges = [[(b, min(e, own)) for b, e in of_rank if b < own] for of_rank in cp_layout.ranges]
         self.outputs = sum(end - begin for begin, end in self.ranges[cp_layout.group.rank])
+        # Gathered keys are in rank order, and are kept in that of the tokens, as those that are exchanged for heads.
+        self.index_of_keys = cp_layout.index_in_rank_order[:own] if cp_layout.comm == KEYS else None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
         states = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
         states.output_spec, states.ids, states.fork_tokens = self.output_spec, self.ids, self.fork_tokens
-        states.ranges, states.outputs = self.ranges, self.outputs
+        states.ranges, states.outputs, states.index_of_keys = self.ranges, self.outputs, self.index_of_keys
         return states
 
 
@@ -86,8 +93,9 @@ class PrefixStates:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
         if self.records is not None:
-            own = len(self.records.ids)
-            self.records[module] = (key[:, :, :own], value[:, :, :own])  # without filler
+            own, index = len(self.records.ids), self.records.index_of_keys  # without filler
+            kv = [x[:, :, :own] if index is None else x.index_select(2, index) for x in (key, value)]
+            self.records[module] = (kv[0], kv[1])
         if not self.reads:
             return key, value
         keys, values = zip(*(states[module] for states in self.reads), (key, value), strict=True)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .build import prefix_sharing_layout
-from .layout import Layout
+from .layout import Layout, packed_length
 
 
 if TYPE_CHECKING:
@@ -74,11 +74,26 @@ class PrefixedLayout(Layout):
 
     def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
         """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
-        if self.new is None:
-            return self
-        new = self.new.filled(multiple)
+        new = self._only_filler(packed_length(0, multiple)) if self.new is None else self.new.filled(multiple)
         packed_index = torch.cat([self.packed_index, new.packed_index[new.computed_tokens :]])
         return replace(self, new=new, packed_index=packed_index, filler=new.filler)
+
+    def _only_filler(self, filler: int) -> Layout:
+        """New tokens of a forward that has none of its own: copies of the first token, each of which sees itself."""
+        positions = self.positions[:1].expand(filler)
+        return Layout.of_segments(
+            [1] * filler,
+            [1] * filler,
+            batch_shape=self.batch_shape,
+            real_index=self.real_index,
+            source=None,
+            packed_index=self.packed_index[:1].expand(filler),
+            positions=positions,
+            key_index=torch.arange(filler, device=positions.device) + self.packed_tokens,
+            spans=(1,) * filler,
+            key_source_positions=torch.cat([self.positions, positions]),
+            filler=filler,
+        )
 
 
 @dataclass(frozen=True, eq=False)

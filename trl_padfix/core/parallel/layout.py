@@ -133,7 +133,7 @@ class ContextParallelLayout:
         return tokens.to(self.layout.packed_index.device)
 
     @cached_property
-    def _index_in_rank_order(self) -> torch.Tensor:
+    def index_in_rank_order(self) -> torch.Tensor:
         """Index of each packed token in `_rank_order`."""
         return inverse_permutation(self._rank_order)
 
@@ -165,18 +165,18 @@ class ContextParallelLayout:
         return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
 
     def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
-        # With one range per process rank order is the order of the packed tokens, unless rows are left whole.
-        has_order = self.comm != ROWS and len(self.ranges[0]) == 1
-        return x if has_order else x.index_select(0, self._index_in_rank_order)
+        begins = [begin for ranges in self.ranges for begin, _ in ranges]
+        has_order = begins == sorted(begins)  # as with one range per process
+        return x if has_order else x.index_select(0, self.index_in_rank_order)
 
     def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""
         ends = torch.tensor(self.tokens_per_rank, device=tokens.device).cumsum(0)
-        return torch.searchsorted(ends, self._index_in_rank_order.index_select(0, tokens), right=True)
+        return torch.searchsorted(ends, self.index_in_rank_order.index_select(0, tokens), right=True)
 
     def local_index(self, tokens: torch.Tensor) -> torch.Tensor:
         """Index among the local tokens of these packed tokens, which must be local."""
-        return self._index_in_rank_order.index_select(0, tokens) - sum(self.tokens_per_rank[: self.group.rank])
+        return self.index_in_rank_order.index_select(0, tokens) - sum(self.tokens_per_rank[: self.group.rank])
 
     def all_gather_at(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, only the values of these packed `tokens`: `(t, ...)` to `(n, ...)`."""
@@ -194,7 +194,9 @@ class ContextParallelLayout:
 
         A segment that ends outside of a local range is cut at the end of the range, and its keys with it.
         """
-        layout, positions = self.layout, self.layout.positions.cpu()
+        layout, device = self.layout, self.layout.packed_index.device
+        sources = layout.positions if layout.key_source_positions is None else layout.key_source_positions
+        positions, read = sources.cpu(), len(sources) - layout.packed_tokens  # keys of other forwards come first
         keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index.cpu()
         segment_ends = list(accumulate(layout.query_lengths))
         segments = list(zip(segment_ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
@@ -207,8 +209,9 @@ class ContextParallelLayout:
                     # The last key is the last query: cut the keys of the queries behind `end`.
                     paths.append(path[: len(path) - (segment_end - end)])
         key_lengths = [len(path) for path in paths]
-        key_index = self._index_in_rank_order.index_select(0, torch.cat(paths).to(layout.packed_index.device))
-        key_source_positions = layout.positions.index_select(0, self._rank_order)
+        place_of_key = torch.cat([torch.arange(read, device=device), self.index_in_rank_order + read])
+        key_index = place_of_key.index_select(0, torch.cat(paths).to(device))
+        key_source_positions = torch.cat([sources[:read], layout.positions.index_select(0, self._rank_order)])
         if self.comm == ROWS:
             key_index = key_index - sum(self.tokens_per_rank[: self.group.rank])
             key_source_positions = self.local(layout.positions)

@@ -30,7 +30,6 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan, plan_shar
 from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
-from ...core.parallel.layout import HEADS
 from ...core.remove import packs_now
 from ..activation_checkpointing import checkpointing_kwargs
 from ..data.batch_metadata import pop_metadata
@@ -375,8 +374,6 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
     if getattr(args, "torch_compile", False):
         return "compiled layers take no states from outside"
-    if handle.context_parallel is not None and handle.context_parallel.attention != HEADS:
-        return f"keys that processes gather are not kept (set `cp_attention={HEADS!r}`)"
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
     # Checkpointing that is on in the model, reentrant unless it says otherwise, and that which Trainer will switch on.
