@@ -58,7 +58,7 @@ def misses(case: dict[str, Any]) -> list[str]:
 def test_every_process_gets_what_the_padded_computation_gives(processes, models):
     """Losses, log-probabilities, logits and gradients, with shared prefixes and checkpointing and without."""
     cases = launched(processes, models)
-    assert len(cases) == 36 * len(models)
+    assert len(cases) == 48 * len(models)
     assert [(case["case"], misses(case)) for case in cases if misses(case)] == []
     reports = [case["parity"] for case in cases if case["parity"]]
     assert len(reports) == 8 * len(models)

@@ -64,7 +64,12 @@ MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
 }
 ATTENTION = ("heads", "keys")
-BATCHES = ("pairs", "sft", "logits", "one row", "labels at the end", "one token", "rows of one length")
+BATCHES = (
+    *("pairs", "sft", "logits", "one row", "labels at the end", "one token", "one label", "rows of one length"),
+    *("one row more than once", "one row, filler"),
+)
+LENGTH = 64
+"""Of the part of each process, with filler."""
 
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
@@ -84,7 +89,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
         parts = [(tokens(9), tokens(10)) for _ in range(3)]
     else:
         first = tokens(9)
-        parts = [([], first + tokens(n)) for n in ((43,) if kind in ("one row", "one token") else (14, 3, 21, 8))]
+        parts = [([], first + tokens(n)) for n in ((43,) if kind.startswith("one ") else (14, 3, 21, 8))]
+        parts *= 3 if kind == "one row more than once" else 1
     length = max(len(prompt) + len(answer) for prompt, answer in parts)
     rows = [prompt + answer for prompt, answer in parts]
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -93,6 +99,8 @@ def batch_of(kind: str) -> dict[str, torch.Tensor]:
     labels = ids.masked_fill(unasked, -100)
     if kind == "labels at the end":
         labels[:, :-5] = -100  # some processes have none
+    if kind == "one label":
+        labels[:, :-1] = -100
     cut = slice(2 if kind == "one token" else None)  # fewer tokens than processes, if there are more than two
     return {"input_ids": ids[:, cut], "attention_mask": mask[:, cut], "labels": labels[:, cut]}
 
@@ -128,12 +136,14 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     entered = entered_tokens(model)
     packed, report = 0, None
     if sharing is not None:
-        split_rows(handle := remove_padding(model, prefix_sharing=sharing), attention=attention)
+        multiple = LENGTH if kind.endswith("filler") else None
+        handle = remove_padding(model, prefix_sharing=sharing, packed_multiple_of=multiple)
+        split_rows(handle, attention=attention)
     loss, values = values_of(model, kind)
     loss.backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     if sharing is not None:
-        packed = handle.stats.packed_tokens
+        packed = handle.stats.packed_tokens + handle.stats.filler_tokens
         report = check_parity(model, batch_of(kind)) if kind == "sft" else None
         for grad in grads.values():
             dist.all_reduce(grad)

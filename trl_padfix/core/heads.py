@@ -278,8 +278,7 @@ class LocalLabels:
         self._order = inverse_permutation(rank_of_label.argsort(stable=True))
         self._counts = rank_of_label.bincount(minlength=cp_layout.group.size).tolist()
         self.index, self.labels = index[rank_of_label == rank], labels[rank_of_label == rank]
-        if not self._counts[rank]:
-            self.index = cp_layout.local(layout.packed_index)[:1]
+        if not self._counts[rank]:  # the decoder then returns some state of this process
             self.labels = labels.new_full((1,), -100)
 
     def all_gather_for_loss(self, values: torch.Tensor) -> torch.Tensor:

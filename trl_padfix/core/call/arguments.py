@@ -156,6 +156,7 @@ def padded_output(output: Any, mask: Any, call: ModelCall | None) -> Any:
     hidden = output[0]  # the last hidden states are the first output of any decoder
     if call.scored_index is not None:
         states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
+        states = states if len(call.scored_index) else hidden[:1, :1]
     elif not isinstance(mask, torch.Tensor) or mask.shape != hidden.shape[:2]:
         return output
     else:
@@ -190,6 +191,8 @@ def _states(
         states = hidden.flatten(0, 1).index_select(0, index)
     elif call.pools_last:
         states = cp_layout.all_gather_at(hidden[0], index)
+    elif not len(index):
+        states = hidden[0, :1]  # perhaps filler, which has no index in the batch
     else:
         states = hidden[0].index_select(0, cp_layout.local_index(index))
     states = states.unsqueeze(0)

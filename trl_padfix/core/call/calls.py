@@ -45,7 +45,8 @@ class ModelCall:
         outer_arguments (`dict`):
             Arguments of the module around the decoder: ids and mask, if the decoder gets only embeddings.
         scored_index (`torch.Tensor` of shape `(n,)`, *optional*):
-            Indices in the flattened batch of the states that the head scores. The decoder then returns only these.
+            Indices in the flattened batch of the states that the head scores. The decoder then returns only these; if
+            there are none, any one state, because every process joins the collectives of backward.
         model_arguments (`dict`):
             Arguments of the model that describe its rows (mask, positions, `cu_seq_lens_q`), for models that do not
             pass them on to their decoder.
