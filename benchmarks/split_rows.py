@@ -87,6 +87,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--short", type=int, nargs=2, default=(0, 0), metavar=("N", "TOKENS"), help="N shorter rows")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--loss", choices=["sft", "dpo"], default="sft")
     parser.add_argument("--save", help="file for the loss, and the gradient of each parameter")
@@ -119,10 +120,12 @@ def main() -> None:
     if n > 1:
         distributed.init_process_group("gloo")
         split_rows(handle, attention=args.attention)
-    ids = torch.randint(1, 2048, (args.rows, args.tokens))
-    ids[:, : args.shared] = ids[:1, : args.shared]
+    ids = torch.randint(1, 2048, (args.rows + args.short[0], args.tokens))
+    ids[: args.rows, : args.shared] = ids[:1, : args.shared]
     mask = torch.ones_like(ids)
-    mask[:, -1] = torch.arange(args.rows) == 0  # two lengths, so that there is padding
+    mask[1:, -1] = 0  # two lengths, so that there is padding
+    mask[args.rows :, args.short[1] :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
     traffic, seconds, exchanging = Traffic(), [], []
     for step in range(args.steps * (2 if n > 1 else 1)):
         traffic.has_barrier = step >= args.steps
@@ -130,7 +133,7 @@ def main() -> None:
         handle.stats.reset()
         start = time.perf_counter()
         with saved_storages([*model.parameters(), *model.buffers()]) as saved:
-            output = model(ids, attention_mask=mask, labels=ids, fused_lm_head=True)
+            output = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True)
             loss = output.loss if args.loss == "sft" else dpo_loss(output.log_probs)
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}

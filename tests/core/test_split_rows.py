@@ -14,7 +14,6 @@ from kit.processes import ROOT, run_processes
 from kit.split_runs import ATTENTION, MODELS
 from zoo.families import build as build_family
 from zoo.models import build
-from zoo.vision_families import build_vision
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
 from trl_padfix.core.attention.segments import attend_by_segment
@@ -130,6 +129,38 @@ def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
         same = [case for case in cases if case["attention"] == attention]
         assert max(case["gradients"] for case in same) > 0.01
         assert (max(case["values"] for case in same) > 0.01) is (broken == "prefixes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "families"),
+    [
+        (2, ["qwen3_vl", "gemma3"]),
+        pytest.param(2, ["qwen2_vl", "llava", "qwen3_5"], marks=pytest.mark.matrix),
+        pytest.param(4, ["qwen3_vl", "gemma3"], marks=pytest.mark.matrix),
+    ],
+)
+def test_rows_with_images_are_split(processes, families):
+    """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""
+    cases = launched(processes, families, run="split_images")
+    assert len(cases) == 6 * len(families)
+    for case in cases:
+        if case["case"] == ["gemma3", "long", "keys"]:
+            assert "tokens of an image see later ones" in case["error"]
+            continue
+        assert case["logits"] < 2e-5, case
+        assert case["gradients"] < 1e-4, case
+        assert case["padded"] == 0
+        assert sum(case["entered"]) == case["packed"]
+        assert case["packed"] >= processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "cp_layout"]))
+def test_a_missing_factor_and_a_wrong_slice_of_images_are_seen(broken):
+    cases = [case for case in launched(2, ["qwen3_vl"], broken, run="split_images") if case["case"][1] == "long"]
+    assert min(case["gradients"] for case in cases) > 0.01
+    assert (min(case["logits"] for case in cases) > 0.01) is (broken == "cp_layout")
 
 
 def layout_of(*rows: list[int]) -> Any:
@@ -255,14 +286,11 @@ def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them
         ("qwen2", 2, "tokens", ValueError, "`attention` is 'heads' or 'keys', got 'tokens'"),
         ("bloom", 2, "heads", PaddingRemovalError, "computed on whole rows.*without context parallelism"),
         ("mamba", 2, "heads", PaddingRemovalError, "need all channels"),
-        ("qwen2_vl", 2, "heads", PaddingRemovalError, "it takes images"),
     ],
 )
 def test_what_cannot_be_split_is_refused(family, processes, attention, error, says, monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(None, 0, processes)))
-    model = (
-        build(family) if family == "qwen2" else build_vision(family).model if "vl" in family else build_family(family)
-    )
+    model = build(family) if family == "qwen2" else build_family(family)
     with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
         split_rows(handle, attention=attention)
     assert handle.context_parallel is None

@@ -1,8 +1,12 @@
-"""Rows of 32,768 tokens on four processes: the loss and the gradients of one process, and a share of its memory."""
+"""
+Rows of 32,768 tokens (or of `LONG_ROW_TOKENS`) on four processes: the loss and the gradients of one process, and a
+share of its memory.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from kit.cells import slow_but
 from kit.processes import ROOT, run_processes
 
 
-TOKENS = 32768
+TOKENS = int(os.environ.get("LONG_ROW_TOKENS", "32768"))
 TREE = ("--rows", "4", "--shared", str(TOKENS * 3 // 4))
 CELLS = {
     "SFT": ("--rows", "1"),

@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
 }
 ATTENTION = ("heads", "keys")
+LAYERS = ("Qwen2DecoderLayer", "LlamaDecoderLayer", "Gemma3DecoderLayer")
 BATCHES = (
     *("pairs", "sft", "logits", "one row", "labels at the end", "one token", "one label", "rows of one length"),
     *("one row more than once", "one row, filler"),
@@ -195,7 +196,7 @@ def counted() -> Iterator[dict[str, int]]:
             return  # a module within a layer; the layer itself is called from outside
         call = context().packed
         # FSDP2 gives the class of a layer a name of its own.
-        if call is not None and type(module).__name__.endswith("Qwen2DecoderLayer"):
+        if call is not None and type(module).__name__.endswith(LAYERS):
             counts["local"] += args[0].shape[:-1].numel()
             counts["packed"] += call.layout.packed_tokens
             counts["calls"] += 1

@@ -15,14 +15,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+import trl
 from datasets import load_from_disk
 from kit import experimental_runs
+from kit.experimental_runs import STEADY
 from kit.methods import METHODS, Maker, Method
 from kit.online_runs import save_policy
 from kit.rows import build_prompts
 from kit.split_runs import counted
 from kit.trainer_runs import MODES, Run, run
+from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 
+import trl_padfix
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
 
@@ -35,6 +39,8 @@ BUDGET = {"max_tokens_per_batch": 60}
 LENGTH = 16
 FEW = {"packed_multiple_of": LENGTH, "parity_check": False}  # which computes one whole row packed, not split
 GROUPED = {"group_by_prefix": True}
+PICTURED = {"DPO": build_pairs, "SFT": build_captions}
+SHARDED = {"llava": "LlamaDecoderLayer,CLIPEncoderLayer", "gemma3": "Gemma3DecoderLayer,SiglipEncoderLayer"}
 TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO": ("DPO", "short", {}),
     "DPO, a last batch of one pair": ("DPO", "a last batch of one pair", {}),
@@ -72,6 +78,10 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ORPO": ("ORPO", "plain", {}),
     "CPO": ("CPO", "plain", KEYS),
     "TPO": ("TPO", "plain", BUDGET),
+    "DPO, images": ("DPO", "images", KEYS),
+    "SFT, images": ("SFT", "images", {}),
+    "SFT, budget, images": ("SFT", "images", BUDGET),
+    "DPO, images that see themselves": ("DPO", "images that see themselves", {}),
 }
 """The method, its case, and what only our configuration says."""
 
@@ -120,6 +130,16 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     if kind not in METHODS:
         library, mode = ("trl_padfix", MODES["prefix sharing"] | own) if ours else ("trl", {})
         return experimental_runs.train(kind, library, folder, str(folder.parent / "policy"), **mode, **config)
+    if case.startswith("images"):
+        # `STEADY`: a bias of keys has no gradient but rounding, in encoders of images.
+        extra = STEADY | {"per_device_train_batch_size": 3, "max_steps": 4}
+        extra |= MODES["prefix sharing"] | own if ours else {}
+        family = "gemma3" if case.endswith("themselves") else "llava"
+        rows = {part: PICTURED[kind](n, (2, 0, 1)) for part, n in (("train_dataset", 12), ("eval_dataset", 3))}
+        # accelerate looks for the layers of the vision tower's encoders by the names that the model gives.
+        with mock.patch.dict(os.environ, {"FSDP_TRANSFORMER_CLS_TO_WRAP": SHARDED[family]}):
+            library = trl_padfix if ours else trl
+            return run(make_vision_trainer(library, kind, family, folder, **rows | extra | config))
     method = METHODS[kind]
     settings, given = method.cases[case]
     maker = Maker(method, SimpleNamespace(mktemp=lambda part: folder / part))

@@ -76,8 +76,6 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None, *, att
 
 def _obstacle(handle: PaddingRemoval) -> str | None:
     """Why several processes cannot compute one row of this model; `None` if they can."""
-    if handle.multimodal is not None:
-        return "it takes images, whose features every process would have to compute in full"
     for mixer in (*handle.mixers.in_mode(WHOLE), *handle.mixers.in_mode(ROWS)):
         return (
             f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"

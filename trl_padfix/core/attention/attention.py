@@ -39,6 +39,7 @@ from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
 from ..parallel.attention import attend_context_parallel
+from ..parallel.layout import KEYS, ROWS
 from .segments import attend_by_segment, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
@@ -218,7 +219,15 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
             f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.layout))
+    layout, comm = call.layout, None if call.cp_layout is None else call.cp_layout.comm
+    if comm == KEYS:
+        raise PaddingRemovalError(
+            f"{name} must attend with a prepared mask, in which tokens of an image see later ones of it, and gathered "
+            "keys of a query end with its own. Exchange heads instead (`cp_attention='heads'`)."
+        )
+    if call.cp_layout is not None and comm == ROWS:
+        layout = call.cp_layout.local_layout
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, layout))
 
 
 def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:

@@ -39,16 +39,24 @@ def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> di
 
 
 def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:
-    """Packed arguments of a decoder, `(1, T, ...)` or positions `(P, 1, T)`, for the local tokens."""
+    """
+    Packed arguments of a decoder, `(1, T, ...)`, positions `(P, 1, T)` or features of the visual tokens, for the local
+    tokens.
+    """
     T = cp_layout.layout.packed_tokens
+    visual = visual_mask(packed, (1, T))
+    features = None if visual is None else (visual.cumsum(1) - 1, int(visual.sum()))
 
     def local(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.dim() < 2:
             return x
-        dim = 1 if tuple(x.shape[:2]) == (1, T) else 2 if tuple(x.shape[1:]) == (1, T) else None
-        return x if dim is None else cp_layout.local(x, dim)
+        if (dim := 1 if tuple(x.shape[:2]) == (1, T) else 2 if tuple(x.shape[1:]) == (1, T) else None) is not None:
+            return cp_layout.local(x, dim)
+        if visual is None or features is None or len(x) != features[1]:
+            return x
+        return x.index_select(0, cp_layout.local(features[0], 1)[cp_layout.local(visual, 1)])
 
-    return {name: local(value) for name, value in packed.items()}
+    return tree_map(local, packed)
 
 
 def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
