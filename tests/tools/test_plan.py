@@ -295,9 +295,7 @@ def test_rows_are_split_over_gpus_only_where_one_holds_none(sizes):
     assert plan.tokens >= longest
     assert plan.memory.token == pytest.approx(memory(sizes, replace(plan.training, split=1)).token / 2, rel=0.01)
     assert splitting_flags(plan.training).endswith("cp_size 2 --parallelism_config_dp_shard_size 4")
-    assert not any("max_tokens_per_batch" in flag for flag in flags(plan, longest))
-    assert "--per_device_train_batch_size 1" in flags(plan, longest)  # rows of a forward that there is room for
-    assert f"--per_device_train_batch_size {plan.tokens // 16}" in flags(plan, 16)
+    assert f"--max_tokens_per_batch {plan.tokens}" in flags(plan, longest)  # of the GPUs that share rows
     with pytest.raises(ValueError, match="Nothing fits"):
         smallest_fit(sizes, longest=longest, may_split=False, **fits)
 

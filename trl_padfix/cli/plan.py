@@ -79,7 +79,7 @@ def plan(
     _print_memory(fit)
     _print_notes(fit, sizes, lengths)
     path = accelerate or Path("accelerate.yaml")
-    flags = p.flags(fit, None if is_online else lengths.longest, rows, sizes.has_experts)
+    flags = p.flags(fit, None if is_online else lengths.longest, sizes.has_experts)
     command = p.training_command(fit, sizes.name, method, lengths.data, path, flags)
     print_as_is(f"\n{command}")
     if "--dataset_name DATA" in command and lengths.data != "DATA":

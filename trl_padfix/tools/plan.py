@@ -426,7 +426,7 @@ def splitting_flags(training: Training) -> str:
     return f" --use_fsdp --fsdp_version 2 --use_parallelism_config {sizes}"
 
 
-def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = False) -> list[str]:
+def flags(plan: Plan, longest: int | None, has_experts: bool = False) -> list[str]:
     """
     Flags of `trl-padfix dpo`, `sft` and so on for a plan.
 
@@ -435,18 +435,13 @@ def flags(plan: Plan, longest: int | None, rows: int = 1, has_experts: bool = Fa
             Plan of the training.
         longest (`int`, *optional*):
             `--max_length`; `None` for methods without it.
-        rows (`int`):
-            Rows that one forward cannot divide: 2 for pairs.
         has_experts (`bool`):
             Whether the model is a mixture of experts.
     """
     training = plan.training
     result = ["--padding_free", "--prefix_sharing auto"]
     result += [f"--max_length {longest}"] if longest else []
-    if training.split == 1:
-        result.append(f"--max_tokens_per_batch {plan.tokens}")
-    else:  # a token budget does not work with context parallelism
-        result.append(f"--per_device_train_batch_size {max(1, plan.tokens // ((longest or plan.tokens) * rows))}")
+    result.append(f"--max_tokens_per_batch {plan.tokens}")
     result.append(f"--activation_checkpointing {str(training.checkpointing).lower()}")
     if training.offload:
         result.append("""--activation_checkpointing_kwargs '{"offload": true}'""")
