@@ -377,13 +377,10 @@ class PaddingRemoval(Attachment):
             return layout
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
         lengths = self.packed_multiple_of
-        if isinstance(layout, PrefixedLayout) and layout.new is None:
-            needs_filler = self.context_parallel is not None and not all(_tokens_read(layout, processes))
-        elif isinstance(layout, PrefixedLayout) and layout.new is not None and lengths is None:
-            # Every process takes part in every forward: in that of a prefix, too, which all of them keep.
-            needs_filler = layout.new.packed_tokens < processes
-        else:
-            needs_filler = lengths is not None
+        needs_filler = lengths is not None
+        if isinstance(layout, PrefixedLayout):
+            # Every process takes part in every forward, of a prefix, too, and has a state for its head.
+            needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
         if not needs_filler:
             return layout
         # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
@@ -420,10 +417,15 @@ class PaddingRemoval(Attachment):
         return ContextParallelLayout(layout.new, self.context_parallel.group, self.context_parallel.attention)
 
 
-def _tokens_read(layout: PrefixedLayout, processes: int) -> list[int]:
-    """How many ranges of tokens of shared prefixes a forward reads on each process of a context-parallel group."""
+def _is_without_tokens(layout: PrefixedLayout, processes: int) -> bool:
+    """Whether some process of a context-parallel group has no token of a forward, new or of a prefix."""
+    if layout.new is not None:
+        return layout.new.packed_tokens < processes
+    if processes == 1:
+        return False
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    return [sum(len(states.ranges[rank]) for states in layout.prefix_states.reads) for rank in range(processes)]
+    reads = layout.prefix_states.reads
+    return not all(any(states.ranges[rank] for states in reads) for rank in range(processes))
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

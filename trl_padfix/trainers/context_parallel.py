@@ -221,18 +221,18 @@ class ContextParallel(Part):
     @contextlib.contextmanager
     def _gather_without_duplicates(self) -> Iterator[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
-        if self.group is None:
+        accelerator = self.trainer.accelerator
+        # A step of an evaluation is a block within the evaluation's. A micro-batch keeps its metrics on each process,
+        # because groups have other numbers of rows in it.
+        if self.group is None or "gather" in vars(accelerator):
             yield
             return
-        accelerator, size = self.trainer.accelerator, self.group.size
-        gather_all = type(accelerator).gather  # a step of an evaluation is a block within the evaluation's
+        gather_all, size = accelerator.gather, self.group.size
 
         def first_of_each(x: torch.Tensor) -> torch.Tensor:
             return _first_of_each_group(x, accelerator.num_processes, size)
 
-        with temporarily_set(
-            accelerator, "gather", lambda x: recursively_apply(first_of_each, gather_all(accelerator, x))
-        ):
+        with temporarily_set(accelerator, "gather", lambda x: recursively_apply(first_of_each, gather_all(x))):
             yield
 
 

@@ -289,7 +289,7 @@ class Layout:
             key_index=extend(self.key_index, torch.arange(filler, device=places.device) + sources),
             spans=(*self.spans, *(n + holes for n in lengths)),
             key_source_positions=extend(self.key_source_positions, self.positions[places]),
-            filler=filler,
+            filler=filler + (self.filler or 0),
         )
 
     def packed_index_of(self, flat_index: torch.Tensor) -> torch.Tensor:

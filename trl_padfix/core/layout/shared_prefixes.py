@@ -75,7 +75,8 @@ class PrefixedLayout(Layout):
     def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
         """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
         new = self._only_filler(packed_length(0, multiple)) if self.new is None else self.new.filled(multiple)
-        packed_index = torch.cat([self.packed_index, new.packed_index[new.computed_tokens :]])
+        tokens = self.packed_index[: self.packed_tokens - (self.filler or 0)]
+        packed_index = torch.cat([tokens, new.packed_index[new.computed_tokens :]])
         return replace(self, new=new, packed_index=packed_index, filler=new.filler)
 
     def _only_filler(self, filler: int) -> Layout:
@@ -178,11 +179,8 @@ def plan_shared_prefixes(
         layouts = {i: replace(tree.layout(i, owner, spans, prefix=n), fork_tokens=fork_tokens) for i in users}
         prefixes[n] = SharedPrefix(first_user, last_user, len(tokens), recompute[n], layouts)
     micro_batches = {i: tree.layout(i, owner, spans) for i in range(len(batches))}
-    for i, layout in micro_batches.items():
-        if gather is not None and layout.new is None:  # a dummy forward stands for the forward of the micro-batch
-            spans.append(_PrefixSpan(i, i, NO_TOKENS))
-            n = len(prefixes)
-            prefixes[n] = SharedPrefix(i, i, 0, False, {i: tree.layout(i, owner, spans, prefix=n)})
+    if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
+        micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
     return PrefixPlan(micro_batches, prefixes)
 
 
