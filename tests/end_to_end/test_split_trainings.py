@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from kit.cells import MATRIX, slow_but
 from kit.processes import launched, trained
 from kit.split_runs import assert_split
-from kit.split_trainings import LENGTH, REFUSED, TRAININGS, method_of, save_material, train
+from kit.split_trainings import LENGTH, REFUSED, TRAININGS, TWO_GROUPS, method_of, save_material, train
 from kit.trainer_runs import assert_same
 
 
@@ -50,7 +50,7 @@ def one_process(tmp_path_factory):
     save_material(folder)
 
     def run(name: str, ours: bool = False) -> Any:
-        kind, case, own = TRAININGS[name]
+        kind, case, own = (TRAININGS | TWO_GROUPS)[name]
         ours = ours or bool(own.keys() & {"group_by_prefix", "exact_eval_means"})
         return once(name if ours else next(n for n, given in TRAININGS.items() if given[:2] == (kind, case)), ours)
 
@@ -106,6 +106,21 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
     assert (counts[0]["prefixes"] > 0) is name.endswith("prefixes once")
     if "few lengths" in name:  # on each process, as matrices in eight bits need
         assert all(count["local"] % LENGTH == 0 for count in counts)
+
+
+@pytest.mark.parametrize("name", slow_but([], TWO_GROUPS))
+def test_two_groups_that_share_rows_give_the_trajectory_of_one_process(name, tmp_path, one_process):
+    """Four processes; in a micro-batch the groups have other numbers of rows, and some have none of their own."""
+    save_material(tmp_path)
+    sizes, method = {"cp_size": 2, "dp_shard_size": 2}, method_of(name)
+    launch(sizes, tmp_path, [name], partial(trained, num_processes=4))
+    theirs = one_process(name)
+    metrics = [metric for metric in method.metrics if metric not in method.means]
+    for rank in range(4):
+        found = torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=False)
+        assert found.get("error") is None
+        assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics))
+        assert found["counts"]["local"] < found["counts"]["packed"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -31,7 +31,7 @@ from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
 
 
-__all__ = ["LENGTH", "REFUSED", "TRAININGS", "method_of", "save_material", "train"]
+__all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
 
 
 KEYS = {"cp_attention": "keys"}
@@ -39,6 +39,7 @@ BUDGET = {"max_tokens_per_batch": 60}
 LENGTH = 16
 FEW = {"packed_multiple_of": LENGTH, "parity_check": False}  # which computes one whole row packed, not split
 GROUPED = {"group_by_prefix": True}
+HALVES = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 4}
 PICTURED = {"DPO": build_pairs, "SFT": build_captions}
 SHARDED = {"llava": "LlamaDecoderLayer,CLIPEncoderLayer", "gemma3": "Gemma3DecoderLayer,SiglipEncoderLayer"}
 TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -85,6 +86,9 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """The method, its case, and what only our configuration says."""
 
+TWO_GROUPS = {"DPO, budget, two groups": ("DPO", "short", BUDGET | HALVES)}
+"""As above, with half of the rows for each of two groups, which have other numbers of them in a micro-batch."""
+
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "generation": (
         "DPO",
@@ -117,7 +121,7 @@ def save_material(folder: Path) -> None:
 
 
 def method_of(name: str) -> Method:
-    kind = TRAININGS[name][0]
+    kind = (TRAININGS | TWO_GROUPS)[name][0]
     return METHODS[kind] if kind in METHODS else Method(kind, (), {})
 
 
@@ -126,7 +130,7 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     A training and an evaluation: ours with prefixes shared, or TRL's, padded; beside `folder` is what
     [`save_material`] has made.
     """
-    kind, case, own = (TRAININGS | {name: given[:3] for name, given in REFUSED.items()})[name]
+    kind, case, own = (TRAININGS | TWO_GROUPS | {name: given[:3] for name, given in REFUSED.items()})[name]
     if kind not in METHODS:
         library, mode = ("trl_padfix", MODES["prefix sharing"] | own) if ours else ("trl", {})
         return experimental_runs.train(kind, library, folder, str(folder.parent / "policy"), **mode, **config)
