@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -148,3 +150,25 @@ def test_a_trainer_that_a_newer_trl_breaks_says_so_at_its_import(installed, monk
     installed(trl="1.16.0")
     with pytest.raises(ImportError, match=r"^cannot import name 'pad'"):
         _ = trl_padfix.DPOTrainer
+
+
+def test_a_name_that_nobody_has_is_an_attribute_error():
+    for name in ("no_such_name", "__path_of_nothing__", "_compat", "trainer"):  # the last is a module of TRL
+        with pytest.raises(AttributeError, match=f"module 'trl_padfix' has no attribute '{name}'"):
+            getattr(trl_padfix, name)
+
+
+def test_a_trainer_of_trl_without_a_counterpart_does_not_train_padded_in_silence(monkeypatch):
+    import trl
+
+    monkeypatch.setattr(trl, "__all__", [*trl.__all__, "NewTrainer"])
+    monkeypatch.setattr(trl, "NewTrainer", object, raising=False)
+    with pytest.raises(ImportError, match=r"`trl_padfix.padding_free_trainer\(NewTrainer\)`"):
+        trl_padfix.NewTrainer  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["core", "nothing", "__wrapped__"])
+def test_only_a_name_that_may_be_trls_imports_trl(name):
+    code = f"import sys, trl_padfix; hasattr(trl_padfix, {name!r}); print('trl' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(name == "nothing")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__
@@ -80,9 +83,26 @@ if TYPE_CHECKING:
     from .trainers.sft import SFTTrainer
 
 
+def _of_trl(name: str) -> Any:
+    """What TRL's scripts import in one line with a trainer: `ModelConfig`, `TrlParser`, `get_peft_config`, ..."""
+    missing = AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    # Python asks for `__path__` and for our own modules too (`from trl_padfix import core`): no reason to import TRL.
+    if name.startswith("_") or find_spec(f"{__name__}.{name}") or not find_spec("trl"):
+        raise missing
+    trl = importlib.import_module("trl")
+    if name not in getattr(trl, "__all__", ()) or isinstance(found := getattr(trl, name), ModuleType):
+        raise missing
+    if name.endswith("Trainer"):  # TRL's would train padded in silence
+        raise ImportError(
+            f"`trl.{name}` has no counterpart in trl_padfix. Import it from TRL, and train without padding with "
+            f"`trl_padfix.padding_free_trainer({name})`."
+        )
+    return found
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _of_trl(name)
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
     if _HOME[name].startswith(("trainers.", "experimental.")):

@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -415,3 +417,28 @@ def test_a_run_that_is_not_compared_is_told(tmp_path, caplog):
 
 def test_it_is_public():
     assert trl_padfix.PaddingRemovalCallback is PaddingRemovalCallback
+
+
+WITHOUT_TRL = """
+import sys
+sys.modules["trl"] = None  # an import of it fails, as in an environment of verl
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Trainer, TrainingArguments
+from trl_padfix import PaddingRemovalCallback
+
+shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=40, **shape))
+ids = torch.arange(1, 9).repeat(2, 1)
+mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+rows = [{"input_ids": i, "attention_mask": m, "labels": i.where(m > 0, -100)} for i, m in zip(ids, mask)]
+callback = PaddingRemovalCallback(prefix_sharing="auto")
+args = TrainingArguments(sys.argv[1], max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+Trainer(model, args, train_dataset=rows, callbacks=[callback]).train()
+print(callback.stats.padded_tokens, callback.stats.packed_tokens, len(callback.reports))
+"""
+
+
+@pytest.mark.slow
+def test_it_serves_environments_without_trl(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRL, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["16 8 1"], done.stderr[-3000:]

@@ -77,17 +77,35 @@ def test_our_module_starts_it_without_padding(method, folder):
     assert said.count("tokens were computed") == 1
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2"])
+AUTO = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+
+
+def zero(folder, stage: int) -> dict[str, str]:
+    """The key `deepspeed` of its YAML, with a file as those in its `examples/deepspeed`."""
+    sharding = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    settings = dict.fromkeys(AUTO, "auto") | {"zero_allow_untested_optimizer": True, "zero_optimization": sharding}
+    (folder / "deepspeed.json").write_text(json.dumps(settings))
+    return {"deepspeed": str(folder / "deepspeed.json")}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_sharded_models_are_served(strategy, folder):
     """Two processes on a CPU that pass for GPUs, as in the tests of our trainers."""
+    if strategy == "fsdp2":
+        launcher, settings = strategy, {}  # accelerate's configuration says it
+    else:
+        launcher, settings = "multi_gpu", zero(folder, int(strategy[-1]))
     figures, said = [], ""
     for module, name, more in (
         ("llamafactory.train.tuner", "run_exp", {}),
         ("trl_padfix.integrations.llamafactory", "train", {"padfix_prefix_sharing": True}),
     ):
         (folder / "start.py").write_text(f"from {module} import {name}\n\n{name}()\n")
-        said = trained(strategy, folder, folder / "start.py", folder / config(folder, "dpo", use_cpu=False, **more))
+        given = config(folder, "dpo", use_cpu=False, **settings, **more)
+        gpus = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+        said = trained(launcher, folder, folder / "start.py", folder / given, env=gpus, timeout=900)
         figures.append(logged(folder / "out"))
+    assert ("DeepSpeed" in said) is (strategy != "fsdp2")
     assert_equal_steps_of_fewer_tokens(figures[1], figures[0])
     assert said.count("parity ok") == 2
 

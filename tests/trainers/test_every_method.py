@@ -4,11 +4,14 @@ What every method has in common: TRL's trajectory, generation included, whatever
 The losses and set-ups of DPO have a folder of their own; here are those of the older versions that `nox` runs.
 """
 
+import ast
 import logging
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from kit.cells import MATRIX, every_second, once_each, slow_but
 from kit.methods import LOSSES, METHODS, PACKED, SIDED_MODES, TWO_MODES, assert_trls
 from kit.rows import build_pairs
@@ -16,6 +19,7 @@ from kit.sft_cases import NEWEST, OBJECTIVES
 from kit.trainer_runs import MODES, SPECIAL, Run, assert_mode_ran, assert_same, break_mode, build_model, our_warnings
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
+import trl_padfix
 from trl_padfix import PaddingRemovalError, ParityError, prefix_sharing_layout
 
 
@@ -296,3 +300,19 @@ def test_a_wrapper_without_a_configuration_is_refused(name, make):
 
     with pytest.raises(TypeError, match=r"no `config`.*pass the model inside"):
         make(model=ValueHead())
+
+
+SCRIPTS = {path.stem: path for path in Path(trl.__file__).with_name("scripts").glob("*.py")}
+
+
+@pytest.mark.parametrize("script", [name.lower() for name in METHODS if name.lower() in SCRIPTS])
+def test_trls_script_runs_with_another_import(script):
+    """`from trl import ...` of its scripts also names `ModelConfig`, `TrlParser`, `get_peft_config`."""
+    text = SCRIPTS[script].read_text().replace("from trl import", "from trl_padfix import")
+    names = {a.name for n in ast.walk(ast.parse(text)) if getattr(n, "module", "") == "trl_padfix" for a in n.names}
+    ours = {name for name in names if getattr(trl_padfix, name) is not getattr(trl, name)}
+    assert ours == names & {*trl_padfix.__all__}
+    assert len(names) > len(ours) > 1
+    exec(compile(text, script, "exec"), module := {"__name__": script})
+    parsed, *_ = module["make_parser"]().parse_known_args(["--output_dir", "x", "--padding_free", "--bf16", "false"])
+    assert parsed.padding_free is True  # a field of ours, or of another meaning in TRL

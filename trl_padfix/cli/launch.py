@@ -32,6 +32,9 @@ __all__ = ["main", "make_parser", "parse", "run"]
 TINY = ("dpo", "sft", "async-grpo")
 """Methods that can train a tiny model that is built on the spot."""
 
+BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Builders of `datasets` for data files, by their endings."""
+
 
 def make_parser(method: str) -> TrlParser:
     """The parser of TRL's script for our configuration; its `--help` shows the fields of this package first."""
@@ -107,6 +110,13 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         for field in ("model_name_or_path", "dataset_name"):
             if (name := getattr(arguments, field, None)) and is_missing_path(name):
                 raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
+        # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
+        if builder := BUILDERS.get((path := Path(getattr(arguments, "dataset_name", None) or "")).suffix):
+            wrong = "is a file" if path.is_file() else "names a file, and there is none here"
+            raise ValueError(
+                f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or the id of a Hub dataset; a YAML (`--config`) "
+                f"takes a file as `datasets: [{{path: {builder}, data_files: {path}}}]`."
+            )
     return parsed, launch
 
 

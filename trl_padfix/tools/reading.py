@@ -6,6 +6,7 @@ Libraries read them. Any error that they raise becomes one [`UnreadableError`], 
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ SAFE_LOADING = {"trust_remote_code": False, "use_safetensors": True}
 """Arguments of `from_pretrained`: no code from the model's folder is run, and no pickle is loaded."""
 
 _PACKAGE = Path(__file__).parents[1]
+_NOT_ON_HUB = r"(?:Couldn't reach|Dataset) '([^']+)' (?:on the Hub|doesn't exist on the Hub)"
 _MAX_REASON = 600
 """Characters of a library's message that are repeated."""
 
@@ -58,6 +60,9 @@ def reason(error: BaseException) -> str:
     while error.__cause__ is not None and type(error).__module__.startswith("datasets"):
         error = error.__cause__
     text = " ".join(str(error).split())
+    # Of a name with at most one slash, `datasets` speaks of the Hub alone, where a folder may have been meant.
+    if type(error).__module__.startswith(("datasets", "builtins")) and (name := re.search(_NOT_ON_HUB, text)):
+        text = f"{text.rstrip('.')}, and there is no folder {name[1]!r} here ({Path.cwd()})"
     # The message of a `KeyError` is only the key: the name of its class says what is wrong.
     if not text or isinstance(error, (KeyError, AttributeError, IndexError, TypeError)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 
 __all__ = [
@@ -67,6 +66,8 @@ def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | Non
     # With `image_sizes` (LLaVA-NeXT) the second dimension holds the tiles of an image, and not the images of a row.
     if isinstance(pixels, torch.Tensor) and pixels.dim() == 5 and batch.get("image_sizes") is None:
         return dict(batch) if len(pixels) == count else None
+    from trl.trainer.utils import split_pixel_values_by_grid  # the callback serves environments without TRL
+
     given = {name: value for name, value in batch.items() if value is not None}
     try:
         split = split_pixel_values_by_grid(given | {name: list(n) for name, n in counts.items()})
@@ -94,6 +95,10 @@ def select_rows(
     # A model that gets no pixels computes text; of an empty tensor its tower would fail.
     if has_pixels(split) and counts is not None and not any(counts["num_images"][i] for i in numbers):
         return without_images(split)
+    if not has_pixels(split):
+        return split
+    from trl.trainer.utils import unsplit_pixel_values_by_grid
+
     return unsplit_pixel_values_by_grid(split)
 
 
