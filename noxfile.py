@@ -139,9 +139,9 @@ OTHERS = {
                  "einops", "fastapi", "httpx", "jieba", "json-repair", "modelscope", "msgspec", "nltk", "openai",
                  "oss2", "rouge", "sentencepiece", "simplejson", "sortedcontainers", "tiktoken", "uvicorn",
                  "zstandard"),
-    "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "einops", "fastapi", "fire", "gradio==5.50.0",
-                     "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette", "tiktoken",
-                     "tyro<0.9", "uvicorn"),
+    "llamafactory": ("antlr4-python3-runtime==4.9.3", "av==16.0.0", "deepspeed", "einops", "fastapi", "fire",
+                     "gradio==5.50.0", "hf-transfer", "modelscope", "omegaconf", "sentencepiece", "sse-starlette",
+                     "tiktoken", "tyro<0.9", "uvicorn"),
     "verl": ("antlr4-python3-runtime==4.9.3", "cloudpickle", "codetiming", "dill", "fastapi", "hydra-core",
              "omegaconf", "orjson", "pybind11", "pylatexenc", "pyvers", "ray[default]", "uvicorn", "wandb"),
 }  # fmt: skip

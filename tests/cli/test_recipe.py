@@ -15,6 +15,7 @@ def test_every_recipe_is_listed_with_what_it_trains():
     for path in [*folder().glob("*.yaml"), *folder().glob("accelerate/*.yaml")]:
         assert str(path.relative_to(folder())) in printed
     assert "DPO of a tiny random Qwen2" in printed
+    assert all(line.startswith("    ") or line.endswith(".yaml") for line in printed.splitlines())
 
 
 def test_a_recipe_is_shown_as_it_is():
@@ -44,6 +45,14 @@ def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
     result = trl_padfix_command("recipe", "copy", "all", str(tmp_path / "all"))
     assert result.exit_code == 0, result.output
     assert (tmp_path / "all" / "data" / "preferences" / "train.jsonl").exists()
+
+
+def test_a_copy_that_is_there_already_is_said(tmp_path):
+    said = [trl_padfix_command("recipe", "copy", "accelerate/cpu", str(tmp_path)).output.split() for _ in range(2)]
+    assert [" ".join(words) for words in said] == [
+        f"1 file copied to {tmp_path}",
+        f"0 files copied to {tmp_path}; 1 was there already, the same",
+    ]
 
 
 def test_a_name_that_is_not_there_is_a_usage_error():

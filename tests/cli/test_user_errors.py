@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from kit.bad_inputs import build_bad_data, build_bad_models
 from kit.commands import trl_padfix_command
 
@@ -173,12 +174,13 @@ CASES = (
         ("dpo", ["dpo", "--lerning_rate", "1"], "Is `learning_rate` meant?"),
         ("dpo", ["dpo", "--num_generations", "4"], "`num_generations` is a field of `trl-padfix grpo`"),
         ("dpo", ["dpo"], "nothing is given to train"),
+        ("dpo", ["dpo", *CPU, "--dataset_name", "good_folder"], "no model is given: set `--model_name_or_path`"),
         ("dpo", ["dpo", "--bf16", "true", "--config", "no_data.yaml"], "`--bf16` turns bf16 on"),
         ("dpo", ["dpo", *CPU, "--model_name_or_path", "./nowhere"], "there is no file or folder './nowhere'"),
         *(("dpo", ["dpo", *CPU, "--dataset_name", name], message) for name, message in {
             "./nowhere": "there is no file or folder './nowhere'",
-            "good.jsonl": "'good.jsonl' is a file. Give a folder or the id of a Hub dataset; a YAML (`--config`) takes a "
-                          "file as `datasets: [{path: json, data_files: good.jsonl}]`",
+            "good.jsonl": "'good.jsonl' is a file. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+                          "`datasets: [{path: json, data_files: good.jsonl}]`",
             "nowhere.parquet": "'nowhere.parquet' names a file, and there is none here",
         }.items()),
         *((f"dpo --config {name}", ["dpo", *CPU, "--config", name], message)
@@ -283,6 +285,18 @@ def test_an_error_that_is_known_is_explained_and_no_mistake_of_ours():
     assert "nonsense not found" in message
     assert "What to do: `target_modules='all-linear'`" in message
     assert user_errors.describe(raised("Something nobody has seen.")) is None
+
+
+def test_what_another_package_says_comes_with_what_is_known_of_it():
+    from transformers import Trainer, TrainingArguments
+
+    with pytest.raises(ValueError, match="save and eval strategy to match") as error:
+        TrainingArguments("x", load_best_model_at_end=True, use_cpu=True)
+    assert "What to do: Set `eval_strategy` and `save_strategy` alike" in user_errors.describe(error.value)
+    trainer = Trainer(torch.nn.Linear(1, 1), TrainingArguments("x", use_cpu=True, report_to="none"))
+    with pytest.raises(ValueError, match="requires an eval_dataset") as error:
+        trainer.evaluate()
+    assert "and `eval_on_start=False`" in user_errors.describe(error.value)
 
 
 def test_a_split_that_is_not_there_is_named_with_those_that_are():

@@ -92,6 +92,15 @@ def test_without_a_whole_one_the_error_says_what_there_is(tmp_path):
         checkpoint_to_resume("latest", tmp_path)
 
 
+def test_a_saved_model_is_no_half_written_checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=f"a saved model and no state of a training.*model_name_or_path={tmp_path}"):
+        checkpoint_to_resume(str(tmp_path), tmp_path)
+    (tmp_path / "optimizer.pt").touch()  # of a checkpoint
+    with pytest.raises(ValueError, match=r"half-written \(`trainer_state.json` is missing\)"):
+        checkpoint_to_resume(str(tmp_path), tmp_path)
+
+
 def test_a_path_is_taken_as_it_is_or_refused_with_the_newest_whole_one(tmp_path):
     whole, half = write(tmp_path / "checkpoint-2"), write(tmp_path / "checkpoint-4")
     assert checkpoint_to_resume(str(whole), tmp_path) == str(whole)

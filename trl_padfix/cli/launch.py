@@ -102,7 +102,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     if unknown or launch.training_script_args != script[2:]:
         unknown = unknown or [launch.training_script]
         raise ValueError(_unknown_message(method, parser, unknown, args, config))
-    training = parsed[1]
+    script_arguments, training, model = parsed[:3]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
     if reason := folder_obstacle(training.output_dir):
         raise ValueError(f"`output_dir`: {reason}")
@@ -114,9 +114,12 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         if builder := BUILDERS.get((path := Path(getattr(arguments, "dataset_name", None) or "")).suffix):
             wrong = "is a file" if path.is_file() else "names a file, and there is none here"
             raise ValueError(
-                f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or the id of a Hub dataset; a YAML (`--config`) "
-                f"takes a file as `datasets: [{{path: {builder}, data_files: {path}}}]`."
+                f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+                f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
             )
+    if not (model.model_name_or_path or getattr(script_arguments, "tiny_model", None)):
+        tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
+        raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     return parsed, launch
 
 

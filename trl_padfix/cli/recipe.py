@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
 from typer import Argument
 
 from .console import console
@@ -69,7 +70,8 @@ def list_recipes() -> None:
     root = folder()
     for path in sorted([*root.glob("*.yaml"), *root.glob("accelerate/*.yaml")]):
         about = path.read_text().splitlines()[0].lstrip("# ").rstrip(":.")
-        console.print(f"[bold]{path.relative_to(root)}[/bold]\n    {about}")
+        console.print(f"[bold]{path.relative_to(root)}[/bold]")
+        console.print(Padding(about, (0, 0, 0, 4)))  # indents every line of a long one
 
 
 @app.command()
@@ -89,8 +91,8 @@ def copy(
         files = [p for p in root.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
     else:
         files = _with_needs(_find(name), root)
-    contents = {to / path.relative_to(root): _content(path, to) for path in files}
-    contents = {target: content for target, content in contents.items() if not _is_there(target, content)}
+    wanted = {to / path.relative_to(root): _content(path, to) for path in files}
+    contents = {target: content for target, content in wanted.items() if not _is_there(target, content)}
     if existing := next((target for target in contents if target.exists()), None):
         raise typer.BadParameter(
             f"{str(existing)!r} is there already, and nothing is written over. Name another folder.", param_hint="TO"
@@ -98,7 +100,9 @@ def copy(
     for target, content in contents.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
-    typer.echo(f"{len(contents)} file{'s' * (len(contents) != 1)} copied to {to}")
+    there = len(wanted) - len(contents)
+    same = f"; {there} {'was' if there == 1 else 'were'} there already, the same" if there else ""
+    typer.echo(f"{len(contents)} file{'s' * (len(contents) != 1)} copied to {to}{same}")
 
 
 def _content(path: Path, to: Path) -> bytes:

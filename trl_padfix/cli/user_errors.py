@@ -149,14 +149,15 @@ def describe(error: BaseException) -> str | None:
         return str(error)
     package, defined_in = package_of(error), type(error).__module__.split(".")[0]
     if isinstance(error, OSError) or defined_in in _READERS:
-        return reason(error)
+        return _known(error) or reason(error)
     bugs = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
     if package in _READERS and not isinstance(error, bugs):
         return reason(error)
     worded = (ImportError, NotImplementedError, ValueError, *((TypeError,) if package == "trl_padfix" else ()))
     is_worded = isinstance(error, worded) and defined_in in ("builtins", "trl_padfix")
     if package in _CHECKERS and is_worded and _on_purpose(error):
-        return str(error).strip() or None
+        known = None if package == __name__.partition(".")[0] else _known(error)  # our messages have a remedy
+        return known or str(error).strip() or None
     return _known(error)
 
 

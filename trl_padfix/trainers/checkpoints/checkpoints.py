@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 NEWEST = ("true", "latest", "last")
 NONE = ("", "false", "none", "null")
 
+_STATE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
@@ -45,6 +46,11 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
     if word not in NEWEST or named.is_dir():
         if (missing := what_is_missing(named)) is None:
             return str(named)
+        if (named / "config.json").exists() and not any((named / name).exists() for name in _STATE):
+            raise ValueError(
+                f"`resume_from_checkpoint={named}` holds a saved model and no state of a training. Begin a training "
+                f"with it: `model_name_or_path={named}`; or name a folder `checkpoint-N`."
+            )
         whole = _newest_whole(named.parent)
         raise ValueError(
             f"`resume_from_checkpoint={named}` is {'half-written' if named.is_dir() else 'no folder'} ({missing}); "
