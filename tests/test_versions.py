@@ -172,3 +172,12 @@ def test_only_a_name_that_may_be_trls_imports_trl(name):
     code = f"import sys, trl_padfix; hasattr(trl_padfix, {name!r}); print('trl' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(name == "nothing")
+
+
+def test_asynchronous_grpo_without_its_packages_names_them(monkeypatch):
+    pytest.importorskip("trl.experimental.async_grpo")
+    monkeypatch.setitem(sys.modules, "requests", None)
+    for name in ("async_grpo", "rollout_checks"):
+        monkeypatch.delitem(sys.modules, f"trl_padfix.experimental.{name}", raising=False)
+    with pytest.raises(ImportError, match="Run: pip install requests aiohttp"):
+        trl_padfix.AsyncGRPOTrainer  # noqa: B018

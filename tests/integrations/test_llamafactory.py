@@ -105,7 +105,7 @@ def test_sharded_models_are_served(strategy, folder):
         gpus = {"ACCELERATE_TORCH_DEVICE": "cpu"}
         said = trained(launcher, folder, folder / "start.py", folder / given, env=gpus, timeout=900)
         figures.append(logged(folder / "out"))
-    assert ("DeepSpeed" in said) is (strategy != "fsdp2")
+    assert any(folder.glob("out/checkpoint-*/global_step*")) is (strategy != "fsdp2")  # DeepSpeed's shards
     assert_equal_steps_of_fewer_tokens(figures[1], figures[0])
     assert said.count("parity ok") == 2
 

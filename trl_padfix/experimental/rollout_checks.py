@@ -11,12 +11,17 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import requests
 from accelerate.logging import get_logger
 from trl.chat_template_utils import add_response_schema
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 
 from ..trainers.temporary_attributes import temporarily_set
+
+
+try:
+    import requests
+except ModuleNotFoundError as error:  # TRL uses both, and asks for neither
+    raise ImportError("Asynchronous GRPO needs two more packages. Run: pip install requests aiohttp") from error
 
 
 if TYPE_CHECKING:
