@@ -287,7 +287,8 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     assert (launch.num_processes, launch.main_process_port, launch.config_file) == (1, 1234, str(path))
     assert (launch.module, launch.training_script) == (True, "trl_padfix.cli.launch")
     assert launch.training_script_args == ["dpo", *args]
-    _, launch = parse("dpo", ["--accelerate_config", "zero3", "--use_cpu", "true", "--bf16", "false"])
+    to_train = ["--accelerate_config", "zero3", "--model_name_or_path", "nowhere/model"]
+    _, launch = parse("dpo", [*to_train, "--use_cpu", "true", "--bf16", "false"])
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's
 
 
