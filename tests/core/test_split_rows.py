@@ -30,7 +30,7 @@ from trl_padfix.core.parallel.mixers import with_context_parallel
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
-TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 2e-5}
+TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 3e-5}
 
 
 def launched(processes: int, models: list[str], broken: str = "", run: str = "split_runs") -> list[dict[str, Any]]:
