@@ -156,6 +156,7 @@ run("dpo", sys.argv[2:])
 """A training whose files may not be larger than so many bytes, as on a disk that fills up."""
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
@@ -172,6 +173,7 @@ def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # nothing stands in the way
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_mistake_that_only_the_training_can_see_is_a_message_too(recipe, tmp_path):
     flags = ["--output_dir", str(tmp_path), "--model_name_or_path", str(tmp_path / "no_model")]

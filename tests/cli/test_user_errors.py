@@ -347,6 +347,7 @@ def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
     assert user_errors.describe(accident.value) is None
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("option", ["--json", "--plot"])
 def test_figures_are_printed_before_a_file_that_cannot_be_written(option, material, tmp_path):

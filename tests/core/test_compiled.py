@@ -9,6 +9,7 @@ from types import MethodType, SimpleNamespace
 import pytest
 import torch
 import torch._dynamo
+from kit.cells import slow_but
 from kit.observe import entered_tokens
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.conformance import CASES, conform, of_operator
@@ -49,7 +50,7 @@ def graphs() -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
 def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
     plain, compiled = build().train(), build().train()
     with remove_padding(plain, prefix_sharing=sharing), remove_padding(compiled, prefix_sharing=sharing) as handle:
@@ -62,7 +63,9 @@ def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["checkpointing", "reentrant checkpointing", "LoRA", "a window"])
+@pytest.mark.parametrize(
+    "case", slow_but(["a window"], ["checkpointing", "reentrant checkpointing", "LoRA", "a window"])
+)
 def test_what_trains_uncompiled_trains_compiled(case):
     ids, mask = batches(6)[5]
     results = []
@@ -91,6 +94,7 @@ def test_what_trains_uncompiled_trains_compiled(case):
     assert (1 <= found <= 2, breaks) == (True, 0)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_evaluation_is_a_graph_of_its_own_and_both_come_back():
     model = build()

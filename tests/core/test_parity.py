@@ -332,6 +332,7 @@ def test_a_failure_says_where_transformers_itself_gives_other_numbers_in_other_b
         assert re.search(expected, str(failure.value))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_after_a_check_fsdp_computes_with_the_weights_of_its_step(tmp_path):
     found = logged("multi_gpu", tmp_path, "kit.sharded_parity")

@@ -82,6 +82,7 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     assert not any(report["ok"] for report in reports)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", slow_but(["heads"], ATTENTION))
 def test_compiled_layers_exchange_their_tokens_in_one_graph(attention):
@@ -93,6 +94,7 @@ def test_compiled_layers_exchange_their_tokens_in_one_graph(attention):
     assert entered <= MAX_SHARE * packed / 2
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_wrong_slice_of_compiled_layers_is_seen():
     (case,) = launched(2, ["eager", "heads"], "cp_layout", run="split_compiled")
@@ -100,6 +102,7 @@ def test_a_wrong_slice_of_compiled_layers_is_seen():
     assert case["gradients"] > 0.01
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "models"),
@@ -121,6 +124,7 @@ def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processe
         assert max(case["entered"]) < 0.7 * sum(case["entered"])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", slow_but(["prefixes"], ["prefixes", "exit"]))
 def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
@@ -131,6 +135,7 @@ def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
         assert (max(case["values"] for case in same) > 0.01) is (broken == "prefixes")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "families"),
@@ -155,6 +160,7 @@ def test_rows_with_images_are_split(processes, families):
         assert case["packed"] >= processes
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "cp_layout"]))
 def test_a_missing_factor_and_a_wrong_slice_of_images_are_seen(broken):

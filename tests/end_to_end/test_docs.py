@@ -167,6 +167,7 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
             assert (ROOT / name).exists(), name
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("zensical") is None, reason="`pip install -e '.[docs]'`")
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -123,6 +123,7 @@ def test_two_processes_give_the_trajectory_of_one(strategy, models, one_process,
         assert (max(log["padfix/shared_fraction"] for log in steps) > 0.05) == (mode == "prefix sharing"), case
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED])])
 def test_a_process_may_compute_its_batch_padded_while_the_other_one_packs(strategy, models, one_process, tmp_path):
     """Its rows have masked tokens between real ones; TRL's figures without such tokens are the control."""
@@ -138,6 +139,7 @@ def test_a_process_may_compute_its_batch_padded_while_the_other_one_packs(strate
             assert_same(tmp_path / case, found[case], one_process(family, kind), models / family)
 
 
+@pytest.mark.matrix
 def test_rows_that_see_each_other_do_not(models, one_process, tmp_path):
     case = "qwen3_5_text,dpo,padding-free"
     found = launch("multi_gpu", [case], models, tmp_path, BROKEN_LAYOUT="1")

@@ -149,6 +149,7 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
     assert report["metrics"]["loss"]["first"] > 0
 
 
+@pytest.mark.matrix
 @SLOW
 @pytest.mark.parametrize("method", slow_but(["grpo"], ["sft", "dpo", "grpo"]))
 def test_published_rollouts_are_trained_on(method, tmp_path):
@@ -300,6 +301,7 @@ def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, mo
     assert any(tmp_path.glob("*model.safetensors"))
 
 
+@pytest.mark.matrix
 @SLOW
 @pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
 @pytest.mark.parametrize(("recipe", "side"), slow_but([("dpo", "left")], product(["dpo", "sft"], ["left", "right"])))

@@ -129,6 +129,7 @@ def test_what_cannot_be_split_stops_every_process_before_the_first_step(name, to
         assert REFUSED[name][-1] in found["error"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [

@@ -11,6 +11,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.processes import logged
@@ -320,8 +321,11 @@ def test_bad_input_is_refused_before_the_first_step(name, tmp_path):
     assert callback.handles == []
 
 
+WRAPPERS = [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "wrapper"), [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")])
+@pytest.mark.parametrize(("strategy", "wrapper"), slow_but(WRAPPERS[:1], WRAPPERS))
 def test_models_that_will_be_wrapped_are_attached_to_before_and_wrapped_ones_are_refused(strategy, wrapper, tmp_path):
     if "zero" in strategy:
         pytest.importorskip("deepspeed")

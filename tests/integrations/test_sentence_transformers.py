@@ -287,6 +287,7 @@ def test_an_adapter_that_is_added_or_loaded_later_is_packed(name, tmp_path):
     assert min((a - b).abs().max() for a, b in pairwise(values)) > 1e-2
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
 def test_two_processes_have_the_steps_of_the_padded_model(strategy, tmp_path):
@@ -299,6 +300,7 @@ def test_two_processes_have_the_steps_of_the_padded_model(strategy, tmp_path):
     assert found["trained"] != pytest.approx(found["untrained"], rel=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_under_fsdp2_its_own_trainer_of_rerankers_changes_no_weight(tmp_path):
     """Why the page of limits says so: if this fails, sentence-transformers or accelerate has mended it."""

@@ -492,6 +492,7 @@ OPTIONS = ["--data", "lengths:9/5", "--pairs", "1", "--steps", "3", "--warmup", 
 OPTIONS += ["--device", "cpu"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_compiled_variants_are_measured_and_compiled_once(tmp_path):
     torch._dynamo.reset()

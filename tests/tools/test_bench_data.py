@@ -201,6 +201,7 @@ def test_without_a_terminal_a_line_now_and_then_says_how_much_is_left(monkeypatc
     assert "s left" not in result.stdout
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_no_log_of_the_profiler_reaches_the_terminal():
     command = [sys.executable, "-m", "trl_padfix", *OPTIONS, "--steps", "1", "--warmup", "0", "--profile"]

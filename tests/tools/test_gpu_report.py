@@ -220,6 +220,7 @@ def test_arithmetic_bytes_and_launches_are_counted():
     assert not {"t", "detach", "expand"} & {o.name for o in counted.operations}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch, capsys):
     tiny = lambda **given: bench.BenchSettings(**given | {"shape": "tiny"})  # noqa: E731

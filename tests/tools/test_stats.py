@@ -433,6 +433,7 @@ def test_the_command_takes_each_trainers_data(tmp_path):
         assert trl_padfix_command("stats", str(tmp_path / "pairs.jsonl"), *command, *flags).exit_code == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(
     HH_RLHF is None, reason="set TRL_PADFIX_HH_RLHF to the pairs of Anthropic/hh-rlhf, harmless-base/test"

@@ -78,6 +78,7 @@ def test_the_command_judges_data_that_is_made_up(tmp_path):
     assert trl_padfix_command("stats", "tree:2x2").exit_code == 2
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_command_takes_rollouts_by_their_turns(tmp_path):
     data, figures = write_rollouts(tmp_path / "rollouts.jsonl"), tmp_path / "figures.json"

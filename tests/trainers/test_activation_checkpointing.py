@@ -146,6 +146,7 @@ def test_selective_checkpointing_computes_no_attention_again(makers):
     assert gates == gates_again > 0
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("selects", [False, True])
 def test_compiled_layers_compute_their_operator_once(selects, makers, monkeypatch):

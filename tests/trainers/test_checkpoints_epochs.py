@@ -31,6 +31,7 @@ def stopped_and_resumed(set_up: str, run: Path, **config: Any) -> Any:
     return finished(set_up, run, "latest", **config)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("set_up", slow_but(["fsdp2"], [name for name in SET_UPS | OTHERS if name != "one, budget"]))
 def test_a_resumed_run_is_the_one_that_was_not_stopped(set_up, tmp_path):
     logs, weights = finished(set_up, tmp_path / "run")

@@ -334,6 +334,7 @@ def test_an_import_costs_only_what_it_needs(statement, imported_by):
     assert imported_by[statement] & NOT_NEEDED[statement] == set()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("names", slow_but(["DPOTrainer"], ["DPOTrainer", "SFTTrainer", "GRPOTrainer"]))
 def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):

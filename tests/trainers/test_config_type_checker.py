@@ -37,6 +37,7 @@ SAID = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_type_checker_sees_trls_signatures_and_our_fields(tmp_path):
     of = dict.fromkeys(STABLE, "trl_padfix") | {

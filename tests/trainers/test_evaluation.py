@@ -392,6 +392,7 @@ def test_a_callback_that_fails_leaves_the_padding_side_too(tmp_path):
 # Processes
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_processes_write_and_measure_what_one_does(tmp_path):
     (tmp_path / "2").mkdir()

@@ -210,6 +210,7 @@ def test_a_row_that_no_forward_could_hold_is_an_error_before_the_first_step(tmp_
 # Batches that are cut, and not
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
 def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):

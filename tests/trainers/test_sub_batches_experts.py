@@ -80,6 +80,7 @@ def test_online_trainers_split_a_step_with_trls_loss_of_experts(name, kind, tmp_
     assert_same(*runs)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
 def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):

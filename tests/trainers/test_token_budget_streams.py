@@ -65,6 +65,7 @@ def test_a_stream_is_resumed_in_the_middle_of_an_epoch(tmp_path):
     assert not torch.allclose(trajectory(whole)[2:], trajectory(whole)[:2], rtol=1e-2)  # of other rows
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_processes_have_the_steps_of_one(tmp_path):
     found = logged("multi_gpu", tmp_path, "kit.budget_runs", "streams")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import MATRIX
+from kit.cells import MATRIX, slow_but
 from kit.commands import as_flags, logs_of
 from kit.observe import entered_tokens
 from kit.trainer_runs import assert_same, break_mode, build_model, trained
@@ -104,7 +104,7 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("kind", slow_but(["SFT"], DATA))
 def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
     """Gemma 3: tokens of one image attend to each other."""
     steps = {"max_steps": 20, "train_dataset": DATA[kind](18, IMAGES)}

@@ -61,6 +61,7 @@ def test_a_compiled_run_is_trls(make, trl_run):
     assert_same(make.train("short", **config).trajectory(), trl_run("short").trajectory())
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(TWO_MODES[1:], TWO_MODES))
 def test_a_run_with_compiled_layers_is_trls(mode, make, trl_run):

@@ -8,6 +8,7 @@ import torch
 import trl
 from kit import async_processes, processes
 from kit.async_runs import ROWS, SHARED, STEPS, RowsAlone, build_steps, make, train
+from kit.cells import slow_but
 from kit.rollouts import build_samples, distinct_tokens, raw_tokens
 from kit.trainer_runs import lora
 from packaging.version import Version
@@ -50,7 +51,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", *FAMILIES])
+@pytest.mark.parametrize("family", slow_but(["qwen2", "qwen3_5_text"], ["qwen2", *FAMILIES]))
 def test_ten_steps_are_those_of_each_sample_alone(family, tmp_path):
     model, policy = save(family, tmp_path / "policy")
     samples = build_steps(model)
@@ -216,6 +217,7 @@ def material(tmp_path_factory):
     return folder
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
 def test_two_processes_train_as_one(strategy, material):

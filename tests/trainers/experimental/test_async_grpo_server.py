@@ -98,6 +98,7 @@ def test_trl_worker_and_a_server(policy, tmp_path, make_online):
     assert 0 < run.entered < sum(log["batch/forwarded_tokens_per_step"] for log in logs)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_server_that_is_killed_ends_the_run(policy, tmp_path, make_online):
     with serve(policy) as server:
@@ -168,6 +169,7 @@ def test_stopping_a_worker_that_ends_meanwhile_does_not_wait():
     assert worker._process is None
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
     with serve(policy) as server:

@@ -102,6 +102,7 @@ def test_the_longest_batch_is_first_where_transformers_sorts_by_length(make):
     assert lengths[0] == max(lengths)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("packs", slow_but([True], [False, True]))
 def test_two_processes_normalise_as_trl_does_and_evaluate_as_one(packs, tmp_path):
