@@ -39,7 +39,7 @@ from transformers import LlavaForConditionalGeneration
 import trl_padfix
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
-from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 from trl_padfix.trainers.batching.image_measures import measure_images
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.data.image_rows import select_rows, split_images
@@ -235,7 +235,7 @@ def test_two_processes_give_the_trajectory_of_one(strategy, tmp_path):
 def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_without_a_weight(tmp_path, monkeypatch):
     to_equal_count = micro_batches.to_equal_count
     monkeypatch.setattr(
-        token_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
+        micro_batch_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     data = build_pairs(IMAGE_ROWS, (2, 1, 1))
     runs = []

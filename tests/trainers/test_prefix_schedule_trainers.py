@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from trl_padfix import KTOTrainer
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.trainers.batching import micro_batches, token_budget
+from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 from trl_padfix.trainers.batching.micro_batches import micro_batches_of
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.task import Task
@@ -141,7 +141,7 @@ def test_more_sub_batches_and_empty_ones_change_nothing(name, tmp_path, monkeypa
     def more(batches, count, rows):
         return [*to_equal_count(batches, count + 2, rows), (batches[0][0], 0.0)]
 
-    monkeypatch.setattr(token_budget, "to_equal_count", more)
+    monkeypatch.setattr(micro_batch_budget, "to_equal_count", more)
     ours, _, theirs = train_both(name, tmp_path)
     assert_same_trajectory(ours, theirs, ("num_tokens",))
 

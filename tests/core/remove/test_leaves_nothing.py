@@ -15,6 +15,7 @@ import accelerate
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from kit.observe import entered_tokens
 from zoo.model_numbers import DISTINCT, REAL, SHARING, assert_equal_where_real, attached_parts, logits_of
 from zoo.models import batch, build
@@ -251,7 +252,15 @@ def test_checkpoints_hold_nothing_of_ours(tmp_path):
     assert torch.equal(logits_of(reloaded, ids, mask), expected)
 
 
-def test_accelerate_unwraps_an_attached_model():
+@pytest.fixture
+def accelerate_without_state():
+    """Accelerate keeps the precision of the first `Accelerator` of a process, which here is that of this test."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+def test_accelerate_unwraps_an_attached_model(accelerate_without_state):
     ids, mask = batch("mixed")
     model, accelerator = build("qwen2"), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     expected = logits_of(model, ids, mask)
