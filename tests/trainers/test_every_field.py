@@ -90,14 +90,15 @@ CASES = [case for kind in ("SFT", "DPO", "Reward", "KTO") for case in fields(kin
 ON_EVERY_PUSH = [("SFT", "label_smoothing_factor", 0.1), ("DPO", "per_device_train_batch_size", 3)]
 
 
-def outcome(library: Any, kind: str, folder: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Figures of steps and evaluations, weights, and the number of steps."""
+def outcome(library: Any, kind: str, folder: Any, **given: Any) -> tuple[torch.Tensor, torch.Tensor, int, Any]:
+    """Figures of steps and evaluations, weights, the number of steps, and our token counts."""
     given = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": DEFAULTS[kind]["eval_dataset"]()} | given
     trainer = make_trainer(library, kind, folder, **given)
     trainer.train()
     weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    counts = trainer.padding.stats if library is trl_padfix else None
     but = ("num_input_tokens_seen",) + MEANS_OF_TOKENS * (given.get("gradient_accumulation_steps", 1) > 1)
-    return figures(trainer.state.log_history, but), weights, trainer.state.global_step
+    return figures(trainer.state.log_history, but), weights, trainer.state.global_step, counts
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,9 @@ def test_a_training_with_another_value_of_a_field_is_trls(
     ours = outcome(trl_padfix, kind, tmp_path, padding_free=True, **{name: value}, **MODES[mode])
     theirs = outcome_of_trl(CASES.index((kind, name, value)))
     assert ours[2] == theirs[2]
+    stats = ours[3]
+    assert stats.forwards > stats.padded_forwards == 0
+    assert (stats.packed_tokens < stats.real_tokens) is ("prefix_sharing" in MODES[mode])
     assert_same(ours[0], theirs[0], atol=2e-5, rtol=1e-3)
     assert_same(ours[1], theirs[1], atol=2e-4)
 
