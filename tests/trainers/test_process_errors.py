@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.budget_runs import make
 from kit.cells import slow_but
 from kit.process_errors import CELLS
 from kit.processes import trained
 
 from trl_padfix.trainers.batching import micro_batch_budget
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
+from trl_padfix.trainers.process_errors import ProcessErrors
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +58,13 @@ def test_a_process_without_an_image_is_an_error_on_both(images, is_refused, monk
         else:
             found = budget._matched(texts + with_images)
             assert len(found) == 1 + max(images)
+
+
+def test_an_error_of_a_training_that_another_one_ended_is_not_raised_by_the_next(tmp_path):
+    trainer = make("dpo", tmp_path, ours=True, max_steps=2)
+    trainer.train()
+    # A micro-batch had an error that waits for the last one of its step, and Ctrl-C ended the training before.
+    errors = trainer.padding.part(ProcessErrors)
+    errors._error = FloatingPointError("of the training before")
+    trainer.train()
+    assert errors._error is None

@@ -30,6 +30,8 @@ from .parts import Part, Step
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
     from .parts import PaddingFreeTrainer
 
 
@@ -45,6 +47,13 @@ class ProcessErrors(Part):
         """An error of this process that the others do not have yet."""
         self._first: dict[str, int] = {}
         """The number of the first step of each mode."""
+
+    def around_dataloader(
+        self, dataset: Dataset | IterableDataset, is_training: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        if is_training:
+            self._error = None  # another exception may have ended the last training before its step was complete
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
