@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.cells import every_pair
 from kit.processes import logged
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo import families
@@ -60,9 +61,9 @@ def report(**changed: Any) -> ParityReport:
 # -- what is right passes
 
 
-@SHARING
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED)
+@pytest.mark.parametrize(
+    ("name", "implementation", "side", "sharing"), every_pair(SUPPORTED, ["left", "right", "holes"], [False, True])
+)
 def test_a_supported_model_passes(name, implementation, side, sharing):
     result = check_parity(build(name, implementation), inputs(side), prefix_sharing=sharing)
 

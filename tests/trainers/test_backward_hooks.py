@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make, make_recorded
+from kit.cells import once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import trained
 from transformers import TrainerCallback
@@ -52,8 +53,7 @@ def theirs(run):
     return cache(lambda name, hook: run(name, hook, False)[:2])
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("name", [*ALL_TRAINERS, "grpo"])
+@pytest.mark.parametrize(("name", "hook"), once_each([*ALL_TRAINERS, "grpo"], HOOKS))
 def test_hooks_act_on_the_gradient_of_a_step(name, hook, run, theirs):
     figures, weights, forwards = run(name, hook, True)
     if name == "grpo":  # which logs more figures than one with recorded rewards has in common

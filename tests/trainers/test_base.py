@@ -9,6 +9,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from kit.cells import once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
@@ -82,8 +83,7 @@ def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     return trainer, sum(computed)
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(("kind", "sharing"), once_each(CLASSES, [False, True]))
 def test_any_trainer_runs_without_padding_on_its_own_trajectory(kind, sharing, tmp_path):
     theirs, padded = train(tmp_path / "theirs", CLASSES[kind])
     checked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
+from kit.cells import every_pair, once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import trained
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -74,16 +75,16 @@ def theirs(run):
     return cache(lambda name: run(name, on_object, False)[0])
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "sharing"), once_each(PLACES, [False, True]))
 def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing, run, theirs):
     figures, forwards = run("sft", PLACES[place], True, prefix_sharing=sharing)
     assert_same(figures, theirs("sft"))
     assert max(forwards) <= BUDGET["sft"]
 
 
-@pytest.mark.parametrize("place", ["on_class", "on_object"])
-@pytest.mark.parametrize("name", [name for name in ALL_TRAINERS if name != "sft"])
+@pytest.mark.parametrize(
+    ("name", "place"), once_each([name for name in ALL_TRAINERS if name != "sft"], ["on_class", "on_object"])
+)
 def test_so_it_has_in_the_other_trainers(name, place, run, theirs):
     assert_same(run(name, PLACES[place], True)[0], theirs(name))
 
@@ -232,9 +233,9 @@ def of_reduction(reduction):
     )
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-@pytest.mark.parametrize("reduction", ["rows", "tokens", "sum"])
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("name", "reduction", "sharing"), every_pair(["sft", "dpo"], ["rows", "tokens", "sum"], [False, True])
+)
 def test_a_claimed_loss_is_split_without_a_second_forward(name, reduction, sharing, run):
     theirs, _ = run(name, of_reduction(reduction), False, max_steps=6)
     mode = {"prefix_sharing": sharing, "max_steps": 6}
@@ -247,9 +248,9 @@ def test_a_claimed_loss_is_split_without_a_second_forward(name, reduction, shari
 
 
 @pytest.mark.parametrize(
-    ("reduction", "claim"), [("rows", "tokens"), ("tokens", "rows"), ("sum", "rows"), ("rows", "sum")]
+    ("reduction", "claim", "name"),
+    once_each([("rows", "tokens"), ("tokens", "rows"), ("sum", "rows"), ("rows", "sum")], ["sft", "dpo"]),
 )
-@pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_a_wrong_claim_is_an_error_with_its_figures(name, reduction, claim, run):
     with pytest.raises(
         ValueError, match=rf"`loss_reduction='{claim}'` is not what `.*compute_loss` computes: .* loss is"

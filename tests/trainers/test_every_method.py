@@ -25,6 +25,7 @@ from trl_padfix import PaddingRemovalError, ParityError, prefix_sharing_layout
 
 LATER = pytest.mark.skipif(not NEWEST, reason="tried with later versions of TRL")
 KINDS = pytest.mark.parametrize("name", METHODS)
+KINDS_AND_MODES = pytest.mark.parametrize(("name", "mode"), once_each(METHODS, PACKED))
 
 
 def cells(*names: str) -> list[str]:
@@ -152,7 +153,7 @@ def test_prompt_tuning_is_trls(name, sharing, make):
 
 
 @LATER
-@pytest.mark.parametrize(("name", "mode"), product(cells("SFT", "DPO"), ["padded, left", *TWO_MODES]))
+@pytest.mark.parametrize(("name", "mode"), every_second(product(cells("SFT", "DPO"), ["padded, left", *TWO_MODES])))
 def test_flash_attention_2_is_trls(name, mode, make):
     """Evaluations are batches of eight, on either side."""
     with flash_attention_stand_in() as calls:
@@ -242,8 +243,7 @@ def test_a_run_that_removed_no_padding_is_not_taken_for_one_that_did(name, make)
                 assert_mode_ran(padded, mode)
 
 
-@pytest.mark.parametrize("mode", PACKED)
-@KINDS
+@KINDS_AND_MODES
 def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, make, monkeypatch):
     method = make.method
     ours = make.train(method.plain, **break_mode(monkeypatch, mode), parity_check=False)
@@ -251,8 +251,7 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, make, monkey
         assert_same(ours.trajectory(*method.metrics), make.theirs(method.plain).trajectory(*method.metrics))
 
 
-@pytest.mark.parametrize("mode", PACKED)
-@KINDS
+@KINDS_AND_MODES
 def test_a_leaking_layout_stops_training_and_evaluation(name, mode, make, monkeypatch):
     trainer = make(config=break_mode(monkeypatch, mode))
     before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}

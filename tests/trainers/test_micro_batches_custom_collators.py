@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kit.budget_runs import assert_same, make
+from kit.cells import every_pair, once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import trained
 from transformers import default_data_collator
@@ -70,9 +71,9 @@ def theirs(run):
     return cache(lambda name, kind, **config: run(name, COLLATORS[kind], False, **config)[0])
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-@pytest.mark.parametrize("kind", COLLATORS)
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "kto"])
+@pytest.mark.parametrize(
+    ("name", "kind", "sharing"), every_pair(["sft", "dpo", "reward", "kto"], COLLATORS, [False, True])
+)
 def test_a_collator_that_looks_at_its_batch_has_trls_figures(name, kind, sharing, run, theirs):
     figures, forwards = run(name, COLLATORS[kind], True, prefix_sharing=sharing)
     assert_same(figures, theirs(name, kind))
@@ -80,8 +81,7 @@ def test_a_collator_that_looks_at_its_batch_has_trls_figures(name, kind, sharing
     assert len(forwards) > 3
 
 
-@pytest.mark.parametrize("kind", COLLATORS)
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize(("name", "kind"), once_each(["sft", "dpo", "reward"], COLLATORS))
 def test_so_it_has_with_accumulation(name, kind, run, theirs):
     assert_same(run(name, COLLATORS[kind], True, **ACCUMULATED)[0], theirs(name, kind, **ACCUMULATED))
 

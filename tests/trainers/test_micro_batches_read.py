@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, build_data, make, make_on_images
+from kit.cells import every_pair, once_each
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, trained
@@ -107,9 +108,7 @@ def theirs(run):
     return cache(lambda name, reader, **config: run(name, reader, False, **config))
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("name", ALL_TRAINERS)
+@pytest.mark.parametrize(("name", "reader", "sharing"), every_pair(ALL_TRAINERS, READERS, [False, True]))
 def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, run, theirs):
     if (name, reader) in {("reward", "writing"), ("reward", "writing data")}:
         pytest.skip("has neither labels nor a completion mask")
@@ -123,8 +122,7 @@ def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, r
         assert all(torch.equal(ours[k], trls[k]) for k in trls)
 
 
-@pytest.mark.parametrize("reader", ["reading", "copying", "writing"])
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize(("name", "reader"), once_each(["sft", "dpo", "kto"], ["reading", "copying", "writing"]))
 def test_so_it_does_with_accumulation(name, reader, run, theirs):
     expected, *_ = theirs(name, reader, **ACCUMULATED)
     figures, forwards, _ = run(name, reader, True, **ACCUMULATED)
@@ -330,8 +328,10 @@ def checkpointed(reentrant):
     return compute_loss
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize("config", [{}, {"prefix_sharing": True}, {"prefix_sharing": True, "loss_reduction": "rows"}])
+@pytest.mark.parametrize(
+    ("config", "reentrant"),
+    once_each([{}, {"prefix_sharing": True}, {"prefix_sharing": True, "loss_reduction": "rows"}], [False, True]),
+)
 def test_a_checkpoint_around_the_model_has_trls_figures(reentrant, config, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
     figures = []

@@ -59,6 +59,7 @@ print(type(args).__module__, type(args).__name__, args.learning_rate, hasattr(ar
 """
 
 
+@pytest.mark.slow
 def test_training_args_open_where_this_package_is_not_installed(tmp_path):
     trainer = make_trainer(trl_padfix, "DPO", tmp_path, padding_free=True, prefix_sharing=True, learning_rate=0.25)
     trainer.save_model(str(tmp_path / "saved"))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kit.budget_runs import BUDGET, assert_same, build_branching, make
+from kit.cells import every_pair
 from kit.observe import entered_tokens
 from kit.trainer_runs import our_warnings, trained
 
@@ -71,9 +72,12 @@ def run(tmp_path, monkeypatch):
     return train
 
 
-@pytest.mark.parametrize("mode", [{}, {"prefix_sharing": True}, {"loss_reduction": "rows", "prefix_sharing": True}])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize(
+    ("name", "call", "mode"),
+    every_pair(
+        ["sft", "dpo"], CALLS, [{}, {"prefix_sharing": True}, {"loss_reduction": "rows", "prefix_sharing": True}]
+    ),
+)
 def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode, run):
     if call == "without_mask" and "loss_reduction" in mode:
         pytest.skip("its loss depends on padding, so it is no mean over rows")

@@ -16,7 +16,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import MATRIX, slow_but
+from kit.cells import MATRIX, once_each, slow_but
 from kit.commands import as_flags, logs_of
 from kit.observe import entered_tokens
 from kit.trainer_runs import assert_same, break_mode, build_model, trained
@@ -121,8 +121,7 @@ def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
             assert_same(trained(causal), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("kind", "mode"), once_each(DATA, ["padding-free", "prefix sharing"]))
 def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode, monkeypatch, tmp_path):
     config = break_mode(monkeypatch, mode)
     monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
