@@ -1,9 +1,17 @@
-"""Micro-batches after an out-of-memory error: a lower budget, and the same steps."""
+"""Micro-batches: after an out-of-memory error, and where several processes compute a packed row."""
 
+import pytest
 import torch
 from kit.budget_runs import BUDGET, make
 from kit.loss_watchers import before_loss
 from kit.trainer_runs import trajectory
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+from trl_padfix import padding_free_layout
+from trl_padfix.core.parallel.layout import ranges_of_rows
+from trl_padfix.trainers.batching.bin_packing import Share, StepPlan
+from trl_padfix.trainers.batching.measures import TextMeasure
+from trl_padfix.trainers.batching.micro_batches import BudgetCollator
 
 
 def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_same(tmp_path, monkeypatch):
@@ -32,3 +40,27 @@ def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_
     assert [sum(step) for step in runs[True][1]] == [sum(step) for step in runs[False][1]]
     most = [max(max(step) for step in steps) for _, steps in runs.values()]
     assert most[1] < most[0] <= BUDGET["dpo"]
+
+
+@pytest.mark.parametrize(("share", "cp_size"), [(False, 4), (True, 4), (False, 1)])
+def test_rows_that_fit_a_process_are_not_cut_beside_longer_ones(share, cp_size):
+    """Of four processes that compute a row of 4,096 tokens each has 1,024."""
+    lengths = [2048, *[256] * 8]
+    rows = [{"input_ids": [i] * length} for i, length in enumerate(lengths)]
+    collator = BudgetCollator(
+        DataCollatorForLanguageModeling(pad_token_id=0),
+        TextMeasure(),
+        4096,
+        StepPlan(9, 9),
+        share_across_micro_batches=share,
+        cp_size=cp_size,
+    )
+    step = collator([(Share(9, list(range(9)), [0] * 9), rows)])
+    found = [batch["attention_mask"].sum(1).tolist() for batch in step.micro_batches]
+    layouts = [padding_free_layout(batch["attention_mask"]) for batch in step.micro_batches]
+    is_split = [ranges_of_rows(layout, 4) is None for layout in layouts]
+    if cp_size == 1:
+        assert (found, is_split) == ([lengths], [True])
+    else:
+        assert (found, is_split) == ([[256] * 8, [2048]], [False, True])
+    assert sum(step.weights) == pytest.approx(1)

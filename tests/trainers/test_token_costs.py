@@ -1,5 +1,7 @@
 """Micro-batches under a token budget and processes with even work: every row once, whatever the lengths."""
 
+import math
+
 import numpy as np
 import pytest
 from accelerate.data_loader import BatchSamplerShard
@@ -14,10 +16,11 @@ from trl_padfix.trainers.batching.bin_packing import (
     pack_depth_first,
     partition_by_tokens,
     partition_equal_rows,
+    split_by_length,
 )
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
-from trl_padfix.trainers.batching.token_costs import prefix_costs, text_costs
+from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, text_costs
 
 
 @st.composite
@@ -93,6 +96,18 @@ def test_a_split_is_even_where_the_budget_allows_it():
     lengths = [30, 28, 26, 24, 6, 5, 4, 3, 2]
     sizes = [sum(lengths[i] for i in part) for part in pack_by_budget(text_costs(lengths), budget=70)]
     assert sizes == [65, 63]
+
+
+def test_rows_that_fit_a_process_are_apart_from_longer_ones():
+    parts = split_by_length(text_costs([30, 8, 31, 5]), most=15)
+    assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
+    assert [part.tolist() for part in split_by_length(text_costs([30, 8]), most=math.inf)] == [[0, 1]]
+
+
+def test_rows_that_share_a_long_prefix_are_together_whatever_their_lengths():
+    for shared, apart in ((1, True), (500, False)):  # a first token of every text, and a prompt
+        costs = RowCosts(np.array([600, 2000]), np.arange(2), np.array([0, shared]))
+        assert (len(split_by_length(costs, most=1000)) == 2) is apart
 
 
 def test_a_row_beyond_the_budget_is_alone():

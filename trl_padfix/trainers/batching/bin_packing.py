@@ -25,6 +25,7 @@ __all__ = [
     "pack_depth_first",
     "partition_by_tokens",
     "partition_equal_rows",
+    "split_by_length",
 ]
 
 
@@ -72,6 +73,18 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
         bins = even_bins
     bins = sorted(bins, key=_tokens, reverse=True)
     return [sorted(row for _, rows in groups for row in rows) for groups in bins]
+
+
+def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
+    """
+    Rows of at most `most` tokens, and the longer ones; all rows, if these two share a prefix worth computing once.
+
+    Where several processes compute a packed row, short rows by themselves can be left whole: nothing is exchanged.
+    """
+    is_long = costs.tokens > most
+    parts = [np.flatnonzero(is_long == long) for long in (False, True)]
+    repeated = sum(map(costs.total, parts)) - costs.total()
+    return [part for part in parts if len(part)] if repeated < MIN_SAVED_TOKENS else [np.arange(len(costs))]
 
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:

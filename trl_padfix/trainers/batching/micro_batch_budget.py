@@ -80,6 +80,7 @@ class MicroBatchBudget(SubBatchBudget):
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if has_images(trainer) else None)
+        context_parallel = trainer.padding.handle and trainer.padding.handle.context_parallel
         collator = BudgetCollator(
             trainer.data_collator,
             order.measure(),
@@ -94,6 +95,7 @@ class MicroBatchBudget(SubBatchBudget):
             rows_per_item=task.rows_per_item,
             pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
             adds_whole=may_read_steps(trainer),
+            cp_size=1 if context_parallel is None else context_parallel.group.size,
         )
         if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
             logger.warning(what_collator_gets(order.images is not None, task.needs_all_rows()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from ..data.batch_metadata import (
     pop_metadata,
     rows_with_labels_of_padding,
 )
-from .bin_packing import Share, StepPlan, halve_largest, pack_by_budget, pack_depth_first
+from .bin_packing import Share, StepPlan, halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .measures import RowMeasure, batch_costs
 from .prefix_schedule import ids_and_masks, plan_on_host
 from .token_costs import RowCosts
@@ -202,6 +203,8 @@ class BudgetCollator:
             Padding of the ids, for the batch that a user's code reads.
         adds_whole (`bool`, *optional*, defaults to `False`):
             Whether a step with images also has the batch of TRL, because a user's code may read it.
+        cp_size (`int`, *optional*, defaults to 1):
+            Number of processes that compute a packed row together.
     """
 
     collator: Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -216,6 +219,7 @@ class BudgetCollator:
     rows_per_item: int = 1
     pad_token_id: int = 0
     adds_whole: bool = False
+    cp_size: int = 1
 
     def __call__(self, shares: list[tuple[Share, list[dict[str, Any]]]]) -> CollatedStep:
         (((rows_of_step, numbers, turns), examples),) = shares
@@ -250,9 +254,12 @@ class BudgetCollator:
         """Items of a batch."""
         return len(batch["input_ids"]) // self.rows_per_item
 
-    @property
-    def _pack(self) -> Callable[[RowCosts, int], list[list[int]]]:
-        return pack_depth_first if self.share_across_micro_batches else pack_by_budget
+    def _pack(self, costs: RowCosts) -> list[list[int]]:
+        """The rows of each micro-batch."""
+        pack = pack_depth_first if self.share_across_micro_batches else pack_by_budget
+        most = self.budget / self.cp_size if self.cp_size > 1 else math.inf
+        parts = split_by_length(costs, most)
+        return [rows[packed].tolist() for rows in parts for packed in pack(costs[rows], self.budget)]
 
     def _planned(
         self, numbers: list[int], examples: list[dict[str, Any]], weights: np.ndarray
@@ -262,7 +269,7 @@ class BudgetCollator:
         # A micro-batch has one weight for all its rows: rows of a last, smaller micro-batch of TRL are not mixed with
         # the others.
         same_weight = [np.flatnonzero(weights == weight) for weight in np.unique(weights)]
-        parts = [rows[part].tolist() for rows in same_weight for part in self._pack(costs[rows], self.budget)]
+        parts = [rows[part].tolist() for rows in same_weight for part in self._pack(costs[rows])]
         batches = [self.collator([examples[i] for i in rows]) for rows in parts]
         for rows, batch in zip(parts, batches, strict=True):
             self._refuse_use_of_padding(batch, [numbers[i] for i in rows])
@@ -297,7 +304,7 @@ class BudgetCollator:
             costs = batch_costs(
                 ids, plain.get("attention_mask", torch.ones_like(ids)), self.rows_per_item, self.measure.sharing
             )
-            parts = self._pack(costs, self.budget)
+            parts = self._pack(costs)
             result += (
                 [batch] if len(parts) == 1 else [self._with_metadata(items_of(plain, part, count)) for part in parts]
             )
