@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["batch_obstacle", "check_call", "device_obstacle", "encoder_obstacle", "prefix_sharing_obstacle", "refusal"]
+__all__ = ["batch_obstacle", "check_call", "encoder_obstacle", "prefix_sharing_obstacle", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def refusal(anatomy: Anatomy) -> str | None:
         if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
     if anatomy.whole_rows:
-        return None
+        return _device_obstacle(decoder)
     mixers = anatomy.mixers
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
@@ -74,7 +74,9 @@ def refusal(anatomy: Anatomy) -> str | None:
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
                 "rows that are computed together do not have; newer versions of transformers may have fixed that"
             )
-    return _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation))
+    if reason := _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation)):
+        return reason
+    return _device_obstacle(decoder)
 
 
 def encoder_obstacle(model: nn.Module) -> str | None:
@@ -268,7 +270,7 @@ def _gets_masks(anatomy: Anatomy) -> bool:
     return "create_causal_mask" in inspect.unwrap(type(anatomy.multimodal).forward).__code__.co_names
 
 
-def device_obstacle(decoder: nn.Module) -> str | None:
+def _device_obstacle(decoder: nn.Module) -> str | None:
     """Why a decoder whose layers are on several devices cannot be packed; `None` if they are on one."""
     # A `dict` is an ordered set here: the message lists the devices in the order of the layers.
     devices = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")

@@ -28,7 +28,7 @@ from .model.find import find_decoder, find_pretrained
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
 from .pipelines import ENCODERS, padding_reader, pipeline_in
-from .refusals import device_obstacle, prefix_sharing_obstacle, refusal
+from .refusals import prefix_sharing_obstacle, refusal
 from .switch import OFF, is_off
 from .towers import MultimodalPatch, TowerPatch, towers
 
@@ -117,24 +117,23 @@ def remove_padding(
             "`trainer.restore_padding()`."
         )
     # Before anything is wrapped: a model that is refused is left untouched.
-    reason = refusal(anatomy) or device_obstacle(decoder)
-    if reason is not None:
+    if (reason := refusal(anatomy)) is not None:
         remedy = "Leave it padded: `padding_free=False` in a trainer's configuration."
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
             f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
-        )
-    if (reader := padding_reader(model)) is not None:
-        raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the "
-            "states of padding, which a packed forward does not compute: embeddings depend on the padding of a batch. "
-            "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
         )
     if prefix_sharing and (why := prefix_sharing_obstacle(anatomy)):
         if prefix_sharing != "auto":
             raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
         logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
         prefix_sharing = False
+    if (reader := padding_reader(model)) is not None:
+        raise PaddingRemovalError(
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the "
+            "states of padding, which a packed forward does not compute: embeddings depend on the padding of a batch. "
+            "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
+        )
     if packed_multiple_of is not None and anatomy.whole_rows:
         raise PaddingRemovalError(
             f"{type(decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row whose "
