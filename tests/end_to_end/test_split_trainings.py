@@ -38,7 +38,7 @@ def together(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("together")
     save_material(folder)
     tests = [item for item in request.session.items if item.path == request.path]
-    asked = {item.callspec.params["name"] for item in tests if "together" in item.fixturenames}
+    asked = {name for item in tests if "together" in item.fixturenames for name in item.callspec.params.values()}
     launch({"cp_size": 2}, folder, [name for name in (*TRAININGS, *REFUSED) if name in asked], trained)
     return lambda name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(2)]
 
@@ -106,6 +106,16 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
     assert (counts[0]["prefixes"] > 0) is name.endswith("prefixes once")
     if "few lengths" in name:  # on each process, as matrices in eight bits need
         assert all(count["local"] % LENGTH == 0 for count in counts)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "other"), [("SFT, budget, a long row", "SFT, budget, a long row, together")])
+def test_rows_that_fit_a_process_are_not_cut_beside_a_longer_one(name, other, together):
+    """Under a budget they have micro-batches of their own, in which nothing is exchanged but before the loss."""
+    for apart, mixed in zip(together(name), together(other), strict=True):
+        # Evaluation, in which all rows are cut, is among what is sent.
+        assert apart["counts"]["packed"] <= mixed["counts"]["packed"]
+        assert apart["counts"]["sent"] < 0.9 * mixed["counts"]["sent"]
 
 
 @pytest.mark.parametrize("name", slow_but([], TWO_GROUPS))

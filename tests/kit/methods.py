@@ -316,7 +316,7 @@ METHODS = {
             sft_cases.CASES,
             plain="completions only",
             settings=SETTINGS | BATCHES | {"max_length": 26},
-            elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES),
+            elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES, *sft_cases.SPLIT),
             # The last three call the model twice.
             uncounted=("checkpointing", "lora, checkpointing", "label smoothing", "a loss of one's own", "wrapped"),
         ),

@@ -22,16 +22,17 @@ build_pairs = partial(trainer_runs.build_pairs, common=None)
 
 
 def build_rows(count: int = 40, seed: int = 0, kind: str = "completions") -> Dataset:
-    """Rows for SFT, some of which begin alike: texts, prompts with completions, or chats."""
+    """Rows for SFT, some of which begin alike: texts, some of them long, prompts with completions, or chats."""
     draw = random.Random(seed)
     systems = [words(draw, 3, 12) for _ in range(max(1, count // 4))]
     rows = []
-    for _ in range(count):
+    for i in range(count):
         prompt, completion = draw.choice(systems) + words(draw, 1, 6), words(draw, 1, 10)
         turns = [("user", prompt), ("assistant", completion), ("user", "w3 w4"), ("assistant", words(draw, 1, 4))]
         rows.append(
             {
                 "texts": {"text": prompt + completion},
+                "long": {"text": words(draw, 60, 70) if i % 5 == 0 else words(draw, 9, 10)},
                 "completions": {"prompt": prompt, "completion": completion},
                 "chats": {"messages": [{"role": role, "content": content} for role, content in turns]},
             }[kind]

@@ -56,7 +56,9 @@ SET_UPS = {
 }
 TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
 CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": TUNED}
-CASES |= OBJECTIVES | SET_UPS
+SPLIT = {"a long row in five": (SHORT | {"max_length": None, "per_device_train_batch_size": 5}, rows_of("long"))}
+"""For processes that compute a row together."""
+CASES |= OBJECTIVES | SET_UPS | SPLIT
 
 
 def packing(strategy: str = "bfd") -> dict:

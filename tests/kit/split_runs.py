@@ -186,9 +186,9 @@ def break_it(how: str) -> None:
 def counted() -> Iterator[dict[str, int]]:
     """
     Count within packed forwards: local tokens, tokens of the packed rows, calls of a layer (and those with states of
-    shared prefixes), and all-to-alls.
+    shared prefixes), all-to-alls, and the numbers that they send.
     """
-    counts: dict[str, int] = dict.fromkeys(("local", "packed", "calls", "all_to_alls", "prefixes"), 0)
+    counts: dict[str, int] = dict.fromkeys(("local", "packed", "calls", "all_to_alls", "sent", "prefixes"), 0)
     all_to_all = collectives._all_to_all
 
     def count(module: Any, args: Any) -> None:
@@ -202,9 +202,10 @@ def counted() -> Iterator[dict[str, int]]:
             counts["calls"] += 1
             counts["prefixes"] += call.prefix_states is not None
 
-    def counted_all_to_all(*args: Any) -> Any:
+    def counted_all_to_all(group: Any, sent: torch.Tensor, *sizes: Any) -> Any:
         counts["all_to_alls"] += 1
-        return all_to_all(*args)
+        counts["sent"] += sent.numel()
+        return all_to_all(group, sent, *sizes)
 
     hook = register_module_forward_pre_hook(count)  # of all modules
     with mock.patch.object(collectives, "_all_to_all", counted_all_to_all):

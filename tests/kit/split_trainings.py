@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import trl
 from datasets import load_from_disk
@@ -29,6 +31,7 @@ from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 import trl_padfix
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.trainers.batching import micro_batches
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
@@ -60,6 +63,8 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget, keys, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30} | KEYS),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
+    "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
+    "SFT, budget, a long row, together": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
     "SFT": ("SFT", "completions only", KEYS),
     "SFT, accumulation": ("SFT", "accumulation", {}),
     "SFT, LoRA": ("SFT", "lora, checkpointing", {}),
@@ -165,7 +170,9 @@ def main(path: str, *names: str) -> None:
         found: dict[str, Any] = {}
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
-        with counted() as counts, once, whole if name.endswith("whole rows") else mock.MagicMock():
+        together = mock.patch.object(micro_batches, "split_by_length", lambda costs, most: [np.arange(len(costs))])
+        broken = {"whole rows": whole, "together": together}.get(name.split(", ")[-1], nullcontext())
+        with counted() as counts, once, broken:
             try:
                 done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
             except Exception as error:
