@@ -20,7 +20,7 @@ TESTS = {  # files, and folders of a subject with many chapters
     for layer in LAYERS
 }
 NO_SOURCE = {  # tests of what no single module does
-    "core": {"families", "imports", "stacks", "upstream", "vision", "vision_families"},
+    "core": {"docstrings", "families", "imports", "stacks", "upstream", "vision", "vision_families"},
     "trainers": {"every_method", "experimental", "mixers", "off", "vision", "vision_unpaired"},
     "integrations": {"sentence_transformers", "versions"},
     "tools": {"gpu_report"},

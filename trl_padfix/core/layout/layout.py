@@ -70,7 +70,7 @@ class Layout:
             Queries and keys of each segment, on the host.
         spans (`tuple[int, ...]` of length `S`):
             Columns from the first key of each segment to its last, both included: its key length plus its holes.
-        positions_among (`torch.Tensor` of shape `(n,)`, *optional*):
+        key_source_positions (`torch.Tensor` of shape `(n,)`, *optional*):
             `positions` of the `n` tokens that `key_index` indexes. `None` if these are the packed tokens.
         filler (`int`, *optional*):
             Packed tokens at the end of the row that belong to no row of the batch ([`Layout.filled`]). `None` if the

@@ -240,7 +240,7 @@ class StepPlan:
     Attributes:
         rows (`int`): Rows of the dataset.
         micro_batch (`int`): Rows of a micro-batch.
-        accumulated (`int`): Micro-batches of each process in an optimizer step.
+        accumulation_steps (`int`): Micro-batches of each process in an optimizer step.
         processes (`int`): Number of processes.
         drop_last (`bool`): Whether micro-batches that are not full, or that some process lacks, are left out.
     """

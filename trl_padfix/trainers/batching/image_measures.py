@@ -34,8 +34,9 @@ class ImageMeasure(RowMeasure):
     Rows count as if they shared nothing, because equal images are only found in a forward.
 
     Attributes:
-        tokens (`np.ndarray` of shape `(n, k)`): Tokens of the `k` sequences of each row, with those of images.
-        each (`np.ndarray` of shape `(n,)`): Tokens of each row; with sharing its prompt counts once.
+        sequence_tokens (`np.ndarray` of shape `(n, k)`):
+            Tokens of the `k` sequences of each row, those of images among them.
+        tokens (`np.ndarray` of shape `(n,)`): Tokens of each row; with sharing its prompt counts once.
         images (`np.ndarray` of shape `(n,)`): Images of each row.
     """
 

@@ -63,9 +63,7 @@ class Generation(Part):
                 "processes work on one batch. Set `predict_with_generate=False`, and generate after training."
             )
         evaluated = trainer.eval_dataset
-        for name, dataset in (
-            evaluated if isinstance(evaluated, dict) else {"around_evaluation_loop": evaluated}
-        ).items():
+        for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
             require_prompts(dataset, name)
             masks = (batch["attention_mask"] for _, batch in self._batches(dataset, range(self._count(dataset))))
             check_budget(self._generator, max(int(m.sum(1).max()) for m in masks), **self._generation_settings())
