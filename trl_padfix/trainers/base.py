@@ -251,12 +251,12 @@ class PaddingFreeMixin:
         with budget.around_training_step(), own:
             return budget.training_step(train, model, inputs, *args, **kwargs)
 
-    def train_in_turns(
+    def train_by_trl_micro_batch(
         self, train: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
         with self.padding.part(Parity).around_own_step(model):
-            return self.padding.part(SubBatchBudget).train_in_turns(train, model, inputs, *args, **kwargs)
+            return self.padding.part(SubBatchBudget).train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any

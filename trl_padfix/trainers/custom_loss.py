@@ -182,8 +182,8 @@ def observe_own_step(trainer: PaddingFreeTrainer) -> None:
         return
 
     @wraps(own)
-    def in_turns(*args: Any, **kwargs: Any) -> Any:
-        return trainer.train_in_turns(own, *args, **kwargs)
+    def by_trl_micro_batch(*args: Any, **kwargs: Any) -> Any:
+        return trainer.train_by_trl_micro_batch(own, *args, **kwargs)
 
-    vars(in_turns)["is_observed"] = True
-    trainer.training_step = in_turns
+    vars(by_trl_micro_batch)["is_observed"] = True
+    trainer.training_step = by_trl_micro_batch

@@ -36,12 +36,13 @@ class Share(NamedTuple):
     Attributes:
         rows_of_step (`int`): Number of rows of the step, over all processes.
         rows (`list[int]`): Numbers of the rows.
-        micro_batches (`list[int]`): Of which of TRL's micro-batches each is; those of all processes are one.
+        trl_index (`list[int]`): For each row the number of TRL's micro-batch that it is in; the processes compute
+            theirs at the same time, under one number.
     """
 
     rows_of_step: int
     rows: list[int]
-    micro_batches: list[int]
+    trl_index: list[int]
 
 
 RowGroup = tuple[float, list[int]]
@@ -302,13 +303,13 @@ class StepPlan:
                 step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
             if not len(step):
                 continue
-            # accelerate gives micro-batches to the processes in turn
-            turn, process = divmod(np.arange(len(step)) // self.micro_batch, self.processes)
+            # accelerate gives the first micro-batches of a step to one process each, then the second ones, ...
+            trl_index, process = divmod(np.arange(len(step)) // self.micro_batch, self.processes)
             if equal or self.processes == 1:
                 partition = [np.flatnonzero(process == i).tolist() for i in range(self.processes)]
             else:
                 partition = partition_by_tokens(costs[step], self.processes)
-            yield from (Share(len(step), step[rows].tolist(), turn[rows].tolist()) for rows in partition)
+            yield from (Share(len(step), step[rows].tolist(), trl_index[rows].tolist()) for rows in partition)
 
     def order_by_micro_batch(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
         """

@@ -28,19 +28,12 @@ from ..distributed import gather_counts, is_sharded, max_over_processes, sync_gr
 from ..temporary_attributes import temporarily_set
 from .budget_checks import check_configuration, has_images, what_collator_gets
 from .claims import claimed_weights, differs, loss_and_norm, without_dropout
-from .micro_batches import (
-    BudgetCollator,
-    CollatedStep,
-    MicroBatch,
-    join_batches,
-    step_of,
-    to_equal_count,
-)
+from .micro_batches import BudgetCollator, CollatedStep, MicroBatch, join_batches, step_of, to_equal_count
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
 from .token_budget import SubBatchBudget
-from .user_steps import step_of_user, train_in_turns, whole_batch
+from .user_steps import step_of_user, train_by_trl_micro_batch, whole_batch
 
 
 if TYPE_CHECKING:
@@ -51,7 +44,8 @@ __all__ = ["MicroBatchBudget"]
 
 logger = get_logger(__name__)
 
-_TURNS = "micro_batches_of_trl"
+TRL_INDEX = "trl_index"
+"""Column of a micro-batch with the `trl_index` of its items, while micro-batches are cut."""
 
 
 class MicroBatchBudget(SubBatchBudget):
@@ -59,7 +53,7 @@ class MicroBatchBudget(SubBatchBudget):
 
     _claim_is_verified = False
 
-    sizes_of_trl: Sequence[int] = ()
+    trl_sizes: Sequence[int] = ()
     """Items of each of TRL's micro-batches in the last step of the data loader."""
 
     _epoch: float | None = None
@@ -118,9 +112,9 @@ class MicroBatchBudget(SubBatchBudget):
         if self.budget is None:
             return train(model, inputs, *args, **kwargs)
         if computes_own_loss(train):  # of a class below ours, or patched onto TRL's
-            return self.train_in_turns(train, model, inputs, *args, **kwargs)
+            return self.train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
         if (step := step_of(inputs)) is None:
-            step = step_of_user(self.trainer, inputs, self.sizes_of_trl)
+            step = step_of_user(self.trainer, inputs, self.trl_sizes)
         needs_all_rows = self.trainer.padding.task.needs_all_rows()
         if needs_all_rows and len(step.micro_batches) > 1 and not step.keeps_micro_batches:
             name = custom_loss_name(self.trainer) or self.trainer.padding.gradient_hook
@@ -130,19 +124,18 @@ class MicroBatchBudget(SubBatchBudget):
             )
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself. A
         # `get_batch_samples` of a user may count for losses without labels, which take no such number.
-        has_count = any(value is not None for value in (*args, *kwargs.values()))
-        counts_tokens = has_count and "labels" in step.micro_batches[0]
-        keeps = step.keeps_micro_batches or needs_all_rows
-        return (self._train_kept if keeps else self._train_split)(train, model, step, counts_tokens, *args, **kwargs)
+        num_items = next(iter((*args, *kwargs.values())), None)
+        counts_tokens = num_items is not None and "labels" in step.micro_batches[0]
+
+        def run(batch: dict[str, Any]) -> Any:
+            return train(model, batch, *args, **kwargs)
+
+        if step.keeps_micro_batches or needs_all_rows:
+            return self._train_kept(run, model, step, counts_tokens)
+        return self._train_split(run, model, step, counts_tokens, num_items)
 
     def _train_kept(
-        self,
-        train: Callable,
-        model: torch.nn.Module,
-        step: CollatedStep,
-        counts_tokens: bool,
-        *args: Any,
-        **kwargs: Any,
+        self, run: Callable[[dict[str, Any]], Any], model: torch.nn.Module, step: CollatedStep, counts_tokens: bool
     ) -> Any:
         """The micro-batches of TRL one after another; their forwards are split, and TRL averages their metrics."""
         loss = torch.zeros((), device=self.trainer.args.device)
@@ -152,59 +145,60 @@ class MicroBatchBudget(SubBatchBudget):
                 temporarily_set(self, "weight", None if counts_tokens else weight),
                 sync_gradients_in_last(self.trainer, model, is_last),
             ):
-                loss = loss + train(model, batch, *args, **kwargs)
+                loss = loss + run(batch)
         return loss
 
     def _train_split(
         self,
-        train: Callable,
+        run: Callable[[dict[str, Any]], Any],
         model: torch.nn.Module,
         step: CollatedStep,
         counts_tokens: bool,
-        *args: Any,
-        **kwargs: Any,
+        num_items: torch.Tensor | int | None,
     ) -> Any:
         """The micro-batches of the budget one after another, each with the weight of its rows in TRL's loss."""
-        micro_batches, turns = self._to_equal_counts(step)
+        micro_batches, trl_index = self._matched_micro_batches(step)
         weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
-        if reduction := self._claimed_reduction():
+        if custom_loss_name(self.trainer) and (reduction := self.settings.loss_reduction):
             counts_tokens = False  # of the loss itself nothing is known but the claim
             batches, shares = zip(*micro_batches, strict=True)
             weights = claimed_weights(reduction, batches, shares, self.trainer.padding.task.num_label_tokens)
             if not self._claim_is_verified and len(batches) > 1:
-                self._verify_claim(reduction, model, batches, weights, *args, **kwargs)
+                self._verify_claim(reduction, model, batches, weights, num_items)
                 self._claim_is_verified = True
         loss = torch.zeros((), device=self.trainer.args.device)
         with self._run(self._runner(micro_batches, step)) as metrics, temporarily_set(self, "weight", None):
             for i, (batch, weight) in enumerate(micro_batches):
                 # A micro-batch with weight 0 only matches the forwards of other processes.
                 self.weight = weights[i]
-                num_items = self._num_items(batch, weight, counts_tokens)
-                with self._micro_batch(i, model), metrics.micro_batch(num_items, turns=turns[i]):
-                    loss = loss + train(model, batch, *args, **kwargs)
+                num_metric_items = self._num_metric_items(batch, weight, counts_tokens)
+                with self._micro_batch(i, model), metrics.micro_batch(num_metric_items, trl_index=trl_index[i]):
+                    loss = loss + run(batch)
         unweighted = [batch for batch, weight in micro_batches if not weight]
         masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in unweighted]
-        metrics.log(sum(int(mask.sum()) for mask in masks), step.count_of_trl)
+        metrics.log(sum(int(mask.sum()) for mask in masks), step.trl_count)
         return loss
 
-    def _to_equal_counts(self, step: CollatedStep) -> tuple[list[MicroBatch], list[list[int] | None]]:
+    def _matched_micro_batches(self, step: CollatedStep) -> tuple[list[MicroBatch], list[list[int] | None]]:
         """
-        As many micro-batches as the process with most of them has, and of which of TRL's each of their items is.
+        The micro-batches of a step, as many as the process with most of them has, and the `trl_index` of the items of
+        each (`None` if unknown).
 
         Raises:
-            ValueError: If processes that shard a model would wait for one without images in its vision tower.
+            ValueError: As [`MicroBatchBudget._match_other_processes`].
         """
         rows_per_item = self.trainer.padding.task.rows_per_item
         micro_batches: list[MicroBatch] = list(zip(step.micro_batches, step.weights, strict=True))
-        turns = list(step.micro_batches_of_trl)
-        for batch in step.micro_batches if turns else ():  # a column meanwhile, which is cut with the others
-            batch[_TURNS] = [turns.pop(0) for _ in range(len(batch["input_ids"]) // rows_per_item)]
-        micro_batches = self._matched(micro_batches)
-        return micro_batches, [batch.pop(_TURNS, None) for batch, _ in micro_batches]
+        trl_index = list(step.trl_index)
+        for batch in step.micro_batches if trl_index else ():
+            batch[TRL_INDEX] = [trl_index.pop(0) for _ in range(len(batch["input_ids"]) // rows_per_item)]
+        micro_batches = self._match_other_processes(micro_batches)
+        return micro_batches, [batch.pop(TRL_INDEX, None) for batch, _ in micro_batches]
 
-    def _matched(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    def _match_other_processes(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """
-        As many micro-batches as the process with most of them has, those with images last.
+        As many micro-batches as the process with most of them has: the largest are cut, or one is repeated with weight
+        0. Those with images come last.
 
         DDP reduces the gradients of what the last backward used: of the vision tower, too.
 
@@ -230,10 +224,12 @@ class MicroBatchBudget(SubBatchBudget):
 
     def note_step(self, batches: Sequence[Any]) -> None:
         step = step_of(batches[0]) if batches else None
-        self.sizes_of_trl = () if step is None else step.sizes_of_trl
+        self.trl_sizes = () if step is None else step.trl_sizes
 
-    def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return train_in_turns(self.trainer, self.sizes_of_trl, train, model, inputs, *args, **kwargs)
+    def train_by_trl_micro_batch(
+        self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return train_by_trl_micro_batch(self.trainer, self.trl_sizes, train, model, inputs, *args, **kwargs)
 
     def whole_batch(self, inputs: Any) -> Any:
         return whole_batch(self.trainer, inputs)
@@ -247,18 +243,13 @@ class MicroBatchBudget(SubBatchBudget):
         steps = round((state.epoch - epoch) * len(order.steps) / order.steps.processes)
         state.epoch = self._epoch = epoch + order.steps.share_of_epoch(steps)
 
-    def _claimed_reduction(self) -> str | None:
-        """What the user says of a custom loss. That of TRL needs no claim."""
-        return self.settings.loss_reduction if custom_loss_name(self.trainer) else None
-
     def _verify_claim(
         self,
         reduction: str,
         model: torch.nn.Module,
         batches: Sequence[dict[str, Any]],
         weights: Sequence[Any],
-        *args: Any,
-        **how: Any,
+        num_items: torch.Tensor | int | None,
     ) -> None:
         """
         Compare the loss of all rows with that of the micro-batches, and the norms of their gradients.
@@ -271,7 +262,6 @@ class MicroBatchBudget(SubBatchBudget):
         trainer = self.trainer
         shards = is_sharded(trainer) or trainer.is_deepspeed_enabled
         parameters = [] if shards else [p for p in trainer.model.parameters() if p.requires_grad]
-        num_items = next(iter((*args, *how.values())), None)
 
         def loss(batch: dict[str, Any], weight: Any) -> Any:
             inputs = trainer._prepare_inputs(dict(batch))
@@ -298,7 +288,7 @@ class MicroBatchBudget(SubBatchBudget):
                 "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
             )
 
-    def _num_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
+    def _num_metric_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
         """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
         task = self.trainer.padding.task
         others = task.num_loss_items(batch) if counts_tokens else weight

@@ -17,6 +17,8 @@ from torch import nn
 
 from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
+from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.shared_prefixes import PrefixPlan
 from ..data.batch_metadata import (
     BatchWithMetadata,
     LayoutCollator,
@@ -61,11 +63,12 @@ class CollatedStep(NamedTuple):
         rows_per_item (`int`): Rows of a batch that belong together.
         pad_token_id (`int`): Padding of the ids, for the batch that a user's code reads.
         keeps_micro_batches (`bool`): Whether the micro-batches are those of TRL.
-        prefix_plan (`FlatIndexMaps`, *optional*): The plan of their shared prefixes.
+        prefix_plan ([`FlatIndexMaps`] or [`PrefixPlan`], *optional*): The plan of their shared prefixes, before and
+            after the step is on its device; `None` if they share none.
         whole (`dict`, *optional*): The batch of TRL, where it cannot be put together of them.
-        micro_batches_of_trl (`list[int]`): Of which of TRL's micro-batches each item is; empty if unknown.
-        count_of_trl (`int`): Number of TRL's micro-batches in the step.
-        sizes_of_trl (`list[int]`): Number of items in each of them on this process, if a collator may change it.
+        trl_index (`list[int]`): For each item the number of TRL's micro-batch that it is in; empty if unknown.
+        trl_count (`int`): Number of TRL's micro-batches in the step.
+        trl_sizes (`list[int]`): Items of each of TRL's micro-batches on this process, if a collator may change it.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -74,11 +77,11 @@ class CollatedStep(NamedTuple):
     rows_per_item: int = 1
     pad_token_id: int = 0
     keeps_micro_batches: bool = False
-    prefix_plan: Any = None
+    prefix_plan: FlatIndexMaps | PrefixPlan | None = None
     whole: dict[str, Any] | None = None
-    micro_batches_of_trl: Sequence[int] = ()
-    count_of_trl: int = 1
-    sizes_of_trl: Sequence[int] = ()
+    trl_index: Sequence[int] = ()
+    trl_count: int = 1
+    trl_sizes: Sequence[int] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The step on a device; accelerate calls this method of what a data loader returns."""
@@ -222,26 +225,27 @@ class BudgetCollator:
     cp_size: int = 1
 
     def __call__(self, shares: list[tuple[Share, list[dict[str, Any]]]]) -> CollatedStep:
-        (((rows_of_step, numbers, turns), examples),) = shares
-        how: dict[str, Any] = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
+        ((share, examples),) = shares
+        of_items: dict[str, Any] = {"rows_per_item": self.rows_per_item, "pad_token_id": self.pad_token_id}
         if self.keeps_micro_batches:
             size = self.plan.micro_batch
             batches = [self.collator(examples[begin : begin + size]) for begin in range(0, len(examples), size)]
-            how |= {"sizes_of_trl": (sizes := list(map(self._count, batches)))}
-            weights_of_trl = [1 / len(batches)] * len(batches)
-            return CollatedStep(batches, weights_of_trl, list(range(sum(sizes))), **how, keeps_micro_batches=True)
-        weights = self.plan.weights(len(examples), rows_of_step)
+            sizes = [self._count(batch) for batch in batches]
+            weights_in_trl = [1 / len(batches)] * len(batches)
+            order = list(range(sum(sizes)))
+            return CollatedStep(batches, weights_in_trl, order, **of_items, keeps_micro_batches=True, trl_sizes=sizes)
+        weights_of_rows = self.plan.weights(len(examples), share.rows_of_step)
         if self.cuts_batches:
-            batches, shares_of_step, order, how["sizes_of_trl"] = self._cut(examples, weights)
+            batches, weights, order, of_items["trl_sizes"] = self._cut(examples, weights_of_rows)
         else:
-            batches, shares_of_step, order = self._planned(numbers, examples, weights)
-        step = CollatedStep(batches, shares_of_step, order, **how)
+            batches, weights, order = self._planned(share.rows, examples, weights_of_rows)
+        step = CollatedStep(batches, weights, order, **of_items)
         if self.adds_whole and len(batches) > 1 and any(map(image_tensors, batches)):
             step = step._replace(whole=pop_metadata(self.collator(examples))[0])
         has_all_items = sum(map(self._count, batches)) == len(order)  # a collator of a user may drop or add some
         if has_all_items and not self.cuts_batches:
-            count = -(-rows_of_step // (self.plan.micro_batch * self.plan.processes))
-            step = step._replace(micro_batches_of_trl=[turns[i] for i in order], count_of_trl=count)
+            trl_count = -(-share.rows_of_step // (self.plan.micro_batch * self.plan.processes))
+            step = step._replace(trl_index=[share.trl_index[i] for i in order], trl_count=trl_count)
         if self.weight_by_tokens:
             positions = [label_positions(batch) for batch in batches]
             counts = [0 if labels is None else len(labels) for labels in positions]

@@ -40,7 +40,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def micro_batch(
-        self, num_items: Mapping[str, Any], reduces: bool = True, turns: list[int] | None = None
+        self, num_items: Mapping[str, Any], reduces: bool = True, trl_index: list[int] | None = None
     ) -> Iterator[None]:
         """
         A block with the loss of a micro-batch.
@@ -50,8 +50,8 @@ class StepMetrics:
                 Number of items that each metric is a mean over, by its name; `""` stands for all other metrics.
             reduces (`bool`, *optional*, defaults to `True`):
                 Whether `accelerator.reduce` still reduces. Every process must then have equally many micro-batches.
-            turns (`list[int]`, *optional*):
-                Of which of TRL's micro-batches each of its items is.
+            trl_index (`list[int]`, *optional*):
+                For each of its items the number of TRL's micro-batch that it is in.
         """
         metrics, accelerator = self.trainer._metrics, self.trainer.accelerator
         saved, metrics["train"] = metrics["train"], defaultdict(list)
@@ -65,9 +65,9 @@ class StepMetrics:
             ):
                 yield
             self.values.append((metrics["train"], num_items))
-            if turns is not None and (values := self.trainer.padding.task.values_of_rows()) is not None:
-                blocks = len(values) // len(turns)  # chosen, rejected
-                self.of_rows.append((values.flatten(), torch.tensor(turns, device=values.device).repeat(blocks)))
+            if trl_index is not None and (values := self.trainer.padding.task.values_of_rows()) is not None:
+                blocks = len(values) // len(trl_index)  # chosen, rejected
+                self.of_rows.append((values.flatten(), torch.tensor(trl_index, device=values.device).repeat(blocks)))
         finally:
             metrics["train"] = saved
 
@@ -80,48 +80,57 @@ class StepMetrics:
         finally:
             self.trainer._total_train_tokens = self.tokens
 
-    def log(self, repeated_tokens: int = 0, count_of_trl: int = 1) -> None:
+    def log(self, repeated_tokens: int = 0, trl_count: int = 1) -> None:
         """
         Log the means of all micro-batches, and count their tokens but for those of repeated micro-batches.
 
-        TRL logs the mean over its micro-batches, of which the step has `count_of_trl`.
+        TRL logs the mean over its micro-batches, of which the step has `trl_count`.
         """
         trainer, task = self.trainer, self.trainer.padding.task
-        accelerator, device = trainer.accelerator, trainer.args.device
-        has_others = accelerator.num_processes > 1
         names = sorted({name for values, _ in self.values for name in values})
-        if has_others:  # a process may lack rows of some kind, and so their metrics
+        if trainer.accelerator.num_processes > 1:  # a process may lack rows of some kind, and so their metrics
             names = sorted(set(gather_object(names)))
-        counts_tokens = "num_tokens" in names
-        names = [name for name in names if name != "num_tokens"]
+        averaged = [name for name in names if name != "num_tokens"]
+        means, tokens = self._means(averaged, trainer._total_train_tokens - self.tokens - repeated_tokens)
+        for name in filter(task.min_max_metrics.get, averaged):
+            means[name] = self._mean_extreme(name, trl_count)
+        metrics = trainer._metrics["train"]
+        for name, mean in task.merge_metrics(means).items():
+            metrics[name] += [mean] * trl_count
+        if "num_tokens" in names:
+            trainer._total_train_tokens = self.tokens + tokens // data_replicas(trainer)
+            metrics["num_tokens"] = [trainer._total_train_tokens]
+
+    def _means(self, names: list[str], tokens: int) -> tuple[dict[str, float], int]:
+        """The means of metrics over the items of all processes, and the sum of their `tokens`: one reduction."""
+        accelerator, device = self.trainer.accelerator, self.trainer.args.device
         table = torch.zeros(2, len(names), dtype=torch.float64)
         for values, num_items in self.values:
             for i, name in enumerate(names):
                 count = float(num_items.get(name, num_items[""]))
                 if count and values.get(name):
                     table[:, i] += torch.tensor([values[name][-1] * count, count], dtype=torch.float64)
-        tokens = trainer._total_train_tokens - self.tokens - repeated_tokens
         totals = torch.cat([table.flatten(), table.new_tensor([tokens])])
-        if has_others:  # otherwise it stays on the host: not every device has float64
+        if accelerator.num_processes > 1:  # otherwise it stays on the host: not every device has float64
             totals = accelerator.reduce(totals.to(device))
-        *totals, tokens = totals.tolist()
+        *totals, tokens_of_all = totals.tolist()
         sums, weights = totals[: len(names)], totals[len(names) :]
         means = {name: total / n if n else 0.0 for name, total, n in zip(names, sums, weights, strict=True)}
-        for name in filter(task.min_max_metrics.get, names):
-            # Row by row the micro-batches of TRL that a process has no row of are NaN.
-            take, own = task.min_max_metrics[name], torch.full((count_of_trl,), math.nan, device=device)
-            if self.of_rows:
-                rows, turns = map(torch.cat, zip(*self.of_rows, strict=True))
-                for turn in turns.unique().tolist():
-                    own[turn] = take(rows[turns == turn]).float()
-            elif values := [values[name][-1] for values, _ in self.values if values.get(name)]:
-                own[:] = take(torch.tensor(values, device=device).float())
-            every = accelerator.gather(own[None]).T
-            extremes = [take(of_turn[~of_turn.isnan()]) for of_turn in every if not of_turn.isnan().all()]
-            means[name] = float(sum(extremes) / len(extremes))
-        metrics = trainer._metrics["train"]
-        for name, mean in task.merge_metrics(means).items():
-            metrics[name] += [mean] * count_of_trl
-        if counts_tokens:
-            trainer._total_train_tokens = self.tokens + int(tokens) // data_replicas(trainer)
-            metrics["num_tokens"] = [trainer._total_train_tokens]
+        return means, int(tokens_of_all)
+
+    def _mean_extreme(self, name: str, trl_count: int) -> float:
+        """
+        A metric that is a minimum or maximum over rows: the mean of those of TRL's micro-batches, of all processes.
+        """
+        take, device = self.trainer.padding.task.min_max_metrics[name], self.trainer.args.device
+        # Row by row the micro-batches of TRL that a process has no row of are NaN.
+        own = torch.full((trl_count,), math.nan, device=device)
+        if self.of_rows:
+            rows, trl_index = map(torch.cat, zip(*self.of_rows, strict=True))
+            for i in trl_index.unique().tolist():
+                own[i] = take(rows[trl_index == i]).float()
+        elif values := [values[name][-1] for values, _ in self.values if values.get(name)]:
+            own[:] = take(torch.tensor(values, device=device).float())
+        every = self.trainer.accelerator.gather(own[None]).T  # `(trl_count, processes)`
+        extremes = [take(of_all[~of_all.isnan()]) for of_all in every if not of_all.isnan().all()]
+        return float(sum(extremes) / len(extremes))

@@ -51,8 +51,6 @@ __all__ = ["SubBatchBudget"]
 
 logger = get_logger(__name__)
 
-_TURNS = "micro_batches_of_trl"
-
 
 class SubBatchBudget(Part):
     """`max_tokens_per_batch` for the forwards of one batch, which are run in sub-batches."""
@@ -271,7 +269,9 @@ class SubBatchBudget(Part):
         """TRL's `training_step`, `train`."""
         return train(model, inputs, *args, **kwargs)
 
-    def train_in_turns(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_by_trl_micro_batch(
+        self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A user's `training_step`, `train`, which computes its loss itself."""
         return train(model, inputs, *args, **kwargs)
 

@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["step_of_user", "train_in_turns", "whole_batch"]
+__all__ = ["step_of_user", "train_by_trl_micro_batch", "whole_batch"]
 
 logger = get_logger(__name__)
 
 
-def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, sizes_of_trl: Sequence[int]) -> CollatedStep:
+def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, trl_sizes: Sequence[int]) -> CollatedStep:
     """
     The micro-batches of TRL, of a batch that a user's code has made or modified. Their forwards are split.
 
-    `sizes_of_trl`: number of items in each of them, if the collator has noted it.
+    `trl_sizes`: number of items in each of them, if the collator has noted it.
 
     Raises:
         ValueError: If they cannot be made of it, or forwards cannot be split.
@@ -63,16 +63,16 @@ def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, sizes_of_trl: Sequenc
             "budget out."
         )
     # A collator of a user may have dropped rows of a micro-batch, or added some.
-    sizes = sizes_of_trl if sum(sizes_of_trl) == count else [size] * -(-count // size)
+    sizes = trl_sizes if sum(trl_sizes) == count else [size] * -(-count // size)
     ends = [*accumulate(sizes)]
     parts = [range(end - size, min(end, count)) for size, end in zip(sizes, ends, strict=True)]
     batches = [items_of(plain, part, count) for part in parts]
     return CollatedStep(batches, [1 / len(parts)] * len(parts), [], keeps_micro_batches=True)
 
 
-def train_in_turns(
+def train_by_trl_micro_batch(
     trainer: PaddingFreeTrainer,
-    sizes_of_trl: Sequence[int],
+    trl_sizes: Sequence[int],
     train: Callable[..., Any],
     model: torch.nn.Module,
     inputs: Any,
@@ -85,16 +85,16 @@ def train_in_turns(
     if not joins_micro_batches(trainer) or config.gradient_accumulation_steps > 1:
         return train(model, inputs, *args, **kwargs)
     if step is None or not step.keeps_micro_batches:
-        step = step_of_user(trainer, inputs, sizes_of_trl)
-    turns, loss = step.micro_batches, torch.zeros((), device=config.device)
+        step = step_of_user(trainer, inputs, trl_sizes)
+    micro_batches, loss = step.micro_batches, torch.zeros((), device=config.device)
     # Numbers of TRL, by which such a step divides its loss.
     accumulated = config.per_device_train_batch_size // config._rows_per_micro_batch
     with (
         temporarily_set(config, "gradient_accumulation_steps", accumulated),
-        temporarily_set(trainer, "current_gradient_accumulation_steps", len(turns)),
+        temporarily_set(trainer, "current_gradient_accumulation_steps", len(micro_batches)),
     ):
-        for i, batch in enumerate(turns):
-            with sync_gradients_in_last(trainer, model, is_last=i == len(turns) - 1):
+        for i, batch in enumerate(micro_batches):
+            with sync_gradients_in_last(trainer, model, is_last=i == len(micro_batches) - 1):
                 loss = loss + train(model, batch, *args, **kwargs)
     return loss
 
