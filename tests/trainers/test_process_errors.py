@@ -54,9 +54,9 @@ def test_a_process_without_an_image_is_an_error_on_both(images, is_refused, monk
         budget = MicroBatchBudget(SimpleNamespace(padding=padding, state=state, accelerator=accelerator))
         if is_refused:
             with pytest.raises(ValueError, match=f"No row of process {images.index(0)} has an image in step 5"):
-                budget._matched(texts + with_images)
+                budget._match_other_processes(texts + with_images)
         else:
-            found = budget._matched(texts + with_images)
+            found = budget._match_other_processes(texts + with_images)
             assert len(found) == 1 + max(images)
 
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "computes_own_loss",
     "custom_loss_name",
-    "has_custom_loss",
     "is_custom_collator",
     "may_read_steps",
     "module_of",
@@ -36,11 +35,6 @@ TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
 
 DECORATORS = ("trl.extras.profiling", "torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
-
-
-def has_custom_loss(trainer: PaddingFreeTrainer) -> bool:
-    """Whether code of a user computes the loss, or a part of it."""
-    return custom_loss_name(trainer) is not None
 
 
 def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:

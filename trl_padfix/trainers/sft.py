@@ -16,7 +16,7 @@ from .base import PaddingFreeMixin
 from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
-from .custom_loss import has_custom_loss
+from .custom_loss import custom_loss_name
 from .data.batch_metadata import with_labels
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import column_names, untrained_rows
@@ -111,7 +111,7 @@ class SFTTask(Task):
         if several and not trainer.args.average_tokens_across_devices:
             return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
         accumulated = trainer.padding.part(StepOrder).plan().accumulation_steps > 1
-        if accumulated and has_custom_loss(trainer):
+        if accumulated and custom_loss_name(trainer):
             return "The loss is your own, and TRL adds several of them up in a step (`gradient_accumulation_steps`)"
         if self.loss_is_token_mean() and (several or accumulated):
             return (

@@ -7,7 +7,6 @@ A user of the package may subclass [`Task`] for [`padding_free_trainer`].
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +16,12 @@ from datasets import Dataset
 from ..core.call.labels import FIRST_TOKENS_DROPPED
 from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
-from .custom_loss import has_custom_loss
+from .custom_loss import custom_loss_name
 from .data.batch_metadata import with_counted_labels, without_first_labels
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .data.turns import check_tool_messages
+from .old_task_names import accept_old_names
 
 
 if TYPE_CHECKING:
@@ -33,37 +33,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["PairTask", "Task"]
-
-RENAMED = {
-    "attached": "on_attached",
-    "averages_tokens": "loss_is_token_mean",
-    "brings_layouts": "precomputes_layouts",
-    "compares_rows": "needs_all_rows",
-    "counted": "label_count_inputs",
-    "extremes": "min_max_metrics",
-    "for_metrics": "metrics_inputs",
-    "generates_for_groups": "supports_cp_generation",
-    "in_pieces": "with_sub_batches",
-    "joined_metrics": "merge_metrics",
-    "loss_items": "num_loss_items",
-    "loss_weight": "sub_batch_weight",
-    "may_group": "may_regroup",
-    "metric_items": "num_metric_items",
-    "pools_by": "pooling_pad_id",
-    "reason_not_to_split": "token_budget_obstacle",
-    "scored": "loss_inputs",
-    "sums_over_rows": "loss_is_row_sum",
-    "takes_layouts": "layout_policy",
-}
-"""Old names of members of a task, and the new ones. The old ones go with the next minor release."""
-
-
-def _add_old_names(task_class: type[Task]) -> None:
-    """Give a class its renamed members under their old names, too, which an override may call by `super()`."""
-    for old, new in RENAMED.items():
-        # Each class has its own: `super().old()` must find the method of the class above, not that of the override.
-        if new in vars(task_class) and old not in vars(task_class):
-            setattr(task_class, old, vars(task_class)[new])
 
 
 class Task:
@@ -116,16 +85,7 @@ class Task:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for old, new in RENAMED.items():
-            if old in vars(cls) and new not in vars(cls):
-                warnings.warn(
-                    f"`{cls.__name__}.{old}` is now called `{new}`, and the old name goes with the next minor release "
-                    "of trl_padfix. Rename it.",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
-                setattr(cls, new, vars(cls)[old])
-        _add_old_names(cls)
+        accept_old_names(cls)
 
     # -- checks
 
@@ -213,7 +173,7 @@ class Task:
         trainer = self.trainer
         # What acts in a backward (a hook that clamps gradients) has to see the gradient of the step: one backward.
         acts_in_backward = trainer.padding.gradient_hook is not None
-        is_unknown = has_custom_loss(trainer) and trainer.padding.settings.loss_reduction is None
+        is_unknown = custom_loss_name(trainer) is not None and trainer.padding.settings.loss_reduction is None
         return getattr(trainer, "aux_loss_enabled", False) or acts_in_backward or is_unknown
 
     def loss_is_token_mean(self) -> bool:
@@ -269,7 +229,7 @@ class Task:
         return means
 
 
-_add_old_names(Task)  # `__init_subclass__` runs for subclasses only
+accept_old_names(Task)  # `__init_subclass__` runs for subclasses only
 
 
 class PairTask(Task):

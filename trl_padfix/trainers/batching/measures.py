@@ -64,21 +64,30 @@ class RowMeasure:
 
     def _costs(self, read: Callable[[str], list[np.ndarray]]) -> RowCosts:
         columns = self._columns(read)
-        first, *others = (columns[names[0]] for names in self.sequences)
+        begins = [columns[names[0]] for names in self.sequences]
         tokens, shareable = truncated_tokens(
-            self._lengths(columns), np.array([len(ids) for ids in first]), self.max_length, self.truncation_mode
+            self._lengths(columns), np.array([len(ids) for ids in begins[0]]), self.max_length, self.truncation_mode
         )
-        if not self.sharing:
-            return text_costs(tokens)
-        for other in others:  # the sequences of a row share among themselves, too
-            tokens = tokens - np.minimum(shared_prefix_lengths(first, other), shareable)
-        return prefix_costs(tokens, shareable, *sort_by_prefix(first))
+        return _shared_costs(begins, tokens, shareable) if self.sharing else text_costs(tokens)
 
 
 def _read(rows: Dataset | Sequence[dict[str, Any]], name: str) -> list[np.ndarray]:
     if isinstance(rows, Dataset):
         return list(lists(rows, name))
     return [np.asarray(row[name], dtype=np.int64) for row in rows]
+
+
+def _shared_costs(begins: Sequence[Sequence[np.ndarray]], tokens: np.ndarray, shareable: np.ndarray) -> RowCosts:
+    """
+    Costs of rows of `tokens`, where shared prefixes are computed once.
+
+    `begins` are the ids with which each sequence of a row begins, `(k, n)` lists; of the first sequence `shareable`
+    ids may be those of other rows.
+    """
+    first, *others = begins
+    for other in others:  # the sequences of a row share among themselves, too
+        tokens = tokens - np.minimum(shared_prefix_lengths(first, other), shareable)
+    return prefix_costs(tokens, shareable, *sort_by_prefix(first))
 
 
 class PairMeasure(RowMeasure):
@@ -91,6 +100,18 @@ class RewardMeasure(RowMeasure):
     """[`RowMeasure`] of the preference pairs of a reward model, with the prompt in both sequences."""
 
     sequences = (("chosen_ids",), ("rejected_ids",))
+
+
+class UnpairedMeasure(RowMeasure):
+    """[`RowMeasure`] of prompts with one completion each, for KTO."""
+
+    sequences = (("prompt_ids", "completion_ids"),)
+
+
+class TextMeasure(RowMeasure):
+    """[`RowMeasure`] of texts."""
+
+    sequences = (("input_ids",),)
 
 
 def batch_costs(ids: torch.Tensor, mask: torch.Tensor, rows_per_item: int, sharing: bool) -> RowCosts:
@@ -108,20 +129,8 @@ def batch_costs(ids: torch.Tensor, mask: torch.Tensor, rows_per_item: int, shari
             Whether shared prefixes are computed once.
     """
     rows = [row[keep] for row, keep in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
-    blocks = [rows[i : i + len(rows) // rows_per_item] for i in range(0, len(rows), len(rows) // rows_per_item)]
-    names = [str(i) for i in range(rows_per_item)]
-    measure_class = type("BatchMeasure", (RowMeasure,), {"sequences": tuple((name,) for name in names)})
-    examples = [dict(zip(names, item, strict=True)) for item in zip(*blocks, strict=True)]
-    return measure_class(sharing=sharing).examples(examples)
-
-
-class UnpairedMeasure(RowMeasure):
-    """[`RowMeasure`] of prompts with one completion each, for KTO."""
-
-    sequences = (("prompt_ids", "completion_ids"),)
-
-
-class TextMeasure(RowMeasure):
-    """[`RowMeasure`] of texts."""
-
-    sequences = (("input_ids",),)
+    items = len(rows) // rows_per_item
+    blocks = [rows[begin : begin + items] for begin in range(0, len(rows), items)]
+    lengths = np.array([[len(row) for row in block] for block in blocks])
+    tokens = lengths.sum(0)
+    return _shared_costs(blocks, tokens, lengths[0]) if sharing else text_costs(tokens)

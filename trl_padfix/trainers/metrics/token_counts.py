@@ -121,11 +121,10 @@ class TokenCounts(Part):
         self.counters["eval"].pause()  # tokens generated after the loop (`predict_with_generate`) do not count
 
     def log(self, logs: dict[str, float], mode: str) -> None:
-        prefix = "eval_" if mode == "eval" else ""
-        metrics = self.counters[mode].report(self.trainer.padding.is_removed)
+        metrics = report_of(self.counters, mode, self.trainer.padding.is_removed)
         if mode == "train" and metrics:
             _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
-        logs.update({prefix + name: value for name, value in metrics.items()})
+        logs.update(metrics)
 
 
 def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool = True) -> dict[str, float]:
