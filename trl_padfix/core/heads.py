@@ -78,20 +78,30 @@ class LMHeadPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        labels, decoder = kwargs.get("labels"), self.attachment.decoder
         if not kwargs.get("fused_lm_head"):
-            call = bind(self.wrapped, args, kwargs)
-            if (predicted := self._predicted_labels(call)) is None:
-                with self.attachment.padded(SCORED_FROM_PADDING):
-                    return self.wrapped(*args, **kwargs)
-            selects_columns = isinstance(call.get("logits_to_keep"), torch.Tensor)
-            both = (predicted["labels"], call["labels"]) if "labels" in predicted else None
-            arguments = _row_arguments(call)
-            outer = ModelCall(decoder, model_arguments=arguments, selects_columns=selects_columns, labels=both)
-            with within(model=outer):
-                return self.wrapped(**(call | predicted))
-        if labels is None or kwargs.get("shift_labels") is not None:
+            return self._with_predicted_labels(*args, **kwargs)
+        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
+        return self._on_labelled_positions(*args, **kwargs)
+
+    def _with_predicted_labels(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of a call without a fused head; its loss leaves out labels that a packed forward cannot score."""
+        call = bind(self.wrapped, args, kwargs)
+        if (predicted := self._predicted_labels(call)) is None:
+            with self.attachment.padded(SCORED_FROM_PADDING):
+                return self.wrapped(*args, **kwargs)
+        outer = ModelCall(
+            self.attachment.decoder,
+            model_arguments=_row_arguments(call),
+            selects_columns=isinstance(call.get("logits_to_keep"), torch.Tensor),
+            labels=(predicted["labels"], call["labels"]) if "labels" in predicted else None,
+        )
+        with within(model=outer):
+            return self.wrapped(**(call | predicted))
+
+    def _on_labelled_positions(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of a call with a fused head, which gets the labelled positions as one row."""
+        labels, decoder = kwargs["labels"], self.attachment.decoder
         call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
         if (selected := self._label_positions(call, labels)) is None:
             with self.attachment.padded(SCORED_FROM_PADDING):
@@ -103,9 +113,7 @@ class LMHeadPatch(BatchPatch):
                 layout = self._layout_of(call)
             except UnpackableCallError:
                 return self.wrapped(*args, **kwargs)  # the decoder will say why it runs padded, or raise this error
-            if not self._can_select_states(call, labels, layout):
-                return self.wrapped(*args, **kwargs)
-            if index.numel() == 0:
+            if not self._can_select_states(call, labels, layout) or index.numel() == 0:
                 return self.wrapped(*args, **kwargs)
             # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
             columns = labels.shape[1] - 1
@@ -157,9 +165,9 @@ class LMHeadPatch(BatchPatch):
         first, others = find_labels_after_padding(labels, mask)
         flags = torch.stack([first.any(), others.any(), others.any()])
         # One wait tells the host three things: behind the positions, each flag adds more entries than there can be.
-        room = target.numel() + 1
-        index = torch.cat([(target & ~first[:, 1:]).flatten(), flags.repeat_interleave(room)]).nonzero().squeeze(1)
-        code, count = divmod(len(index), room)
+        too_many = target.numel() + 1
+        index = torch.cat([(target & ~first[:, 1:]).flatten(), flags.repeat_interleave(too_many)]).nonzero().squeeze(1)
+        code, count = divmod(len(index), too_many)
         arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(code % 2 == 1, code > 1), first)
         return None if arguments is None else (index[:count], arguments)
 

@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..call.calls import PackedCall
 from ..call.prefix_states import PrefixStates
+from ..layout.flat_maps import cu_seqlens_of
 from ..layout.layout import Layout
 from .row_buckets import bucket_by_length
 
@@ -74,6 +75,12 @@ class NodeBlock:
     tokens: torch.Tensor
     parents: torch.Tensor | None
 
+    @classmethod
+    def of(cls, nodes: list[_Node], parents: torch.Tensor | None, T: int, device: torch.device) -> NodeBlock:
+        """A block of `nodes` with the state numbers of their `parents`, for a packed row of `T` tokens."""
+        tokens = _padded([torch.tensor(node.tokens) for node in nodes], T)
+        return cls(tokens.to(device), None if parents is None else parents.to(device))
+
 
 @dataclass(frozen=True, eq=False)
 class Level:
@@ -93,6 +100,19 @@ class Level:
     cu_seqlens: torch.Tensor
     parents: torch.Tensor | None
     is_last: bool
+
+    @classmethod
+    def of(cls, blocks: list[NodeBlock], nodes: list[_Node], is_last: bool) -> Level:
+        """A level of `blocks`, with their `nodes` in the same order."""
+        device = blocks[0].tokens.device
+        parents = [block.parents for block in blocks if block.parents is not None]
+        return cls(
+            tuple(blocks),
+            torch.tensor([token for node in nodes for token in node.tokens], device=device),
+            cu_seqlens_of(len(node.tokens) for node in nodes).to(device),
+            torch.cat(parents) if parents else None,
+            is_last,
+        )
 
 
 class NodeTree:
@@ -135,34 +155,25 @@ class NodeTree:
         tokens_in_levels: list[torch.Tensor] = []
         for d in range(max(depth) + 1):
             level = [n for n in range(len(nodes)) if depth[n] == d]
-            blocks, node_tokens = [], []
             has_states = d > 0 or self.num_prefix_states > 0
+            blocks: list[NodeBlock] = []
+            in_order: list[_Node] = []  # the nodes of the level, block by block
             for group in bucket_by_length([len(nodes[n].tokens) for n in level]):
                 members = [level[i] for i in group]
-                members_tokens = [torch.tensor(nodes[n].tokens) for n in members]
-                new_tokens = [
-                    torch.tensor([self.tokens] * nodes[n].copies + nodes[n].tokens[nodes[n].copies :]) for n in members
-                ]
-                tokens, new = (
-                    pad_sequence(x, batch_first=True, padding_value=self.tokens) for x in (members_tokens, new_tokens)
-                )
-                block_parents = (
-                    torch.tensor([number[parents[n]] for n in members], device=self.device) if has_states else None
-                )
-                blocks.append(NodeBlock(tokens.to(self.device), block_parents))
+                block_nodes = [nodes[n] for n in members]
+                parent_states = torch.tensor([number[parents[n]] for n in members]) if has_states else None
                 number |= {Parent("packed", n): len(number) + i for i, n in enumerate(members)}
-                node_tokens += members_tokens
-                tokens_in_levels += new_tokens
-                tokens_in_blocks.append(new.flatten())
-            cu_seqlens = torch.tensor([0, *map(len, node_tokens)]).cumsum(0).to(self.device, torch.int32)
-            all_parents = torch.cat([block.parents for block in blocks]) if has_states else None
+                blocks.append(NodeBlock.of(block_nodes, parent_states, self.tokens, self.device))
+                tokens_in_blocks.append(_padded([node.computed(self.tokens) for node in block_nodes], self.tokens))
+                in_order += block_nodes
+            tokens_in_levels += [node.computed(self.tokens) for node in in_order]
             is_last = d == max(depth) and self.fork_tokens is None
-            tokens = torch.cat(node_tokens).to(self.device)
-            self.levels.append(Level(tuple(blocks), tokens, cu_seqlens, all_parents, is_last))
+            self.levels.append(Level.of(blocks, in_order, is_last))
         # argsort inverts a permutation. Each token is in one block only, and the number `T`, of copies and of places
         # beyond the ends of nodes, sorts behind all tokens, so the first `T` places are the inverse.
         self.packed_from_blocks, self.packed_from_levels = (
-            torch.cat(x).argsort()[: self.tokens].to(self.device) for x in (tokens_in_blocks, tokens_in_levels)
+            torch.cat([x.flatten() for x in tokens]).argsort()[: self.tokens].to(self.device)
+            for tokens in (tokens_in_blocks, tokens_in_levels)
         )
         state_after = {node.tokens[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         self._fork_states = torch.tensor(
@@ -332,6 +343,15 @@ class _Node(NamedTuple):
 
     tokens: list[int]
     copies: int = 0
+
+    def computed(self, filler: int) -> torch.Tensor:
+        """The tokens of the node, `filler` in place of copies."""
+        return torch.tensor([filler] * self.copies + self.tokens[self.copies :])
+
+
+def _padded(tokens: list[torch.Tensor], filler: int) -> torch.Tensor:
+    """The tokens of nodes as one tensor `(n, l)`, with `filler` beyond their ends."""
+    return pad_sequence(tokens, batch_first=True, padding_value=filler)
 
 
 def _nodes(
