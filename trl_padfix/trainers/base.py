@@ -298,13 +298,13 @@ class PaddingFreeMixin:
         else:  # a subclass may have edited the batch of the outer block
             batch_metadata = running.batch_metadata
             padding.part(ContextParallel).check_batch(plain)
-        known = (
-            batch_metadata.known_batches(plain if running is None else inputs) if batch_metadata is not None else []
-        )
+        known = []
+        if batch_metadata is not None:
+            known = batch_metadata.known_batches(plain if running is None else inputs)
         step = Step(model, plain, mode, number, padding.task.padded_batches, batch_metadata, known, returns_outputs)
-        blocks = (
-            (part.around_step(step) for part in padding.parts) if running is None else map(with_known_batch, known)
-        )
+        blocks = map(with_known_batch, known)
+        if running is None:
+            blocks = (part.around_step(step) for part in padding.parts)
         # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
         is_padded = running is None and padding.task.predicts_next_tokens() and scores_padding(scored)
         padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)

@@ -263,9 +263,8 @@ class RemovePadding(Part):
         # NaN equals nothing, so a parity check would fail in the first step.
         strict = settings.strict or bool(settings.padding_free and settings.parity_check)
         ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-        if not (
-            trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index
-        ):  # other ranks get their weights later
+        gets_weights_later = trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index
+        if not gets_weights_later:  # from the first process of the node
             for which, model in named_models_of(trainer).items():
                 check_weights(model, which, strict)
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()

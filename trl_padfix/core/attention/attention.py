@@ -146,8 +146,8 @@ def packed_attention(
     """
     module = viewed_module(module)  # the model's functions must find the module's own config
     call: PackedCall | None = kwargs.pop(LAYOUT, None)
-    if call is None and (frame := layer_call()) is not None:
-        call = frame.call  # for layers that do not pass keyword arguments on
+    if call is None and (running_layer := layer_call()) is not None:
+        call = running_layer.call  # for layers that do not pass keyword arguments on
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if call is None:
         raise _unpackable(

@@ -115,10 +115,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 
 
 def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-    return (
-        *attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window),
-        *(None,) * 4,
-    )  # no gradients of cu_seqlens, scale and window
+    gradients = attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *gradients, None, None, None, None  # none of cu_seqlens, scale and window
 
 
 attend_segments.register_autograd(_backward, setup_context=_save_for_backward)

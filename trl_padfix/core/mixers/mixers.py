@@ -183,9 +183,7 @@ def _mixers(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The outermost mixers inside `module`, by name."""
     for name, child in module.named_children():
-        is_layer = type(child).__name__.endswith(
-            ("DecoderLayer", "EncoderLayer")
-        )  # a layer in a layer (Zamba's): its mixers
+        is_layer = type(child).__name__.endswith(("DecoderLayer", "EncoderLayer"))  # in a layer (Zamba's): its mixers
         if _mixes(child) and not (is_layer and any(_outermost(child))):
             yield prefix + name, child
         else:

@@ -78,9 +78,9 @@ def can_export_state(module: nn.Module) -> bool:
 def chunk_of(module: nn.Module) -> int:
     """Tokens that the recurrence of a forked mixer computes at once; 0 if it does not work by chunks."""
     size = getattr(module, "chunk_size", None)
-    space = inspect.unwrap(type(module).forward).__globals__
+    namespace = inspect.unwrap(type(module).forward).__globals__
     for name in primitives_of(module) & _CHUNKED:
-        parameter = _parameters(space[name]).get("chunk_size")
+        parameter = _parameters(namespace[name]).get("chunk_size")
         size = size or (parameter.default if parameter is not None else None)
         return size if isinstance(size, int) else CHUNK  # no size: a kernel behind the function, or no default
     return 0
@@ -107,11 +107,11 @@ class PrimitivesPatch(ForwardPatch):
         forward: Any = self.on_view()
         function = getattr(forward, "__func__", None)
         assert function is not None, "a mixer whose forward is not a method of its class runs on rows"
-        space = inspect.unwrap(function).__globals__
+        namespace = inspect.unwrap(function).__globals__
         names = primitives_of(viewed_module(self.module))
         keys = zip(repeat(self.module), count())
         replaced = {
-            name: with_context_parallel(name, _REPLACEMENTS[name](space[name], call, keys), call.cp_layout)
+            name: with_context_parallel(name, _REPLACEMENTS[name](namespace[name], call, keys), call.cp_layout)
             for name in names
         }
         with within(packed=call):
@@ -131,14 +131,14 @@ def _with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
     function would change all its models.
     """
     inner = getattr(function, "__wrapped__", None)
-    space, closure = function.__globals__, function.__closure__
+    namespace, closure = function.__globals__, function.__closure__
     if inner is None:
-        space = {**space, **replaced}
+        namespace = {**namespace, **replaced}
     else:
         # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
         copied = _with_globals(inner, replaced)
         closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure or ())
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, closure)
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
     return copy
 
@@ -253,9 +253,8 @@ def _scan_on_rows(original: Callable, call: PackedCall, keys: Keys) -> Callable:
     def scan(*args: Any, **kwargs: Any) -> torch.Tensor:
         outputs = []
         for bucket in range(len(rows.tokens)):
-            by_place = [
-                rows_of_argument(name, value, bucket) for name, value in zip(parameters, args, strict=False)
-            ]  # not strict: optional parameters have no argument
+            named_args = zip(parameters, args, strict=False)  # not strict: optional parameters have no argument
+            by_place = [rows_of_argument(name, value, bucket) for name, value in named_args]
             by_name = {name: rows_of_argument(name, value, bucket) for name, value in kwargs.items()}
             outputs.append(original(*by_place, **by_name).transpose(1, 2))
         return rows.scatter(outputs).transpose(1, 2)

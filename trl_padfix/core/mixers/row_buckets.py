@@ -151,8 +151,8 @@ class RowsPatch(ForwardPatch):
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
-        frame = layer_call(call)
-        if frame is None:
+        running_layer = layer_call(call)
+        if running_layer is None:
             raise PaddingRemovalError(
                 f"{type(self.module).__name__} was called outside of the layers of its decoder. It runs on rows, and "
                 "the arguments for these rows are recorded layer by layer. Train this model with `padding_free=False`."
@@ -160,8 +160,8 @@ class RowsPatch(ForwardPatch):
         one_bucket = self.one_bucket or call.one_bucket
         rows, outputs = row_buckets(call, one_bucket), []
         for bucket, layer_calls in enumerate(calls_of_layers(call, one_bucket)):
-            recorded = layer_calls.get(id(frame.layer), {})
-            pick = partial(_bucket_argument, rows=rows, bucket=bucket, frame=frame, recorded=recorded)
+            recorded = layer_calls.get(id(running_layer.layer), {})
+            pick = partial(_bucket_argument, rows=rows, bucket=bucket, running_layer=running_layer, recorded=recorded)
             bucket_args = [pick(None, value) for value in args]
             bucket_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
             with outside_calls():
@@ -170,7 +170,7 @@ class RowsPatch(ForwardPatch):
 
 
 def _bucket_argument(
-    name: str | None, value: Any, *, rows: RowBuckets, bucket: int, frame: LayerCall, recorded: dict[str, Any]
+    name: str | None, value: Any, *, rows: RowBuckets, bucket: int, running_layer: LayerCall, recorded: dict[str, Any]
 ) -> Any:
     """
     The argument `name` of a module within a layer, for the rows of a bucket.
@@ -178,13 +178,13 @@ def _bucket_argument(
     An argument that the layer passes through unchanged is replaced by the value `recorded` in the dry run. A tensor
     that the layer computed is gathered for the tokens of the rows.
     """
-    packed = frame.arguments  # of the layer
+    packed = running_layer.arguments  # of the layer
     # Layers pass arguments on under other names, so they are compared by identity. The argument of the same name comes
     # first: `None`, `True` and small numbers are the same object wherever they are.
     for key in sorted(packed, key=lambda key: key != name):
         if packed[key] is value and (value is not None or key == name):
             return rows_of(value, recorded.get(key), rows, bucket)
-    pick = partial(_bucket_argument, name, rows=rows, bucket=bucket, frame=frame, recorded=recorded)
+    pick = partial(_bucket_argument, name, rows=rows, bucket=bucket, running_layer=running_layer, recorded=recorded)
     if isinstance(value, dict):
         return {k: pick(v) for k, v in value.items()}
     if type(value) in (list, tuple):

@@ -76,8 +76,7 @@ def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, colum
         logits = logits[:, columns]
     if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
-    real = (
-        mask[:, columns] * mask[:, columns + 1]
-    ).bool()  # a masked token has no score, neither has the one after it
+    # A masked token has no score, neither has the one after it.
+    real = (mask[:, columns] * mask[:, columns + 1]).bool()
     ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # ids of image tokens may be larger than the vocabulary
     return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]

@@ -25,13 +25,7 @@ from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name
 from ..custom_loss import custom_loss_name, observe_own_loss
 from ..data.image_rows import ImageCounts, numbered_images, select_rows
-from ..distributed import (
-    is_fsdp2,
-    is_sharded,
-    max_over_processes,
-    models_of,
-    sync_gradients_in_last,
-)
+from ..distributed import is_fsdp2, is_sharded, max_over_processes, models_of, sync_gradients_in_last
 from ..parts import Part, Step
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set

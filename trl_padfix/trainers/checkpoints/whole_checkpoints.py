@@ -86,10 +86,8 @@ class WholeCheckpoints(Part):
         finally:
             self.is_saving = False
         trainer.accelerator.wait_for_everyone()  # all processes have written their files
-        for puts in (
-            args.process_index == 0,
-            args.local_process_index == 0,
-        ):  # first a disk that all nodes share, then one per node
+        # First a disk that all nodes share, then one per node.
+        for puts in (args.process_index == 0, args.local_process_index == 0):
             if puts:
                 _put_in_place(beside, checkpoint)
             trainer.accelerator.wait_for_everyone()
@@ -157,9 +155,8 @@ class SamplerEpochs(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         sampler = kwargs.get("train_dataloader")
         while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
-            inner = getattr(
-                sampler, "batch_sampler", None
-            )  # compared with `None`, since a sampler without a length has no truth value
+            inner = getattr(sampler, "batch_sampler", None)
+            # Compared with `None`, since a sampler without a length has no truth value.
             sampler = inner if inner is not None else getattr(sampler, "sampler", None)
         if sampler is not None:
             sampler.set_epoch(int(state.epoch or 0))

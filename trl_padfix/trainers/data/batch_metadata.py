@@ -135,11 +135,7 @@ def build_forward_metadata(
     pools = mask is not None and pooling_pad_id is not None
     pooled = PooledTokens.of(ids, mask, pooling_pad_id) if pools else None
     return ForwardMetadata(
-        layout,
-        label_positions(inputs),
-        _halves_are_equal(inputs),
-        pooled,
-        labels_after_padding(inputs),
+        layout, label_positions(inputs), _halves_are_equal(inputs), pooled, labels_after_padding(inputs)
     )
 
 
@@ -252,10 +248,8 @@ def with_labels(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
     batch_metadata = batch_metadata_of(batch)
     if batch_metadata is None or not batch_metadata.unmodified(batch, "labels"):
         return _updated(batch, labels=labels)
-    versions, of_forwards = (
-        batch_metadata.versions | {"labels": TensorVersion.of(labels)},
-        batch_metadata.forward_metadata,
-    )
+    versions = batch_metadata.versions | {"labels": TensorVersion.of(labels)}
+    of_forwards = batch_metadata.forward_metadata
     if isinstance(of_forwards, dict) and (known := of_forwards[""].labels_after_padding) is not None:
         known = known._replace(first_tokens=False)
         of_forwards = {**of_forwards, "": replace(of_forwards[""], labels_after_padding=known)}
