@@ -224,9 +224,12 @@ class PaddingRemoval(Attachment):
             "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
         )
 
-    def say_once(self, message: str) -> None:
-        """Log a warning, if this handle has not logged it before."""
-        self.report_once(message, message)
+    def say_once(self, message: str, kind: str | None = None) -> None:
+        """Log a warning, unless this handle has logged one of this `kind`; by default the message is its kind."""
+        kind = message if kind is None else kind
+        if kind not in self._reported:
+            self._reported.add(kind)
+            logger.warning(message)
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
@@ -273,11 +276,11 @@ class PaddingRemoval(Attachment):
         if self.strict or any(isinstance(b.forward_metadata.layout, PrefixedLayout) for b in batches):
             raise error
         self.stats.add_padded()
-        self.report_once(
-            error.kind,
+        self.say_once(
             f"A call of {type(self.decoder).__name__} is computed padded, as without padding removal: its numbers are "
             f"those of the model itself, and no work is saved. {error} `handle.stats.padded_forwards` counts such "
             "calls, and `strict=True` makes them an error. Said once for this reason.",
+            error.kind,
         )
 
     def on_one_graph(self) -> None:
@@ -297,13 +300,7 @@ class PaddingRemoval(Attachment):
             return
         if self.strict:
             raise UnpackableCallError("prefix sharing", reason)
-        self.report_once("prefix sharing", f"Padding is removed from a call, and no prefix is shared. {reason}")
-
-    def report_once(self, kind: str, message: str) -> None:
-        """Log a warning, unless there was one of this `kind` already."""
-        if kind not in self._reported:
-            self._reported.add(kind)
-            logger.warning(message)
+        self.say_once(f"Padding is removed from a call, and no prefix is shared. {reason}", "prefix sharing")
 
     @property
     def has_changed(self) -> bool:

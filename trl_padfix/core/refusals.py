@@ -43,6 +43,9 @@ ROUNDING_STEPS = 64
 LARGEST_ROUNDING = 0.02
 """Limit of the above: 64 epsilons of bfloat16 are 0.5, and would hide a real dependency on the last token."""
 
+_VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
+"""Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
+
 
 def refusal(anatomy: Anatomy) -> str | None:
     """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
@@ -185,10 +188,6 @@ def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
         if value not in (causal, None, "vision") and name in source:  # a field that the code never reads is no cause
             return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""
-
-
-_VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
-"""Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
 
 
 def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:

@@ -65,9 +65,6 @@ from .task import Task
 from .temporary_attributes import temporarily_set
 
 
-VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-
-
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
@@ -424,7 +421,8 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
         unknown = [name for name in kwargs if name not in signature.parameters]
         raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place(unknown, kwargs.get('args'))}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
-    args, kwargs = named.pop(kinds.get(VAR_POSITIONAL), ()), named.pop(kinds.get(VAR_KEYWORD), {})
+    args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
+    kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
     try:
         return named | (_by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
     from .parts import PaddingFreeTrainer
 
 
-__all__ = [
-    "Parity",
-    "compare",
-    "first_call",
-    "module_called_by_trainer",
-    "print_reports",
-    "say",
-    "tensor_arguments",
-    "will_pack",
-]
+__all__ = ["Parity", "compare", "first_call", "print_reports", "say"]
 
 logger = get_logger(__name__)
 

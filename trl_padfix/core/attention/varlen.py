@@ -18,14 +18,7 @@ from ..model.older import flash_arguments
 from .segments import gather_keys, in_attention_dtype
 
 
-__all__ = [
-    "attend_torch_varlen",
-    "attend_varlen",
-    "torch_varlen",
-    "torch_varlen_applies",
-    "torch_varlen_is_complete",
-    "torch_varlen_obstacle",
-]
+__all__ = ["attend_torch_varlen", "attend_varlen", "torch_varlen", "torch_varlen_applies", "torch_varlen_is_complete"]
 
 
 logger = logging.get_logger(__name__)

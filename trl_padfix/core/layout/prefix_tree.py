@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 
-__all__ = ["SortedRows", "common_bytes", "sort_by_keys", "sort_rows", "source_of_real_tokens"]
+__all__ = ["common_bytes", "sort_by_keys", "sort_rows", "source_of_real_tokens"]
 
 
 class SortedRows(NamedTuple):

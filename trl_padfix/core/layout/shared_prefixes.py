@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..call.prefix_states import PrefixStates
 
 
-__all__ = ["PrefixPlan", "PrefixedLayout", "SharedPrefix", "plan_shared_prefixes"]
+__all__ = ["PrefixPlan", "PrefixedLayout", "plan_shared_prefixes"]
 
 MIN_SAVED_TOKENS = 128
 """A prefix forward costs about as much as 128 tokens. A prefix that saves fewer is computed in each micro-batch."""

@@ -33,7 +33,7 @@ from ..layout.layout import Layout
 from .row_buckets import bucket_by_length
 
 
-__all__ = ["Level", "NodeBlock", "NodeTree", "Parent", "tree_of", "with_zero"]
+__all__ = ["NodeTree", "tree_of"]
 
 
 class Parent(NamedTuple):

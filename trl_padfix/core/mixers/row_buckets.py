@@ -35,7 +35,6 @@ __all__ = [
     "RowsPatch",
     "bucket_by_length",
     "calls_of_layers",
-    "concat_outputs",
     "needs_whole_rows",
     "over_whole_rows",
     "row_buckets",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["GroupedStream", "StepDataset", "StepOrder", "StepSampler", "StepStream"]
+__all__ = ["GroupedStream", "StepDataset", "StepOrder"]
 
 logger = get_logger(__name__)
 

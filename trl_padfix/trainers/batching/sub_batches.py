@@ -38,14 +38,7 @@ from .prefix_schedule import plan_on_host
 from .token_costs import prefix_costs, text_costs
 
 
-__all__ = [
-    "RouterLogits",
-    "SubBatches",
-    "balancing_loss",
-    "check_balancing_loss",
-    "joins_balancing_losses",
-    "record_router_logits",
-]
+__all__ = ["SubBatches", "balancing_loss", "joins_balancing_losses"]
 
 
 logger = get_logger(__name__)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["BESIDE", "SamplerEpochs", "StreamSteps", "WholeCheckpoints"]
+__all__ = ["BESIDE", "SamplerEpochs", "WholeCheckpoints"]
 
 
 logger = get_logger(__name__)

@@ -33,7 +33,6 @@ __all__ = [
     "LayoutCollator",
     "attach_metadata",
     "batch_metadata_of",
-    "build_forward_metadata",
     "image_tensors",
     "label_positions",
     "labels_after_padding",

@@ -15,15 +15,7 @@ from .columns import chunks, ids_outside, values
 from .data_warnings import name_rows, warn_or_raise
 
 
-__all__ = [
-    "TRAINED",
-    "DoubtfulRowError",
-    "EmptyTextError",
-    "check_ids",
-    "check_row",
-    "image_token_ids",
-    "validate_rows",
-]
+__all__ = ["TRAINED", "EmptyTextError", "check_ids", "check_row", "image_token_ids", "validate_rows"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +24,9 @@ TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 
 INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 """What a message may have in place of its content."""
+
+_TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
+"""Prefixes of settings that hold the id of a text token, or a number of tokens."""
 
 
 class DoubtfulRowError(ValueError):
@@ -144,10 +139,6 @@ def image_token_ids(config: Any) -> frozenset[int]:
     # all integers with "token" in their names are taken, except those of text.
     named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
     return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
-
-
-_TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
-"""Prefixes of settings that hold the id of a text token, or a number of tokens."""
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:

@@ -22,6 +22,8 @@ __all__ = [
     "misplaced_message",
     "to_padding_side_with_kl",
 ]
+_FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
+"""Tensors of a batch with a value for each token, `(B, L)`."""
 
 
 @dataclass
@@ -155,9 +157,6 @@ def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> d
             moved = collator.to_padding_side(moved)
             batch |= {prefix + name: value for name, value in moved.items()}
     return batch
-
-
-_FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
 
 
 def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
