@@ -286,18 +286,9 @@ class MicroBatchRunner:
             raise _missing_micro_batch()
 
         def run_prefix(prefix: PrefixedLayout, index: int, tokens: torch.Tensor | None) -> None:
-            inputs = call
-            if not is_unmodified:  # the call has other ids than the prefix: take its tokens of the first forward
-                prefix_ids, prefix_mask = self.batches[index].ids.tensor, self.batches[index].mask.tensor
-                if tokens is not None and prefix_ids is not None and prefix.new is not None:
-                    flat = prefix_ids.flatten().index_copy(0, prefix.new.packed_index, tokens)
-                    prefix_ids = flat.view_as(prefix_ids)
-                inputs = call | {"input_ids": prefix_ids, "attention_mask": prefix_mask}
-            with within(disabled=frozenset()):
-                if self.with_head:
-                    run_prefix_forward(forward, inputs, prefix, logits_to_keep=1)
-                else:
-                    run_prefix_forward(find_decoder(model), inputs, prefix)
+            # A modified call has other ids than the prefix.
+            inputs = {} if is_unmodified else self._inputs_of_prefix(prefix, index, tokens)
+            self._run_prefix(model, forward, call | inputs, prefix)
 
         if not is_unmodified:
             schedule.finish_early(run_prefix)
@@ -305,6 +296,23 @@ class MicroBatchRunner:
         layout = schedule.next_batch(run_prefix)
         _check_rows(call["input_ids"], call["attention_mask"], layout)
         return layout
+
+    def _inputs_of_prefix(self, prefix: PrefixedLayout, index: int, tokens: torch.Tensor | None) -> dict[str, Any]:
+        """Ids and mask of micro-batch `index`, with the `tokens` of the first forward of a recomputed prefix."""
+        ids, mask = self.batches[index].ids.tensor, self.batches[index].mask.tensor
+        if tokens is not None and ids is not None and prefix.new is not None:
+            ids = ids.flatten().index_copy(0, prefix.new.packed_index, tokens).view_as(ids)
+        return {"input_ids": ids, "attention_mask": mask}
+
+    def _run_prefix(
+        self, model: torch.nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], prefix: PrefixedLayout
+    ) -> None:
+        """Compute a prefix, through the whole model if it must call its head."""
+        with within(disabled=frozenset()):
+            if self.with_head:
+                run_prefix_forward(forward, inputs, prefix, logits_to_keep=1)
+            else:
+                run_prefix_forward(find_decoder(model), inputs, prefix)
 
     def check(self) -> None:
         """
