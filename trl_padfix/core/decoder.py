@@ -78,56 +78,67 @@ class DecoderPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        outer = model_call(self.module)
         call = bind(self.wrapped, args, kwargs)
         try:
-            # What can refuse a call comes before any computation, which would be done twice.
-            try:
-                call, layout, prepared = self._with_layout(call, outer)
-                row = self._packed_arguments(call, layout, prepared)
-            except UnpackableCallError as error:
-                self.attachment.run_padded(error)
-                return self._padded(outer, call, args, kwargs)
-            if layout is None:
-                if call.get("use_cache") is False:
-                    self._match_other_processes(call)
-                return self.wrapped(*args, **kwargs)
-            # Decoders cache by default, and a packed row has no rows that a later call could continue.
-            call["use_cache"] = False
-            cp_layout = self.attachment.cp_layout_of(layout)
-            if layout.is_trivial and cp_layout is None:
-                # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
-                if prepared is not None:
-                    call["attention_mask"] = prepared.original
-                self.attachment.stats.add(layout)
-                self._match_other_processes(call)
-                return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
-            try:
-                if isinstance(layout, PrefixedLayout):
-                    output = self._over_prefixed_rows(call, layout, row)
-                elif self.takes_whole_rows:
-                    output = over_whole_rows(self.wrapped, self._accepted(call), layout)
-                else:
-                    output = self._over_packed_row(call, layout, row, prepared, cp_layout)
-            except UnpackableCallError as error:  # of the first layer: its recomputation could not be packed
-                if cp_layout is not None:  # a padded forward has no local tokens
-                    raise
-                self.attachment.run_padded(error)
-                return self._padded(outer, call, args, kwargs)
-            self.attachment.stats.add(layout)
-            if isinstance(layout, PrefixedLayout) and layout.is_prefix:
-                # Its states are recorded. Under FSDP2 the model around it would compute a load-balancing loss, of the
-                # router logits of this prefix with the mask of a batch.
-                if getattr(output, "router_logits", None) is not None:
-                    output["router_logits"] = None
-                return output
-            # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
-            if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
-                set_until_reset(model=replace(outer, layout=layout))
-            return unpack_output(output, layout, outer, cp_layout)
+            return self._packed_or_padded(call, model_call(self.module), args, kwargs)
         except IndexError as error:
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
+
+    def _packed_or_padded(
+        self, call: dict[str, Any], outer: ModelCall | None, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """The output of a `call` within the call `outer` of its model; `args` and `kwargs` are those of the caller."""
+        # What can refuse a call comes before any computation, which would be done twice.
+        try:
+            call, layout, prepared = self._with_layout(call, outer)
+            row = self._packed_arguments(call, layout, prepared)
+        except UnpackableCallError as error:
+            self.attachment.run_padded(error)
+            return self._padded(outer, call, args, kwargs)
+        if layout is None:
+            if call.get("use_cache") is False:
+                self._match_other_processes(call)
+            return self.wrapped(*args, **kwargs)
+        # Decoders cache by default, and a packed row has no rows that a later call could continue.
+        call["use_cache"] = False
+        cp_layout = self.attachment.cp_layout_of(layout)
+        if layout.is_trivial and cp_layout is None:
+            # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
+            if prepared is not None:
+                call["attention_mask"] = prepared.original
+            self.attachment.stats.add(layout)
+            self._match_other_processes(call)
+            return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
+        try:
+            if isinstance(layout, PrefixedLayout):
+                output = self._over_prefixed_rows(call, layout, row)
+            elif self.takes_whole_rows:
+                output = over_whole_rows(self.wrapped, self._accepted(call), layout)
+            else:
+                output = self._over_packed_row(call, layout, row, prepared, cp_layout)
+        except UnpackableCallError as error:  # of the first layer: its recomputation could not be packed
+            if cp_layout is not None:  # a padded forward has no local tokens
+                raise
+            self.attachment.run_padded(error)
+            return self._padded(outer, call, args, kwargs)
+        self.attachment.stats.add(layout)
+        return self._unpacked(output, layout, outer, cp_layout)
+
+    def _unpacked(
+        self, output: Any, layout: Layout, outer: ModelCall | None, cp_layout: ContextParallelLayout | None
+    ) -> Any:
+        """The output for the padded batch. The modules after the decoder get the layout, to pack its states again."""
+        if isinstance(layout, PrefixedLayout) and layout.is_prefix:
+            # Its states are recorded. Under FSDP2 the model around it would compute a load-balancing loss, of the
+            # router logits of this prefix with the mask of a batch.
+            if getattr(output, "router_logits", None) is not None:
+                output["router_logits"] = None
+            return output
+        # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
+        if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
+            set_until_reset(model=replace(outer, layout=layout))
+        return unpack_output(output, layout, outer, cp_layout)
 
     def _with_layout(
         self, call: dict[str, Any], outer: ModelCall | None
