@@ -468,7 +468,7 @@ UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
         ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` has no length"),
         ("dpo", {"eval_dataset": {"a": build_rows("dpo").to_iterable_dataset()}}, "`IterableDataset` has no length"),
         ("dpo", {"eval_dataset": build_rows("dpo").select([])}, "empty"),
-        ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset has columns \['input_ids'"),
+        ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset .*\['input_ids'"),
         ("sft", {"packing": True, "max_length": 32}, "`eval_packing`: packed rows have no prompts"),
         ("sft", {"eval_packing": True, "max_length": 32}, "`eval_packing`: packed rows have no prompts"),
         ("sft", {"formatting_func": str}, "`formatting_func`: it makes one text"),

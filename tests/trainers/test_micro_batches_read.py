@@ -188,7 +188,7 @@ def test_so_is_one_that_is_patched_onto_the_class_of_trl(tmp_path, monkeypatch):
     for given in ({"max_steps": 3}, RAGGED):
         figures = [trained(make("sft", tmp_path, ours=ours, **given)) for ours in (False, True)]
         assert_same(figures[1], figures[0])
-    monkeypatch.setattr(micro_batch_budget, "computes_own_loss", lambda step: False)
+    monkeypatch.setattr(micro_batch_budget, "computes_loss_itself", lambda step: False)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trained(make("sft", tmp_path, ours=True, **RAGGED)), figures[0])
 

@@ -48,7 +48,7 @@ from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import may_read_steps, observe_loss, observe_own_step
+from .custom_loss import may_read_steps, observe_loss, observe_user_step
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
@@ -219,7 +219,7 @@ class PaddingFreeMixin:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
         if is_training:
-            observe_own_step(self)
+            observe_user_step(self)
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,15 +244,17 @@ class PaddingFreeMixin:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train, budget = super().training_step, self.padding.part(SubBatchBudget)
-        own = self.padding.part(Parity).around_own_step(model) if may_read_steps(self) else contextlib.nullcontext()
-        with budget.around_training_step(), own:
+        # A user's step may compute its loss without `compute_loss`, whose forwards the parity check would compare.
+        parity = self.padding.part(Parity)
+        compared = parity.around_user_step(model) if may_read_steps(self) else contextlib.nullcontext()
+        with budget.around_training_step(), compared:
             return budget.training_step(train, model, inputs, *args, **kwargs)
 
     def train_by_trl_micro_batch(
         self, train: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
-        with self.padding.part(Parity).around_own_step(model):
+        with self.padding.part(Parity).around_user_step(model):
             return self.padding.part(SubBatchBudget).train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:

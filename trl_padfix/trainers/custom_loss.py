@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "computes_own_loss",
+    "computes_loss_itself",
     "custom_loss_name",
     "is_custom_collator",
     "may_read_steps",
     "module_of",
     "observe_loss",
-    "observe_own_loss",
-    "observe_own_step",
+    "observe_user_loss",
+    "observe_user_step",
 ]
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
@@ -133,7 +133,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def computes_own_loss(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
+def computes_loss_itself(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
     """
     Whether a `training_step`, or that of one of the trainer's `classes`, is a user's which passes its batch on to no
     other: TRL's never gets it.
@@ -152,32 +152,32 @@ def _delegates(training_step: Callable[..., Any]) -> bool:
     return "training_step" in names
 
 
-def observe_own_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
+def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
-    if (own := vars(trainer).get("compute_loss")) is None:
+    if (of_user := vars(trainer).get("compute_loss")) is None:
         return contextlib.nullcontext()
 
-    @wraps(own)  # also for `custom_loss_name`, which still finds the user's function
+    @wraps(of_user)  # also for `custom_loss_name`, which still finds the user's function
     def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
-        return own(*args, **kwargs)
+        return of_user(*args, **kwargs)
 
     return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
 
 
-def observe_own_step(trainer: PaddingFreeTrainer) -> None:
+def observe_user_step(trainer: PaddingFreeTrainer) -> None:
     """
-    Wrap a user's `training_step` that [`computes_own_loss`], of a class or on the trainer itself: it is compared with
-    padding, and under a token budget called for each micro-batch of TRL. One that passes its batch on to TRL's gets
-    all rows of a step.
+    Wrap a user's `training_step` that [`computes_loss_itself`], of a class or on the trainer itself: it is compared
+    with padding, and under a token budget called for each micro-batch of TRL. One that passes its batch on to TRL's
+    gets all rows of a step.
     """
-    own = trainer.training_step
-    is_observed = getattr(own, "is_observed", False)  # by an earlier training
-    if is_observed or _is_trusted(own) or not computes_own_loss(own, type(trainer).__mro__):
+    of_user = trainer.training_step
+    is_observed = getattr(of_user, "is_observed", False)  # by an earlier training
+    if is_observed or _is_trusted(of_user) or not computes_loss_itself(of_user, type(trainer).__mro__):
         return
 
-    @wraps(own)
+    @wraps(of_user)
     def by_trl_micro_batch(*args: Any, **kwargs: Any) -> Any:
-        return trainer.train_by_trl_micro_batch(own, *args, **kwargs)
+        return trainer.train_by_trl_micro_batch(of_user, *args, **kwargs)
 
     vars(by_trl_micro_batch)["is_observed"] = True
     trainer.training_step = by_trl_micro_batch

@@ -44,7 +44,7 @@ class Parity(Part):
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
     """
 
-    _handle_of_own_step: PaddingRemoval | None = None
+    _handle_of_user_step: PaddingRemoval | None = None
     """Handle of the model that a user's `training_step` has computed with."""
 
     def _is_due(self, mode: str) -> bool:
@@ -53,7 +53,7 @@ class Parity(Part):
         if mode in padding.parity or not (padding.handles and self.settings.parity_check):
             return False
         # Hooks that are registered after the first step: calls are computed padded from there on.
-        has_begun = padding.parity or self._handle_of_own_step is padding.handle
+        has_begun = padding.parity or self._handle_of_user_step is padding.handle
         return not (has_begun and padding.handle.has_changed)
 
     @contextlib.contextmanager
@@ -90,14 +90,14 @@ class Parity(Part):
             self.print_reports(step.mode)
 
     @contextlib.contextmanager
-    def around_own_step(self, model: torch.nn.Module) -> Iterator[None]:
+    def around_user_step(self, model: torch.nn.Module) -> Iterator[None]:
         """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
         padding = self.trainer.padding
         # Processes that shard a model meet in each forward, and may not all have such a call.
         is_due = self._is_due("train") and not is_sharded(self.trainer)
         with first_call(model, padding.handle) if is_due else contextlib.nullcontext() as call:
             yield
-        self._handle_of_own_step = padding.handle
+        self._handle_of_user_step = padding.handle
         if call and "train" not in padding.parity:  # after the backward pass, before the weights change
             self.compare("train", model, call)
             self.print_reports("train")

@@ -4,8 +4,9 @@ Errors that one of several processes has, raised on all of them.
 A process that stops alone leaves the others waiting in their next collective, until it times out. There is no
 collective for errors: those that processes compute anyway carry them.
 
-- The sum of token counts after the forwards of a batch also counts the processes with an error, of the parity check,
-  of a deferred check, of a loss that is not finite. It is read where the host does not wait for it.
+- After the forwards of a batch processes sum their token counts. With them they count the processes that have an error
+  (of the parity check, of a deferred check, a loss that is not finite). The sum is read where the host does not wait
+  for it.
 - Where processes gather the number of their micro-batches, [`STOPPED`] takes the place of a number if the data loader
   failed.
 

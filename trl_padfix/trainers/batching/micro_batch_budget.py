@@ -20,7 +20,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from ..custom_loss import computes_own_loss, custom_loss_name, is_custom_collator, may_read_steps
+from ..custom_loss import computes_loss_itself, custom_loss_name, is_custom_collator, may_read_steps
 from ..data.batch_metadata import pop_metadata
 from ..data.image_rows import has_pixels, without_images
 from ..data.tokenizers import tokenizer_of
@@ -111,7 +111,7 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         if self.budget is None:
             return train(model, inputs, *args, **kwargs)
-        if computes_own_loss(train):  # of a class below ours, or patched onto TRL's
+        if computes_loss_itself(train):  # of a class below ours, or patched onto TRL's
             return self.train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
         if (step := step_of(inputs)) is None:
             step = step_of_user(self.trainer, inputs, self.trl_sizes)

@@ -283,7 +283,10 @@ class BudgetCollator:
     def _cut(
         self, examples: list[dict[str, Any]], weights: np.ndarray
     ) -> tuple[list[dict[str, Any]], list[float], list[int], list[int]]:
-        """The same of what a user's collator makes of the micro-batches of TRL, and the sizes of these."""
+        """
+        Micro-batches cut by rows from what a user's collator makes of each micro-batch of TRL, their weights, the
+        order of the items in them, and the number of items of each micro-batch of TRL.
+        """
         result: list[dict[str, Any]] = []
         result_weights: list[float] = []
         order: list[int] = []

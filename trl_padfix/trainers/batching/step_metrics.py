@@ -124,13 +124,13 @@ class StepMetrics:
         """
         take, device = self.trainer.padding.task.min_max_metrics[name], self.trainer.args.device
         # Row by row the micro-batches of TRL that a process has no row of are NaN.
-        own = torch.full((trl_count,), math.nan, device=device)
+        local = torch.full((trl_count,), math.nan, device=device)
         if self.of_rows:
             rows, trl_index = map(torch.cat, zip(*self.of_rows, strict=True))
             for i in trl_index.unique().tolist():
-                own[i] = take(rows[trl_index == i]).float()
+                local[i] = take(rows[trl_index == i]).float()
         elif values := [values[name][-1] for values, _ in self.values if values.get(name)]:
-            own[:] = take(torch.tensor(values, device=device).float())
-        every = self.trainer.accelerator.gather(own[None]).T  # `(trl_count, processes)`
+            local[:] = take(torch.tensor(values, device=device).float())
+        every = self.trainer.accelerator.gather(local[None]).T  # `(trl_count, processes)`
         extremes = [take(of_all[~of_all.isnan()]) for of_all in every if not of_all.isnan().all()]
         return float(sum(extremes) / len(extremes))

@@ -23,7 +23,7 @@ from ...core.context import within
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name
-from ..custom_loss import custom_loss_name, observe_own_loss
+from ..custom_loss import custom_loss_name, observe_user_loss
 from ..data.image_rows import ImageCounts, numbered_images, select_rows
 from ..distributed import is_fsdp2, is_sharded, max_over_processes, models_of, sync_gradients_in_last
 from ..parts import Part, Step
@@ -209,7 +209,7 @@ class SubBatchBudget(Part):
         # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
-            with observe_own_loss(self.trainer):
+            with observe_user_loss(self.trainer):
                 yield
         except BaseException:
             for parameter in parameters:

@@ -62,7 +62,7 @@ class PendingValue(NamedTuple):
     """A loss or gradient norm that is not checked yet, and the batches that it was computed on."""
 
     name: str
-    around_step: int
+    step: int
     value: torch.Tensor | float
     batches: list[Batch]
 
