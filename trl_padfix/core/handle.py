@@ -6,7 +6,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -207,14 +207,9 @@ class PaddingRemoval(Attachment):
         """Let the processes of `config` compute each packed row together; `None`: each process computes whole rows."""
         self.context_parallel = config
 
-    @contextmanager
-    def without_context_parallel(self) -> Iterator[None]:
+    def without_context_parallel(self) -> AbstractContextManager[None]:
         """Compute whole packed rows on each process until the block ends."""
-        config, self.context_parallel = self.context_parallel, None
-        try:
-            yield
-        finally:
-            self.context_parallel = config
+        return self._temporarily(context_parallel=None)
 
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""
@@ -249,14 +244,9 @@ class PaddingRemoval(Attachment):
         with self.disabled():
             yield
 
-    @contextmanager
-    def strictly(self) -> Iterator[None]:
+    def strictly(self) -> AbstractContextManager[None]:
         """Raise an error for each call of a block that cannot be packed."""
-        strict, self.strict = self.strict, True
-        try:
-            yield
-        finally:
-            self.strict = strict
+        return self._temporarily(strict=True)
 
     def accept_hooks(self) -> None:
         """Pack calls although hooks were registered on modules of the decoder since attachment."""
@@ -315,11 +305,18 @@ class PaddingRemoval(Attachment):
     @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:
         """Count the forwards of a block apart from those of the user; yields the counts of the block."""
-        stats, self.stats = self.stats, PaddingStats()
-        try:
+        with self._temporarily(stats=PaddingStats()):
             yield self.stats
+
+    @contextmanager
+    def _temporarily(self, **values: Any) -> Iterator[None]:
+        """Set attributes until the block ends."""
+        saved = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
         finally:
-            self.stats = stats
+            vars(self).update(saved)
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         # transformers searches `position_ids` for packed sequences, which waits for the device: not needed for ours.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .attention.compiled import CompiledLayerPatch
 from .errors import PaddingRemovalError, UnpackableCallError
+from .generation import evaluating
 from .handle import PaddingRemoval
 from .model.changes import ModuleChanges
 from .model.patching import Attachment, ForwardPatch
@@ -142,15 +143,11 @@ def _obstacle(mlp: nn.Module, handle: PaddingRemoval) -> str | None:
         1, 8, handle.decoder.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0)
     )
     states = states.to(first.device, first.dtype if first.is_floating_point() else torch.float32)
-    modes = {module: module.training for module in mlp.modules()}
-    mlp.eval()  # no dropout
     try:
-        whole, parts = mlp(states), [mlp(part) for part in states.split(3, dim=1)]
+        with evaluating(mlp):  # no dropout
+            whole, parts = mlp(states), [mlp(part) for part in states.split(3, dim=1)]
     except Exception as error:
         return f"does not take states alone ({type(error).__name__}: {error})"
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if not isinstance(whole, torch.Tensor) or whole.shape[:2] != states.shape[:2]:
         return "returns something else than one state for each token"
     tolerance = 1e-5 if states.dtype == torch.float32 else 2e-2

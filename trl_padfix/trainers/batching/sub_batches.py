@@ -105,11 +105,11 @@ class SubBatches:
     share_across_sub_batches: bool = False
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     images: ImageCounts | None = None
-    batches: list[_SplitBatch] = field(default_factory=list)
+    _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # that were split so far
 
     def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
-        for batch in self.batches:
+        for batch in self._batches:
             if batch.version.matches(ids, mask):
                 batch.check_rows(ids, mask)
                 return batch
@@ -127,8 +127,8 @@ class SubBatches:
             plan = host_plan and host_plan.to(ids.device)
         rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
         inputs = [(ids[r], None if mask is None else mask[r]) for r in rows]
-        self.batches.append(_SplitBatch(BatchVersion.of(ids, mask), rows, inputs, plan))
-        return self.batches[-1]
+        self._batches.append(_SplitBatch(BatchVersion.of(ids, mask), rows, inputs, plan))
+        return self._batches[-1]
 
     def _rows(self, ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> list[list[int]]:
         """Numbers of the rows of each sub-batch; embeddings, and rows without a mask, share nothing."""
@@ -189,7 +189,7 @@ class SubBatches:
 
     def recomputes(self, call: dict[str, Any]) -> bool:
         # By address: a reentrant checkpoint passes detached copies of its inputs.
-        tokens, known = call.get(_name_of_tokens(call)), [batch.version.ids.tensor for batch in self.batches]
+        tokens, known = call.get(_name_of_tokens(call)), [batch.version.ids.tensor for batch in self._batches]
         return tokens is not None and any(tokens.data_ptr() == x.data_ptr() for x in known if x is not None)
 
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
