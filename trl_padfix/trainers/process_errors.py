@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import gather
@@ -107,7 +107,7 @@ class ProcessErrors(Part):
             gather(torch.tensor([STOPPED], device=self.trainer.args.device))
             raise_on_all(error)
 
-    def check_labels(self, count: Any) -> None:
+    def check_labels(self, count: object) -> None:
         """
         Raises:
             RuntimeError: If another process has failed to take its batches, by the number of labels of all.
