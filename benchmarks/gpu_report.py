@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from gpu_checks import Check, check_device
+from gpu_counts import count_launches, count_operations
 from gpu_expected import expected_seconds, known_device
 from gpu_plan import BUDGET, SPREAD, Cell, plan_of
 from gpu_table import gpu_table, load_report
@@ -36,7 +37,6 @@ from gpu_table import gpu_table, load_report
 from trl_padfix import __version__
 from trl_padfix.files import output_obstacle, write_whole
 from trl_padfix.tools.bench import load_examples, measure, parse_lengths, prepare, select_rows
-from trl_padfix.tools.bench.counts import count_launches, count_operations
 from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, Variant, WrongNumbersError
 from trl_padfix.tools.bench.steps import BenchStep
 from trl_padfix.versions import installed_version

@@ -10,6 +10,7 @@ import gpu_report
 import pytest
 import torch
 from gpu_checks import Check, check_device
+from gpu_counts import Operation, OperationCounter, launches_and_waits
 from gpu_expected import DEVICES, Device, expected_seconds, known_device, on_simulated_device
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
@@ -20,7 +21,6 @@ from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools import bench
-from trl_padfix.tools.bench.counts import Operation, OperationCounter, launches_and_waits
 from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 
