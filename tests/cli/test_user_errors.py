@@ -263,7 +263,7 @@ def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
     def broken(*args, **kwargs):
         return {}["logits"]
 
-    monkeypatch.setattr("trl_padfix.tools.stats_report.measure", broken)
+    monkeypatch.setattr("trl_padfix.tools.stats.measure", broken)
     result = trl_padfix_command(*stats("good.jsonl"))
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)

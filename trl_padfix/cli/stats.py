@@ -105,9 +105,7 @@ def stats(
         report = analyze(rows, loaded, settings, processes, progress=console.is_terminal)
     _print_report(report, Path(data).name, name, verbose)
     measured = report.bench_data(data, shape=shape, columns=columns, split=split, tokenizer=tokenizer)
-    if report.verdict is not None:
-        console.print(f"\nVerdict, by the first {report.verdict.rows:,} {report.unit}:")
-        print_as_is(*report.verdict.lines(measured))
+    print_as_is("\nVerdict:", *report.verdict.lines(measured))
     write_json(json, report.to_dict(data, name, measured))
     if plot is not None:
         write_output("--plot", plot, report.draw)

@@ -27,6 +27,7 @@ __all__ = [
     "load_recipe",
     "load_rows",
     "rename_columns",
+    "texts_of",
     "texts_of_row",
     "whole_number",
 ]
@@ -174,3 +175,10 @@ def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
             content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
             yield from (json.dumps(call) for call in message.get("tool_calls") or ())
+
+
+def texts_of(dataset: Dataset) -> Iterator[str]:
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = [name for name in dataset.column_names if name in TRAINED]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)

@@ -25,11 +25,11 @@ from ..core.errors import PaddingRemovalError
 from ..core.parity.check import TOLERANCES, check_parity
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
-from .data import checked_rows
+from .data import checked_rows, texts_of
 from .formats import to_trl_format, trainer_of
 from .reading import SAFE_LOADING, load_model, load_tokenizer
-from .stats import sequences_of, texts_of, token_rows
 from .tiny import SHAPES, build_qwen2, train_tokenizer
+from .token_rows import sequences_of, token_rows
 
 
 if TYPE_CHECKING:

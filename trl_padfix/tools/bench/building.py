@@ -13,11 +13,11 @@ from trl.data_utils import is_conversational
 
 from ...trainers.batching.prefix_groups import group_rows
 from ...trainers.data.turns import expand_turns
-from ..data import give_template
+from ..data import give_template, texts_of
 from ..formats import to_dialogues
 from ..reading import load_tokenizer
-from ..stats import texts_of, token_rows
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
+from ..token_rows import token_rows
 from .data import random_completions
 from .steps import BenchStep
 
