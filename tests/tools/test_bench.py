@@ -17,10 +17,12 @@ from kit.trainer_runs import confusing_layout, leaking_layout
 from typer.testing import CliRunner
 
 from trl_padfix.cli.app import app
-from trl_padfix.tools import bench
-from trl_padfix.tools.bench import BenchSettings, VariantResult, peak
+from trl_padfix.tools.bench import data as made
+from trl_padfix.tools.bench import measure as bench
+from trl_padfix.tools.bench import peak
 from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
+from trl_padfix.tools.bench.settings import BenchSettings, VariantResult, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs
 
 
@@ -120,7 +122,7 @@ SHARED = 200
 
 def one_prompt(trainer: str) -> Dataset:
     """Rows with one long prompt and short completions of their own."""
-    pairs = bench.pairs_of_lengths(4, SHARED, 8, spread=0)
+    pairs = made.pairs_of_lengths(4, SHARED, 8, spread=0)
     pairs = pairs.remove_columns("prompt_ids").add_column("prompt_ids", [pairs["prompt_ids"][0]] * 4)
     if trainer == "dpo":
         return pairs
@@ -142,7 +144,7 @@ def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
     distinct = SHARED + 8 * 4 * (2 if trainer == "dpo" else 1)
     step = bench.prepare(rows, dataclasses.replace(settings, max_tokens_per_batch=SHARED + 20))
     entered = entered_tokens(step.trainer.model)
-    trl, sharing, budget = bench.measure(step, dataclasses.replace(settings, memory=False))
+    trl, sharing, budget = bench.measure(step, dataclasses.replace(settings, memory=False)).results
     assert budget.tokens == sharing.tokens == distinct < trl.tokens
     assert sum(entered[-len(entered) + 2 :]) == distinct  # after TRL's forward and the one of `prefix_sharing`
     assert len(entered) > 4  # the prefix and micro-batches
@@ -182,7 +184,7 @@ def test_a_step_that_does_not_fit_is_left_out_with_the_reason(monkeypatch, tmp_p
         str(tmp_path / "found.png"),
     ]
     step = bench.prepare(
-        bench.pairs_of_lengths(2, 200, 5), dataclasses.replace(TINY, steps=1, warmup=0, max_length=512)
+        made.pairs_of_lengths(2, 200, 5), dataclasses.replace(TINY, steps=1, warmup=0, max_length=512)
     )
     count = MemoryCount(step)
     tokens = [(820, (4, 205)), (820, (0, 0)), (420, (0, 0))]
@@ -208,11 +210,11 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
     settings = dataclasses.replace(
         SETTINGS[trainer], pairs=4, steps=1, warmup=1, max_length=256, prompt_length=150, variants=("trl",), **option
     )
-    data = None if trainer == "grpo" else bench.pairs_of_lengths(8, 150, 40)
+    data = None if trainer == "grpo" else made.pairs_of_lengths(8, 150, 40)
     if trainer == "sft":
-        data = bench.synthetic_rows("lengths:150/40", "sft", 8)
+        data = made.synthetic_rows("lengths:150/40", "sft", 8)
     step = bench.prepare(data, settings)
-    (result,) = bench.measure(step, settings)
+    (result,) = bench.measure(step, settings).results
     shape = tuple(decoder_inputs(step.batch([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
     counted = MemoryCount(step).needed(shape[0] * shape[1], shape, enough=0)
     models = sum(p.numel() * p.element_size() for model in step.models for p in model.parameters())
@@ -227,9 +229,9 @@ def test_adapters_train_on_their_own():
 
 @pytest.mark.parametrize("spread", [0, 0.25])
 def test_pairs_of_given_lengths_share_their_prompt(spread):
-    assert bench.parse_lengths("lengths:40/10") == (40, 10)
-    assert bench.parse_lengths("pairs.jsonl") is None
-    pairs = bench.pairs_of_lengths(100, 40, 10, spread)
+    assert made.parse_lengths("lengths:40/10") == (40, 10)
+    assert made.parse_lengths("pairs.jsonl") is None
+    pairs = made.pairs_of_lengths(100, 40, 10, spread)
     lengths = {name: [len(ids) for ids in pairs[name]] for name in pairs.column_names}
     assert {min(lengths["prompt_ids"]), max(lengths["prompt_ids"])} == ({40} if spread == 0 else {30, 50})
     assert {*lengths["chosen_ids"]} | {*lengths["rejected_ids"]} == ({10} if spread == 0 else {*range(7, 13)})
@@ -294,7 +296,7 @@ def test_a_broken_layout_gives_an_error_and_no_figures(trainer, variant, broken,
         bench.run(pairs_for(trainer), SETTINGS[trainer])
 
 
-EQUAL = partial(bench.equal_length_pairs, 12, length=32)
+EQUAL = partial(made.equal_length_pairs, 12, length=32)
 
 
 @pytest.mark.parametrize(("trainer", "data"), [("sft", build_pairs), ("sft", EQUAL), ("dpo", EQUAL)])
@@ -331,9 +333,9 @@ ALL = ("trl", "trl_padding_free", "trl_packing", "padding_free", "prefix_sharing
 
 
 def test_rows_of_a_tree_cost_their_distinct_tokens_and_compare_with_all_that_trl_has():
-    tree = bench.parse_tree("tree:2x3/24/8")
+    tree = made.parse_tree("tree:2x3/24/8")
     settings = dataclasses.replace(TINY, trainer="sft", pairs=6, memory=False, max_length=tree.longest, shuffle=False)
-    rows = bench.tree_rows(tree, 18)
+    rows = made.tree_rows(tree, 18)
     found = {r.name: r for r in bench.run(rows, dataclasses.replace(settings, variants=ALL))}
     counted = rows.select(range(6, 18))["input_ids"]
     distinct = sum(len({tuple(ids[: i + 1]) for ids in counted[b : b + 6] for i in range(len(ids))}) for b in (0, 6))
@@ -348,10 +350,10 @@ def test_rows_of_a_tree_cost_their_distinct_tokens_and_compare_with_all_that_trl
 
 
 def test_pairs_branch_from_one_tree_and_are_grouped():
-    tree = bench.parse_tree("tree:2x3/24/8")
+    tree = made.parse_tree("tree:2x3/24/8")
     variants = ("trl", "prefix_sharing", "group_by_prefix")
     settings = dataclasses.replace(TINY, pairs=6, steps=4, warmup=0, memory=False, variants=variants)
-    trl, sharing, grouped = bench.run(bench.tree_pairs(tree, 24), settings)
+    trl, sharing, grouped = bench.run(made.tree_pairs(tree, 24), settings)
     assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
     assert grouped.tokens < 0.8 * sharing.tokens < trl.tokens
 
@@ -362,17 +364,17 @@ def test_turns_are_made_rows_of(tmp_path):
     Dataset.from_list([{"messages": messages}] * 6).to_json(tmp_path / "talks.jsonl")
     Dataset.from_dict({"question": ["alpha"] * 3, "answer": ["beta"] * 3}).to_json(tmp_path / "answers.jsonl")
     settings = dataclasses.replace(TINY, trainer="sft", memory=False, expand_turns=True)
-    rows = bench.load_examples(str(tmp_path / "talks.jsonl"), "sft", expand_turns=True)
+    rows = made.load_examples(str(tmp_path / "talks.jsonl"), "sft", expand_turns=True)
     trl, _, sharing = bench.run(rows, settings)
     assert sharing.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
-    assert bench.load_examples(str(tmp_path / "answers.jsonl"), "sft").column_names == ["prompt", "completion"]
+    assert made.load_examples(str(tmp_path / "answers.jsonl"), "sft").column_names == ["prompt", "completion"]
     with pytest.raises(ValueError, match="`expand_turns` makes rows of conversations"):
-        bench.prepare(bench.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True), settings)
+        bench.prepare(made.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True), settings)
 
 
 def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
-    data = bench.load_examples(write_rollouts(tmp_path / "rollouts.jsonl"), "sft", expand_turns=True)
+    data = made.load_examples(write_rollouts(tmp_path / "rollouts.jsonl"), "sft", expand_turns=True)
     variants = ("trl", "padding_free", "auto", "group_by_prefix")
     settings = dataclasses.replace(
         TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,
@@ -383,7 +385,7 @@ def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
     assert sum("look" in tokenizer.decode(row["input_ids"]) for row in step.rows) == len(step.rows) == 16
     groups = [{tokenizer.decode(row["input_ids"]).split("find the ")[1].split("<")[0] for row in step.rows[:4]}]
     assert len(groups[0]) == 1  # the step before the counted ones is the rows of one task, of an epoch of 24
-    found = {r.name: r for r in bench.measure(step, settings)}
+    found = {r.name: r for r in bench.measure(step, settings).results}
     assert found["group_by_prefix"].tokens < 0.8 * found["auto"].tokens < found["padding_free"].tokens
     assert found["group_by_prefix"].loss == pytest.approx(found["trl"].loss, rel=1e-5)
     # Batches that share more need less arithmetic.
@@ -394,14 +396,14 @@ def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
 @pytest.mark.parametrize("data", ["tree:", "tree:4/600/80", "tree:0x8/600/80", "tree:4x8/600/3"])
 def test_sizes_that_are_no_tree_are_an_error(data):
     with pytest.raises(ValueError, match="write `tree:ROLLOUTSxTURNS/SYSTEM/TURN`"):
-        bench.parse_tree(data)
+        made.parse_tree(data)
 
 
 @pytest.mark.slow
 def test_linear_attention_shares_a_tree():
-    tree = bench.parse_tree("tree:2x2/16/8")
+    tree = made.parse_tree("tree:2x2/16/8")
     settings = dataclasses.replace(TINY, trainer="sft", pairs=4, steps=1, shape="hybrid-tiny", shuffle=False)
-    trl, packed, sharing = bench.run(bench.tree_rows(tree, 8), settings)
+    trl, packed, sharing = bench.run(made.tree_rows(tree, 8), settings)
     assert sharing.tokens < packed.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
 
@@ -410,7 +412,7 @@ def test_linear_attention_shares_a_tree():
 
 
 def test_a_step_ends_at_its_deadline():
-    settings = bench.BenchSettings(
+    settings = BenchSettings(
         pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",), peak_tflops=1000.0
     )
     step = bench.prepare(build_pairs(), settings)
@@ -429,19 +431,20 @@ def test_a_step_ends_at_its_deadline():
     step.run = slow
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.time, "monotonic", lambda: gpu_time[0])
-        (result,) = bench.measure(step, settings, deadline=now + 50)
+        (result,) = bench.measure(step, settings, deadline=now + 50).results
     assert result.steps == 2
 
 
 def test_nothing_does_more_than_the_device_can():
     assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
-    settings = bench.BenchSettings(
+    settings = BenchSettings(
         pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
     )
     said = r"A step of trl would do [\d.e-]+ TFLOP/s, which is \d+% of the 1e-09 that was given"
-    with pytest.raises(bench.ImpossibleFigureError, match=said) as raised:
-        bench.run(build_pairs(), settings)
-    (result,) = raised.value.results
+    measured = bench.measure(bench.prepare(build_pairs(), settings), settings)
+    with pytest.raises(WrongNumbersError, match=said):
+        measured.checked()
+    (result,) = measured.results
     assert result.mfu > 1
     assert result.loss > 0
 

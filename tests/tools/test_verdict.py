@@ -9,7 +9,7 @@ import torch
 from kit.commands import trl_padfix_command, write_rollouts
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools.bench import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
+from trl_padfix.tools.bench.data import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
 from trl_padfix.tools.stats import Lengths, prefix_tree
 from trl_padfix.tools.token_rows import sequences_of
 from trl_padfix.tools.verdict import advise

@@ -33,7 +33,7 @@ from .user_errors import user_errors_of
 
 
 if TYPE_CHECKING:
-    from ..tools.bench import BenchSettings, VariantResult
+    from ..tools.bench.settings import BenchSettings, Measurement, VariantResult
     from ..tools.bench.steps import BenchStep
 
 __all__ = ["bench"]
@@ -141,25 +141,28 @@ def bench(
     options = dict(locals())
     # transformers' warnings about deprecated fields that TRL sets; no user can change them.
     warnings.simplefilter("ignore", FutureWarning)
-    from ..tools import bench as b
+    from ..tools.bench.measure import describe, measure
+    from ..tools.bench.measure import profile as profiled
 
     settings, data, split = _settings(options)
     outputs(json=json, plot=plot)
     _check_settings(settings)
     step, data_name = _prepare(data, settings, spread, split, columns, quick)
-    results, is_partial, impossible = _measure(step, settings)
-    about = b.describe(settings, data_name) | {
+    with progress() as watch:
+        measured = measure(step, settings, watch=watch)
+    results, is_partial = measured.results, measured.interrupt is not None
+    about = describe(settings, data_name) | {
         "chat_template": step.rendered,
         "rough": quick,
         "left_out": step.left_out,
         "partial": is_partial,
-        "impossible": impossible,
+        "impossible": measured.impossible,
     }
     title = settings.title(about["device"])
     console.print(_table(results, title))
-    print_as_is(*_notes(results, step, settings, quick, is_partial))
-    if profile and not (is_partial or impossible):
-        for variant, operations in b.profile(step, settings).items():
+    print_as_is(*_notes(measured, step, settings, quick))
+    if profile and not (is_partial or measured.impossible):
+        for variant, operations in profiled(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
@@ -167,8 +170,8 @@ def bench(
 
         subtitle = f"{data_name}, {about['threads']} threads"
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{subtitle}"))
-    if impossible is not None:
-        typer.echo(impossible, err=True)
+    if measured.impossible is not None:
+        typer.echo(measured.impossible, err=True)
         raise typer.Exit(1)
     if is_partial:
         raise typer.Exit(INTERRUPTED)
@@ -177,32 +180,33 @@ def bench(
 def _settings(options: dict[str, Any]) -> tuple[BenchSettings, str | None, str]:
     """Settings, data and split of the options; a value that cannot be measured is an error about its option."""
     from ..core.attention.attention import implementation_obstacle
-    from ..tools import bench as b
+    from ..tools.bench.data import parse_tree
+    from ..tools.bench.settings import TOLERANCE, TRAINERS, BenchSettings, select_variants
     from ..tools.tiny import BENCH_SHAPES
 
     data, split, trainer = options["data"], options["split"], options["trainer"]
     device = device_of(options["device"])
-    fields = b.BenchSettings.__dataclass_fields__
+    fields = BenchSettings.__dataclass_fields__
     values = {name: value for name, value in options.items() if name in fields and value is not None}
     values = (QUICK if options["quick"] else {}) | values
     one_of("--shape", values.get("shape", "small"), BENCH_SHAPES)
-    one_of("--trainer", trainer, b.TRAINERS)
-    one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in b.TOLERANCE)])
+    one_of("--trainer", trainer, TRAINERS)
+    one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)])
     if data is None and trainer != "grpo":
         data, split = DEFAULT_DATA, "test"
     if reason := implementation_obstacle(options["attn"]):
         raise typer.BadParameter(reason, param_hint="--attn")
     with user_errors_of("--data"):
-        tree = b.parse_tree(data or "")
+        tree = parse_tree(data or "")
     if options["expand_turns"] and (trainer != "sft" or tree is not None):
         raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
     groups = options["group_by_prefix"]
     if tree is not None:
         # Rows of a tree stay in the order of its turns, unless batches are formed by prefix.
         values = {"max_length": max(tree.longest, 1024), "shuffle": groups} | values
-    variants = b.select_variants(options["variants"], compiled=options["compile"], group_by_prefix=groups)
+    variants = select_variants(options["variants"], compiled=options["compile"], group_by_prefix=groups)
     try:
-        return b.BenchSettings(**values | {"device": device, "variants": variants}), data, split
+        return BenchSettings(**values | {"device": device, "variants": variants}), data, split
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
 
@@ -229,41 +233,28 @@ def _prepare(
     data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None, quick: bool
 ) -> tuple[BenchStep, str]:
     """The step to measure, and the name of its data."""
-    from ..tools import bench as b
+    from ..tools.bench.data import select_rows
+    from ..tools.bench.measure import prepare
     from ..tools.reading import UnreadableError
 
     with user_errors_of("--data"):
         try:
-            rows, name = b.select_rows(data, settings, spread=spread, split=split, columns=columns)
+            rows, name = select_rows(data, settings, spread=spread, split=split, columns=columns)
         except UnreadableError:
             if not (quick and data == DEFAULT_DATA):
                 raise
             data = str(folder() / "data" / "preferences")
             typer.echo(f"{DEFAULT_DATA} cannot be read here; these are the preferences that ship ({data}).", err=True)
-            rows, name = b.select_rows(data, settings, spread=spread)
+            rows, name = select_rows(data, settings, spread=spread)
         try:
-            return b.prepare(rows, settings), name
+            return prepare(rows, settings), name
         except ImportError as error:  # of an attention's package: transformers imports it with the model
             raise typer.BadParameter(str(error), param_hint="--attn") from error
 
 
-def _measure(step: BenchStep, settings: BenchSettings) -> tuple[list[VariantResult], bool, str | None]:
-    """Figures, whether Ctrl-C ended the measurement, and the message about a figure that cannot be true."""
-    from ..tools import bench as b
-
-    with progress() as watch:
-        try:
-            return b.measure(step, settings, watch=watch), False, None
-        except b.Interrupted as interrupted:
-            return interrupted.results, True, None
-        except b.ImpossibleFigureError as error:
-            return error.results, error.is_partial, str(error)
-
-
-def _notes(
-    results: list[VariantResult], step: BenchStep, settings: BenchSettings, is_rough: bool, is_partial: bool
-) -> Iterator[str]:
+def _notes(measured: Measurement, step: BenchStep, settings: BenchSettings, is_rough: bool) -> Iterator[str]:
     """Lines below the table: what holds for all figures, and their restrictions."""
+    results = measured.results
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
     for name, reason in step.left_out.items():
         yield f"{name} was left out: {reason}."
@@ -271,7 +262,7 @@ def _notes(
         yield f"Conversations were rendered with {step.rendered}."
     if is_rough:
         yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
-    if is_partial:
+    if measured.interrupt is not None:
         missing = sorted(set(settings.variants) - {result.name for result in results} - step.left_out.keys())
         yield (
             f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"

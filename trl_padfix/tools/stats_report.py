@@ -11,7 +11,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..trainers.data.turns import expand_turns
-from . import bench, stats
+from . import stats
+from .bench.data import parse_tree, synthetic_rows
 from .data import load_rows, rename_columns, texts_of, whole_number
 from .formats import ONLINE, rows_for_trainer, to_trl_format, trainer_of
 from .stats import BatchTokens, Lengths, Waiting
@@ -195,10 +196,10 @@ def advise_synthetic(
     Raises:
         ValueError: If `data` is no such name.
     """
-    tree = bench.parse_tree(data)
+    tree = parse_tree(data)
     size = batch_size or (8 if tree is None else tree.rows)
     count = 400 if tree is None else 12 * max(size, tree.rows)  # rows: a dozen trees, so that batches mix them
-    rows = bench.synthetic_rows(data, trainer, count, seed=seed)
+    rows = synthetic_rows(data, trainer, count, seed=seed)
     if rows is None:
         raise ValueError(f"{data!r} is no name of synthetic rows.")
     lengths = Lengths.of(dict(row) for row in rows)

@@ -11,47 +11,13 @@ from ...trainers.batching.measures import PairMeasure, RowMeasure, TextMeasure
 
 
 __all__ = [
-    "TOLERANCE",
-    "TRAINERS",
-    "VARIANTS",
-    "BenchSettings",
-    "ImpossibleFigureError",
-    "Interrupted",
-    "Variant",
-    "VariantResult",
-    "WrongNumbersError",
-    "select_variants",
-]
+    "TOLERANCE", "TRAINERS", "VARIANTS", "BenchSettings", "Measurement", "Variant", "VariantResult",
+    "WrongNumbersError", "select_variants",
+]  # fmt: skip
 
 
 class WrongNumbersError(RuntimeError):
-    """Two variants give different losses or gradients for the same rows, so their times mean nothing."""
-
-
-class ImpossibleFigureError(RuntimeError):
-    """
-    A step seems faster than the peak of the device.
-
-    Args:
-        message (`str`):
-            Message of the error.
-        results (`list[VariantResult]`):
-            The figures nevertheless.
-        is_partial (`bool`):
-            Whether Ctrl-C had ended the measurement.
-    """
-
-    def __init__(self, message: str, results: list[VariantResult], is_partial: bool = False):
-        super().__init__(message)
-        self.results, self.is_partial = results, is_partial
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C after some counted steps. `results` are their figures, of the variants with TRL's batches only."""
-
-    def __init__(self, results: list[VariantResult]):
-        super().__init__()
-        self.results = results
+    """Variants give different losses or gradients for the same rows, or a step seems faster than its device can be."""
 
 
 TRAINERS = ("dpo", "sft", "grpo")
@@ -207,3 +173,20 @@ class VariantResult:
     step_seconds: list[float] = field(repr=False)
     peak_gib: float | None = None  # peak memory of the largest step
     kept_mib: float | None = None  # saved by the graph of the largest step for its backward
+
+
+@dataclass
+class Measurement:
+    """Figures of all variants, TRL's first, and what stands against them."""
+
+    results: list[VariantResult]
+    interrupt: KeyboardInterrupt | None = None  # of Ctrl-C: then they are of variants with TRL's batches only
+    impossible: str | None = None  # message about a step that seems faster than the device can be
+
+    def checked(self) -> list[VariantResult]:
+        """The figures; raises a [`WrongNumbersError`] or the interrupt if something stands against them."""
+        if self.impossible is not None:
+            raise WrongNumbersError(self.impossible)
+        if self.interrupt is not None:
+            raise self.interrupt
+        return self.results
