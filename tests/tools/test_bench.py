@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from trl_padfix.cli.app import app
 from trl_padfix.tools.bench import data as made
 from trl_padfix.tools.bench import measure as bench
-from trl_padfix.tools.bench import peak
+from trl_padfix.tools.bench import memory, peak
 from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import BenchSettings, VariantResult, WrongNumbersError
@@ -31,6 +31,7 @@ TINY = BenchSettings(pairs=2, steps=2, warmup=1, shape="tiny", max_length=64, pe
 
 
 GRPO = dataclasses.replace(TINY, trainer="grpo", generations=4, prompt_length=40, completion_length=8)
+ONCE = dataclasses.replace(TINY, steps=1, warmup=0, memory=False)
 SETTINGS = {"dpo": TINY, "sft": dataclasses.replace(TINY, trainer="sft"), "grpo": GRPO}
 
 
@@ -65,17 +66,14 @@ def test_the_variants_compute_one_loss_and_gradient_on_fewer_tokens(results):
 
 
 def test_a_run_is_repeated_by_its_seed():
-    found, again, other = (
-        bench.run(build_pairs(), dataclasses.replace(TINY, steps=1, seed=seed)) for seed in (0, 0, 1)
-    )
+    found, again, other = (bench.run(build_pairs(), dataclasses.replace(ONCE, seed=seed)) for seed in (0, 0, 1))
     assert [(r.loss, r.tokens) for r in found] == [(r.loss, r.tokens) for r in again]
     assert not {r.loss for r in found} & {r.loss for r in other}
 
 
 def test_trls_default_precision_is_float32_weights_under_autocast():
-    single = dataclasses.replace(TINY, steps=1, warmup=0, memory=False)
-    exact = bench.run(build_pairs(), dataclasses.replace(single, variants=("trl",)))[0].loss
-    losses = [result.loss for result in bench.run(build_pairs(), dataclasses.replace(single, dtype="autocast"))]
+    exact = bench.run(build_pairs(), dataclasses.replace(ONCE, variants=("trl",)))[0].loss
+    losses = [result.loss for result in bench.run(build_pairs(), dataclasses.replace(ONCE, dtype="autocast"))]
     assert losses == pytest.approx([exact] * 3, rel=2e-2)
     assert abs(losses[0] - exact) > 1e-5 * exact  # its products are rounded to bfloat16
 
@@ -85,7 +83,7 @@ def test_trls_default_precision_is_float32_weights_under_autocast():
     slow_but([{"attn": "eager"}], [{"gradient_checkpointing": True}, {"attn": "eager"}, {"optimizer": False}]),
 )
 def test_the_variants_agree_whatever_is_measured(option):
-    results = bench.run(build_pairs(), dataclasses.replace(TINY, steps=1, warmup=0, **option))
+    results = bench.run(build_pairs(), dataclasses.replace(ONCE, **option))
     assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
 
 
@@ -154,7 +152,7 @@ def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
 
 
 def test_a_micro_batch_with_another_weight_is_an_error(monkeypatch):
-    settings = dataclasses.replace(TINY, pairs=4, steps=1, warmup=0, memory=False, variants=("trl", "token_budget"))
+    settings = dataclasses.replace(ONCE, pairs=4, variants=("trl", "token_budget"))
     weight = bench.BenchStep.weight
     monkeypatch.setattr(bench.BenchStep, "weight", lambda step, batch: weight(step, batch) + 1)
     with pytest.raises(RuntimeError, match="token_budget is not the same computation"):
@@ -162,7 +160,7 @@ def test_a_micro_batch_with_another_weight_is_an_error(monkeypatch):
 
 
 def test_trls_step_may_be_left_out():
-    settings = dataclasses.replace(TINY, steps=1, warmup=0, memory=False, variants=("padding_free", "prefix_sharing"))
+    settings = dataclasses.replace(ONCE, variants=("padding_free", "prefix_sharing"))
     trl, *ours = bench.run(build_pairs(), dataclasses.replace(settings, variants=("trl", *settings.variants)))
     alone = bench.run(build_pairs(), settings)
     assert [(r.loss, r.token_limit) for r in alone] == [(r.loss, r.token_limit) for r in ours]
@@ -173,26 +171,16 @@ def test_trls_step_may_be_left_out():
 def test_a_step_that_does_not_fit_is_left_out_with_the_reason(monkeypatch, tmp_path):
     path = tmp_path / "found.json"
     options = "--data lengths:200/5 --spread 0 --pairs 2 --steps 1 --warmup 0 --shape tiny --no-memory --device cpu"
-    command = [
-        "bench",
-        *options.split(" "),
-        "--peak-tflops",
-        "1000",
-        "--json",
-        str(path),
-        "--plot",
-        str(tmp_path / "found.png"),
-    ]
-    step = bench.prepare(
-        made.pairs_of_lengths(2, 200, 5), dataclasses.replace(TINY, steps=1, warmup=0, max_length=512)
-    )
-    count = MemoryCount(step)
+    command = ["bench", *options.split(" "), "--peak-tflops", "1000", "--json", str(path)]
+    count = MemoryCount(bench.prepare(made.pairs_of_lengths(2, 200, 5), dataclasses.replace(ONCE, max_length=512)))
     tokens = [(820, (4, 205)), (820, (0, 0)), (420, (0, 0))]
     needed = [count.needed(*given, enough=0) for given in tokens]
     assert needed == sorted(needed, reverse=True)
+    monkeypatch.setattr(memory.ModelSizes, "of", lambda config: count._sizes)  # of the same model, counted once
     for free, left_out in [(needed[0] * 2, []), (needed[1] + 1, ["trl"])]:
         monkeypatch.setattr(bench, "free_bytes", lambda device, free=free: free)
-        result = trl_padfix_command(*command)
+        plot = ["--plot", str(tmp_path / "found.png")] if left_out else []  # without TRL's step, too
+        result = trl_padfix_command(*command, *plot)
         assert result.exit_code == 0, result.output
         found = json.loads(path.read_text())
         assert [*found["left_out"]] == left_out
@@ -222,7 +210,7 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
 
 
 def test_adapters_train_on_their_own():
-    trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(TINY, lora=4))
+    trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(ONCE, lora=4))
     assert sharing.grad_norm == pytest.approx(trl.grad_norm, rel=1e-4)
     assert padding_free.mfu > 0
 
@@ -255,7 +243,7 @@ def test_what_cannot_be_compared_is_an_error(settings, message):
         BenchSettings(**settings)
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", slow_but([0], [0, 4]))
 def test_grpos_passes_for_log_probabilities_are_counted_in(lora):
     """The reference moves the loss; the passes are two forwards more, of the tokens that a variant computes."""
     settings = dataclasses.replace(
@@ -293,7 +281,7 @@ def test_a_broken_layout_gives_an_error_and_no_figures(trainer, variant, broken,
     with pytest.raises(
         RuntimeError, match=f"{variant} is not the same computation: in step 0 its (loss|grad_norm) is"
     ):
-        bench.run(pairs_for(trainer), SETTINGS[trainer])
+        bench.run(pairs_for(trainer), dataclasses.replace(SETTINGS[trainer], steps=1, warmup=0))
 
 
 EQUAL = partial(made.equal_length_pairs, 12, length=32)
@@ -301,7 +289,7 @@ EQUAL = partial(made.equal_length_pairs, 12, length=32)
 
 @pytest.mark.parametrize(("trainer", "data"), [("sft", build_pairs), ("sft", EQUAL), ("dpo", EQUAL)])
 def test_tokens_are_saved_where_there_is_something_to_remove(trainer, data):
-    results = bench.run(data(), SETTINGS[trainer])
+    results = bench.run(data(), dataclasses.replace(ONCE, trainer=trainer))
     padded, padding_free, prefix_sharing = results
     assert [r.loss for r in results] == pytest.approx([padded.loss] * 3, rel=1e-5)
     assert [r.grad_norm for r in results] == pytest.approx([padded.grad_norm] * 3, rel=1e-5)
@@ -412,9 +400,7 @@ def test_linear_attention_shares_a_tree():
 
 
 def test_a_step_ends_at_its_deadline():
-    settings = BenchSettings(
-        pairs=2, steps=3, warmup=0, shape="tiny", max_length=64, variants=("trl",), peak_tflops=1000.0
-    )
+    settings = dataclasses.replace(ONCE, steps=3, variants=("trl",))
     step = bench.prepare(build_pairs(), settings)
     with pytest.raises(TimeoutError, match="No counted step"):
         bench.measure(step, settings, deadline=time.monotonic() - 1)
@@ -437,9 +423,7 @@ def test_a_step_ends_at_its_deadline():
 
 def test_nothing_does_more_than_the_device_can():
     assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
-    settings = BenchSettings(
-        pairs=2, steps=1, warmup=0, shape="tiny", max_length=64, peak_tflops=1e-9, memory=False, variants=("trl",)
-    )
+    settings = dataclasses.replace(ONCE, peak_tflops=1e-9, variants=("trl",))
     said = r"A step of trl would do [\d.e-]+ TFLOP/s, which is \d+% of the 1e-09 that was given"
     measured = bench.measure(bench.prepare(build_pairs(), settings), settings)
     with pytest.raises(WrongNumbersError, match=said):

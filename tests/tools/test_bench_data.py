@@ -226,7 +226,9 @@ def test_quick_takes_the_data_that_ships_where_there_is_no_hub(tmp_path, monkeyp
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     path = tmp_path / "found.json"
     command = ["bench", "--device", "cpu", "--peak-tflops", "1000"]
-    result = trl_padfix_command(*command, "--quick", "--json", str(path))
+    result = trl_padfix_command(
+        *command, "--quick", "--pairs", "1", "--steps", "1", "--warmup", "0", "--variants", "trl", "--json", str(path)
+    )
     assert result.exit_code == 0, result.output
     assert "Anthropic/hh-rlhf cannot be read here; these are the preferences that ship" in result.stderr
     assert json.loads(path.read_text())["data"] == "preferences"

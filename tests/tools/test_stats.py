@@ -386,7 +386,8 @@ def test_columns_of_other_names_are_mapped(tokenizer, tmp_path):
         assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_texts_have_no_prompt_to_share(tokenizer, tmp_path):
+def test_texts_have_no_prompt_to_share(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: Path(path).touch())
     build_rows("texts").to_json(tmp_path / "texts.jsonl")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     result = trl_padfix_command(

@@ -58,12 +58,8 @@ def bench(
     ] = None,
     split: Annotated[str, Option(help="Split of a folder or Hub id.")] = "train",
     columns: Annotated[str | None, Option(help="Columns of other names: 'question=prompt,answer=completion'.")] = None,
-    trainer: Annotated[
-        str, Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions.")
-    ] = "dpo",
-    quick: Annotated[
-        bool, Option("--quick", help="In about 30 seconds, roughly: shape tiny, 3 steps, no memory.")
-    ] = False,
+    trainer: Annotated[str, Option(help="dpo; sft, on what was chosen; or grpo, on random completions.")] = "dpo",
+    quick: Annotated[bool, Option("--quick", help="About 30 seconds: shape tiny, 3 steps, no memory.")] = False,
     variants: Annotated[
         str,
         Option(
@@ -77,60 +73,40 @@ def bench(
     prompt_length: Annotated[int, Option(min=1, help="With grpo: tokens of a random prompt, about.")] = 512,
     completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
     logprob_passes: Annotated[
-        bool,
-        Option(
-            "--logprob-passes", help="With grpo: count in the passes for the old and the reference log-probabilities."
-        ),
+        bool, Option("--logprob-passes", help="With grpo: also the passes for old and reference log-probabilities.")
     ] = False,
-    spread: Annotated[
-        float,
-        Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
-    ] = 0.25,
+    spread: Annotated[float, Option(min=0, max=1, help="Of 'lengths:': up to this share from their mean.")] = 0.25,
     steps: Annotated[int | None, Option(min=1, help="Counted steps. [default: 10; quick: 3]")] = None,
     warmup: Annotated[int | None, Option(min=0, help="Steps before them. [default: 2; quick: 1]")] = None,
     group_by_prefix: Annotated[
-        bool,
-        Option("--group-by-prefix", help="Also measure batches of rows that begin alike, as training draws them."),
+        bool, Option("--group-by-prefix", help="Also batches of rows that begin alike, as training draws them.")
     ] = False,
     expand_turns: Annotated[
         bool, Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
     ] = False,
     shape: Annotated[
-        str | None,
-        Option(
-            help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one. "
-            "[default: small; quick: tiny]"
-        ),
+        str | None, Option(help="tiny, small, 0.5b, 7b, or hybrid: small, of Qwen3.5. [default: small; quick: tiny]")
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        Option(help="Id or path: its tokens and chat template. [default: a BPE trained on the data]"),
-    ] = None,
+    tokenizer: Annotated[str | None, Option(help="Id or path. [default: a BPE trained on the data]")] = None,
     device: Annotated[str, Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
         int | None,
-        Option(min=2, max=LONGEST, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+        Option(min=2, max=LONGEST, help="Tokens of the longest row. [default: 1024; of a tree, its own]"),
     ] = None,
     max_tokens_per_batch: Annotated[
-        int | None, Option(min=1, help="Of token_budget; by default half of the distinct tokens of a step.")
+        int | None, Option(min=1, help="Of token_budget. [default: half of the distinct tokens of a step]")
     ] = None,
     lora: Annotated[int, Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, Option(help="Recompute activations in backward.")] = False,
     optimizer: Annotated[bool, Option(help="Count AdamW's step in.")] = True,
     memory: Annotated[
-        bool | None,
-        Option(help="Measure peak memory; on CPU one more step of each variant. [default: yes; quick: no]"),
+        bool | None, Option(help="Measure peak memory; on CPU in one more step each. [default: yes; quick: no]")
     ] = None,
-    peak_tflops: Annotated[
-        float | None,
-        Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
-    ] = None,
+    peak_tflops: Annotated[float | None, Option(help="Peak, for MFU. [default: that of a matrix product]")] = None,
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of weights and batches.")] = 0,
-    compile: Annotated[
-        bool, Option("--compile", help="Also measure the packed variants with compiled layers.")
-    ] = False,
+    compile: Annotated[bool, Option("--compile", help="Also the packed variants with compiled layers.")] = False,
     compile_backend: Annotated[str, Option(help="Backend of torch.compile.")] = "inductor",
     liger: Annotated[bool, Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
     json: JsonOption = None,

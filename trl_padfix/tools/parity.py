@@ -11,7 +11,6 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.parity.check import TOLERANCES, check_parity
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
+from ..versions import installed_version
 from .data import checked_rows, texts_of
 from .formats import to_trl_format, trainer_of
 from .reading import SAFE_LOADING, load_model, load_tokenizer
@@ -125,7 +125,9 @@ class ComparisonReport:
 
     @property
     def versions(self) -> str:
-        return ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
+        return ", ".join(
+            f"{name} {installed_version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl")
+        )
 
     @property
     def failures(self) -> list[str]:
@@ -154,17 +156,10 @@ class ComparisonReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON."""
-        return {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "lengths": self.lengths,
-            "padded_tokens": self.padded_tokens,
-            "versions": self.versions,
-            "compared": self.has_padding,
-            "ok": not self.failures,
-            "results": [{**vars(c), "parity": c.parity and c.parity.maximum} for c in self.comparisons],
-        }
+        names = ("model", "device", "dtype", "lengths", "padded_tokens", "versions")
+        figures = {name: getattr(self, name) for name in names}
+        results = [{**vars(c), "parity": c.parity and c.parity.maximum} for c in self.comparisons]
+        return figures | {"compared": self.has_padding, "ok": not self.failures, "results": results}
 
 
 def default_backends(dtype: str, device: str) -> list[str]:

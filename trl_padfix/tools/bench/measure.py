@@ -16,14 +16,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-import transformers
-import trl
 from datasets import Dataset
 
 from ...core.call.layout_of import LayoutInputs
 from ...core.layout.build import prefix_sharing_layout
 from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
+from ...versions import installed_versions
 from .batches import Batches, divide_rows, in_parts
 from .building import build, computed_dtype
 from .memory import MemoryCount, free_bytes
@@ -236,11 +235,7 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
         "settings": asdict(settings),
         "device": device,
         "threads": torch.get_num_threads(),
-        "versions": {
-            "trl_padfix": __version__,
-            **{package.__name__: package.__version__ for package in (torch, transformers, trl)},
-            "python": platform.python_version(),
-        },
+        "versions": {"trl_padfix": __version__} | installed_versions(["torch", "transformers", "trl"]),
     }
 
 
