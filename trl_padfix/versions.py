@@ -17,17 +17,9 @@ from packaging.version import Version
 
 
 __all__ = [
-    "BOUNDS",
-    "NEWER",
-    "OTHER_STACKS",
-    "TESTED",
-    "Stack",
-    "installed_version",
-    "installed_versions",
-    "newer_trl",
-    "require",
-    "require_stack",
-]
+    "BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_version", "installed_versions", "newer_trl",
+    "require", "require_stack",
+]  # fmt: skip
 
 
 class Stack(NamedTuple):

@@ -322,16 +322,6 @@ def test_rows_come_from_files_folders_and_recipes(name, files):
     assert list(texts_of(rows))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [("beta: 0.1", "names no data: a recipe has `dataset_name`"), ("- a", "holds a list, and a recipe is a mapping")],
-)
-def test_a_recipe_without_data_is_an_error(recipe, message, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(tmp_path / "recipe.yaml"))
-
-
 # The command
 
 

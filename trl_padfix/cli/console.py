@@ -16,17 +16,9 @@ from typer import Option
 
 
 __all__ = [
-    "LONGEST",
-    "JsonOption",
-    "console",
-    "device_of",
-    "figure_table",
-    "one_of",
-    "outputs",
-    "print_as_is",
-    "write_json",
-    "write_output",
-]
+    "LONGEST", "JsonOption", "console", "device_of", "figure_table", "one_of", "outputs", "print_as_is",
+    "write_json", "write_output",
+]  # fmt: skip
 
 console = Console()
 

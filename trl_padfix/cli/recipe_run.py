@@ -23,15 +23,9 @@ from ..tools.tiny import SHAPES
 
 
 __all__ = [
-    "RecipeArguments",
-    "ReportCallback",
-    "model_to_train",
-    "reporting",
-    "rollout_arguments",
-    "serve_tiny",
-    "to_dialogues",
-    "without_evaluation",
-]
+    "RecipeArguments", "ReportCallback", "model_to_train", "reporting", "rollout_arguments", "serve_tiny",
+    "to_dialogues", "without_evaluation",
+]  # fmt: skip
 
 
 @dataclass

@@ -21,16 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "check_row",
-    "checked_rows",
-    "give_template",
-    "load_recipe",
-    "load_rows",
-    "rename_columns",
-    "texts_of",
-    "texts_of_row",
-    "whole_number",
-]
+    "check_row", "checked_rows", "give_template", "load_recipe", "load_rows", "rename_columns", "texts_of",
+    "texts_of_row", "whole_number",
+]  # fmt: skip
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "

@@ -36,14 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "MODES",
-    "Comparison",
-    "ComparisonReport",
-    "ModelSource",
-    "compare",
-    "default_backends",
-    "tokenize_rows",
-]
+    "MODES", "Comparison", "ComparisonReport", "ModelSource", "compare", "default_backends", "tokenize_rows",
+]  # fmt: skip
 
 MODES = {"padded": None, "padding-free": False, "prefix sharing": True}
 """Modes, and the `prefix_sharing` of [`remove_padding`] in each; `None` leaves the padding."""

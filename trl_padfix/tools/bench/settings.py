@@ -120,24 +120,20 @@ class BenchSettings:
         return f"{step}, {self.batch_size}, {family} shape '{self.shape}', {self.dtype} on {device}, {self.attn}"
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.variants if name not in VARIANTS]
-        if (
-            unknown
-            or not self.variants
-            or "trl" in self.variants[1:]
-            or not VARIANTS[self.variants[0]].has_trls_batches
-        ):
+        variants = [VARIANTS[name] for name in self.variants if name in VARIANTS]
+        has_unknown = len(variants) < len(self.variants)
+        if has_unknown or not variants or "trl" in self.variants[1:] or not variants[0].has_trls_batches:
             raise ValueError(
                 f"`variants` are names among {', '.join(VARIANTS)}, got {', '.join(self.variants)}. TRL's own comes "
                 "first; without it, one with TRL's batches, with which the others are compared."
             )
-        if self.trainer == "grpo" and not all(VARIANTS[name].has_trls_batches for name in self.variants):
+        if self.trainer == "grpo" and not all(variant.has_trls_batches for variant in variants):
             raise ValueError("GRPO's batches are prompts with all their completions: they cannot be regrouped.")
-        if self.trainer == "grpo" and any(VARIANTS[name].has_budget for name in self.variants):
+        if self.trainer == "grpo" and any(variant.has_budget for variant in variants):
             raise ValueError("A step of GRPO is measured in one forward: leave `token_budget` out.")
         if self.logprob_passes and self.trainer != "grpo":
             raise ValueError(f"`logprob_passes` are GRPO's, and the trainer is {self.trainer}: leave it out.")
-        if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
+        if self.trainer != "sft" and any(variant.flat for variant in variants):
             raise ValueError(
                 f"TRL's own `padding_free` and packing are SFT's, and the trainer is {self.trainer}: leave "
                 "`trl_padding_free` and `trl_packing` out."
