@@ -19,6 +19,7 @@ from trl_padfix.tools.bench.settings import TOLERANCE
 
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 TINY += ["--device", "cpu"]
+ONE_VARIANT = [*TINY, "--data", "equal", "--variants", "trl", "--no-memory"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [["doctor"], ["doctor", "--explain", "CUDA out of memory"], ["stats", "equal"], [*TINY, "--data", "equal"]],
+    [["doctor"], ["doctor", "--explain", "CUDA out of memory"], ["stats", "equal"], ONE_VARIANT],
 )
 def test_json_has_standard_output_to_itself(command):
     result = trl_padfix_command(*command, "--json", "-")

@@ -22,6 +22,7 @@ from .console import (
     device_of,
     figure_table,
     one_of,
+    or_dash,
     outputs,
     print_as_is,
     write_json,
@@ -254,13 +255,13 @@ def _table(results: list[VariantResult], title: str) -> Table:
             r.name,
             f"{r.seconds:.2f}",
             f"{r.low:.2f}-{r.high:.2f}",
-            "-" if r.speedup is None else f"{r.speedup:.2f}",
+            or_dash(r.speedup, ".2f"),
             f"{r.token_limit:.2f}",
-            "-" if r.speedup is None else f"{r.speedup / r.token_limit:.2f}",
+            or_dash(r.speedup and r.speedup / r.token_limit, ".2f"),
             f"{r.tokens_per_second:.0f}",
             f"{r.mfu:.0%}",
-            "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
-            "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
+            or_dash(r.peak_gib, ".2f"),
+            or_dash(r.kept_mib, ".1f"),
         )
         for r in results
     )

@@ -36,10 +36,7 @@ def stats(
     train_tokenizer: Annotated[
         int | None, Option(min=300, max=10**6, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
-    columns: Annotated[
-        str | None,
-        Option(help="Other names of columns, or keys of messages: 'talk=messages,who=role,said=content'."),
-    ] = None,
+    columns: Annotated[str | None, Option(help="Other names, of message keys too: 'talk=messages,who=role'.")] = None,
     split: Annotated[str, Option(help="Split of the dataset.")] = "train",
     expand_turns: Annotated[bool, Option("--expand-turns", help="A row for each turn of the assistant.")] = False,
     group_by_prefix: Annotated[bool, Option("--group-by-prefix", help="Batches of rows that begin alike.")] = False,

@@ -208,12 +208,9 @@ def tokenize_rows(
 
 
 def compare(
-    load: Callable[[str, torch.dtype], nn.Module],
-    batch: dict[str, torch.Tensor],
-    backends: list[str],
-    dtype: torch.dtype,
-    gradients: bool = True,
-) -> Iterator[Comparison]:
+    load: Callable[[str, torch.dtype], nn.Module], batch: dict[str, torch.Tensor], backends: list[str],
+    dtype: torch.dtype, gradients: bool = True,
+) -> Iterator[Comparison]:  # fmt: skip
     """
     Compute a batch in every mode with every backend, and compare each with float32 and eager attention.
 

@@ -29,13 +29,9 @@ __all__ = [
 
 
 def select_rows(
-    data: str | None,
-    settings: BenchSettings,
-    *,
-    spread: float = 0.25,
-    split: str = "train",
+    data: str | None, settings: BenchSettings, *, spread: float = 0.25, split: str = "train",
     columns: str | None = None,
-) -> tuple[Dataset | None, str]:
+) -> tuple[Dataset | None, str]:  # fmt: skip
     """
     Rows of a benchmark, and their description for a report.
 
