@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trl_padfix.tools.bench import BenchSettings
+from trl_padfix.tools.bench.settings import BenchSettings
 
 
 __all__ = ["BUDGET", "SPREAD", "Cell", "plan_of"]

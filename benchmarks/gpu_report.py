@@ -29,15 +29,16 @@ from typing import Any
 
 import torch
 from gpu_checks import Check, check_device
+from gpu_counts import count_launches, count_operations
 from gpu_expected import expected_seconds, known_device
 from gpu_plan import BUDGET, SPREAD, Cell, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import output_obstacle, write_whole
-from trl_padfix.tools.bench import load_examples, measure, parse_lengths, prepare, select_rows
-from trl_padfix.tools.bench.counts import count_launches, count_operations
-from trl_padfix.tools.bench.settings import VARIANTS, ImpossibleFigureError, Variant, WrongNumbersError
+from trl_padfix.tools.bench.data import load_examples, parse_lengths, select_rows
+from trl_padfix.tools.bench.measure import measure, prepare
+from trl_padfix.tools.bench.settings import VARIANTS, Variant, WrongNumbersError
 from trl_padfix.tools.bench.steps import BenchStep
 from trl_padfix.versions import installed_version
 
@@ -135,14 +136,14 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     try:
         rows, name = select_rows(source, settings, spread=SPREAD, split="test")
         step = prepare(rows, settings)
-        results = [asdict(result) for result in measure(step, settings, deadline)]
+        results = [asdict(result) for result in measure(step, settings, deadline).checked()]
         if settings.device == "cuda":
             results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:
         return {"status": OUT_OF_TIME}
     except torch.OutOfMemoryError:
         return {"status": "not measured: out of memory (TRL's padded step is measured beside ours)"}
-    except (WrongNumbersError, ImpossibleFigureError) as error:
+    except WrongNumbersError as error:
         return {"status": f"wrong: {error}"}
     except Exception as error:  # any other failure of a cell must not end the report
         lines = str(error).strip().splitlines()

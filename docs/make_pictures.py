@@ -148,14 +148,14 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
     from trl_padfix import expand_turns
-    from trl_padfix.tools.data import texts_of_row
+    from trl_padfix.tools.data import texts_of
+    from trl_padfix.tools.stats import measure, prefix_tree
     from trl_padfix.tools.tiny import train_tokenizer
-    from trl_padfix.tools.verdict import prefix_tree, sample
 
     published = load_dataset("json", data_files=str(ROOT / "recipes/data/airline/rollouts.jsonl.gz"), split="train")
     task = published.filter(lambda row: row["task"] == int(sources["task"]))
-    tokenizer = train_tokenizer((text for row in task for text in texts_of_row(row)), vocab_size=2048)
-    tree = prefix_tree(sample(expand_turns(task), tokenizer, max_length=None))
+    tokenizer = train_tokenizer(texts_of(task), vocab_size=2048)
+    tree = prefix_tree(measure(expand_turns(task), tokenizer))
     cells = np.full((len(tree.lengths), tree.lengths.max()), np.nan)
     for row, (length, shared) in enumerate(zip(tree.lengths, tree.shared, strict=True)):
         cells[row, :length], cells[row, :shared] = 1, 0

@@ -12,14 +12,9 @@ from pathlib import Path
 
 
 __all__ = [
-    "UnwritableError",
-    "folder_obstacle",
-    "is_missing_path",
-    "output_obstacle",
-    "why_unwritable",
-    "write_whole",
+    "UnwritableError", "folder_obstacle", "is_missing_path", "output_obstacle", "why_unwritable", "write_whole",
     "write_whole_folder",
-]
+]  # fmt: skip
 
 
 class UnwritableError(OSError):

@@ -7,6 +7,8 @@ raises an error with a remedy before it fails deep inside.
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterable
 from importlib import metadata
 from typing import NamedTuple
 
@@ -15,16 +17,9 @@ from packaging.version import Version
 
 
 __all__ = [
-    "BOUNDS",
-    "NEWER",
-    "OTHER_STACKS",
-    "TESTED",
-    "Stack",
-    "installed_version",
-    "newer_trl",
-    "require",
-    "require_stack",
-]
+    "BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_version", "installed_versions", "newer_trl",
+    "require", "require_stack",
+]  # fmt: skip
 
 
 class Stack(NamedTuple):
@@ -68,6 +63,11 @@ def installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Versions of Python and of packages for a report; `None` for those that are not installed."""
+    return {"python": platform.python_version()} | {name: installed_version(name) for name in packages}
 
 
 def require(package: str, name: str) -> None:

@@ -14,13 +14,13 @@ differ, the command fails.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
+from functools import partial
 from typing import Any
 
 import torch
 from datasets import Dataset
+from in_turns import report, timed_step
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
@@ -83,7 +83,6 @@ def main() -> None:
     count = options.rows * (options.steps + options.warmup)
     pairs = load_examples(options.data)
     rows = triplets(pairs.select(range(min(count, len(pairs)))))
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
         shape = SHAPES[options.shape]
         tokenizer = train_tokenizer((text for row in rows for text in row), shape["vocab_size"])
@@ -99,26 +98,12 @@ def main() -> None:
         models = {mode: build(options.task, folder).train() for mode in MODES}
         handles = {m: remove_padding(models[m], prefix_sharing=s) for m, s in MODES.items() if s is not None}
         optimizers = {mode: torch.optim.AdamW(model.parameters(), lr=1e-5) for mode, model in models.items()}
+        steps = []
         for step in range(options.warmup + options.steps):
-            losses = {}
-            for mode, model in models.items():
-                begin = time.perf_counter()
-                loss = loss_of(options.task, model, rows[step * options.rows : (step + 1) * options.rows])
-                loss.backward()
-                optimizers[mode].step()
-                optimizers[mode].zero_grad()
-                seconds[mode].append(time.perf_counter() - begin)
-                losses[mode] = loss.item()
-            if any(abs(loss - losses["padded"]) > 1e-4 * max(abs(losses["padded"]), 1) for loss in losses.values()):
-                raise SystemExit(f"step {step}: the losses differ: {losses}")
-    stats = handles["prefix sharing"].stats
-    real, packed = (n / stats.padded_tokens for n in (stats.real_tokens, stats.packed_tokens))
-    print(f"{options.task}: 1 / {real:.2f} / {packed:.2f} padded / real / distinct tokens")
-    timed = {mode: steps[options.warmup :] for mode, steps in seconds.items()}
-    for mode in list(MODES)[1:]:
-        ratio = statistics.median(a / b for a, b in zip(timed["padded"], timed[mode], strict=True))
-        medians = [statistics.median(timed[m]) for m in ("padded", mode)]
-        print(f"{mode}: {ratio:.2f}x (median of {options.steps} steps: {medians[0]:.2f} s and {medians[1]:.2f} s)")
+            batch = rows[step * options.rows : (step + 1) * options.rows]
+            losses = {mode: partial(loss_of, options.task, model, batch) for mode, model in models.items()}
+            steps.append(timed_step(losses, optimizers, step))
+    report(options.task, steps[options.warmup :], handles["prefix sharing"].stats)
 
 
 if __name__ == "__main__":

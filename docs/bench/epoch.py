@@ -19,8 +19,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.tools.data import load_rows
-from trl_padfix.tools.stats import texts_of
+from trl_padfix.tools.data import load_rows, texts_of
 from trl_padfix.tools.tiny import BENCH_SHAPES, build_qwen2, train_tokenizer
 
 

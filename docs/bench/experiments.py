@@ -16,15 +16,15 @@ fails.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
-import time
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 import trl
 from datasets import Dataset
+from in_turns import report, timed_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_padfix
@@ -113,7 +113,7 @@ def main() -> None:
         trainers = {mode: build(options.trainer, mode, folder, rows, options.rows) for mode in MODES}
         loaders = {mode: iter(trainer.get_train_dataloader()) for mode, trainer in trainers.items()}
         optimizers = {mode: torch.optim.AdamW(t.model.parameters(), lr=1e-5) for mode, t in trainers.items()}
-        seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+        steps = []
         for step in range(options.warmup + options.steps):
             losses = {}
             for mode, trainer in trainers.items():
@@ -121,24 +121,9 @@ def main() -> None:
                 trainer.current_gradient_accumulation_steps = 1
                 inputs = trainer._prepare_inputs(next(loaders[mode]))
                 trainer._step = getattr(trainer, "_step", 0) + 1
-                begin = time.perf_counter()
-                loss = trainer.compute_loss(trainer.model, inputs)
-                loss.backward()
-                optimizers[mode].step()
-                optimizers[mode].zero_grad()
-                seconds[mode].append(time.perf_counter() - begin)
-                losses[mode] = loss.item()
-            theirs = losses["TRL"]
-            if any(abs(loss - theirs) > 1e-4 * max(abs(theirs), 1) for loss in losses.values()):
-                raise SystemExit(f"step {step}: the losses differ: {losses}")
-        stats = trainers["prefix sharing"].padding.stats
-        real, packed = (n / stats.padded_tokens for n in (stats.real_tokens, stats.packed_tokens))
-        print(f"{options.trainer}: 1 / {real:.2f} / {packed:.2f} padded / real / distinct tokens")
-        timed = {mode: steps[options.warmup :] for mode, steps in seconds.items()}
-        for mode in list(MODES)[1:]:
-            ratio = statistics.median(a / b for a, b in zip(timed["TRL"], timed[mode], strict=True))
-            medians = [statistics.median(timed[m]) for m in ("TRL", mode)]
-            print(f"{mode}: {ratio:.2f}x (median of {options.steps} steps: {medians[0]:.2f} s and {medians[1]:.2f} s)")
+                losses[mode] = partial(trainer.compute_loss, trainer.model, inputs)
+            steps.append(timed_step(losses, optimizers, step))
+        report(options.trainer, steps[options.warmup :], trainers["prefix sharing"].padding.stats)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from trl_padfix import DPOConfig, DPOTrainer
-from trl_padfix.tools.bench import load_examples
+from trl_padfix.tools.bench.data import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 from trl_padfix.trainers.batching.bin_packing import StepPlan, halve_largest, pack_by_budget
 from trl_padfix.trainers.batching.prefix_groups import group_rows, sort_by_prefix

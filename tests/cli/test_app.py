@@ -14,10 +14,12 @@ from trl_padfix.cli.bench import bench
 from trl_padfix.cli.doctor import doctor
 from trl_padfix.cli.parity import parity
 from trl_padfix.cli.stats import stats
+from trl_padfix.tools.bench.settings import TOLERANCE
 
 
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 TINY += ["--device", "cpu"]
+ONE_VARIANT = [*TINY, "--data", "equal", "--variants", "trl", "--no-memory"]
 
 
 @pytest.fixture(scope="module")
@@ -96,14 +98,14 @@ def test_bench_measures_the_gpu_where_there_is_one(has_gpu, device, given, monke
         raise ValueError("far enough")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("trl_padfix.tools.bench.prepare", prepare)
+    monkeypatch.setattr("trl_padfix.tools.bench.measure.prepare", prepare)
     result = trl_padfix_command(*TINY[:-2], "--data", "equal", *given)
     assert "far enough" in result.output
     assert seen == [device]
 
 
 def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):
-    monkeypatch.setattr("trl_padfix.tools.bench.TOLERANCE", dict.fromkeys(trl_padfix.tools.bench.TOLERANCE, -1.0))
+    monkeypatch.setattr("trl_padfix.tools.bench.measure.TOLERANCE", dict.fromkeys(TOLERANCE, -1.0))
     result = trl_padfix_command(*TINY, "--data", pairs)
     assert result.exit_code != 0
     assert "is not the same computation" in str(result.exception) + result.output
@@ -112,7 +114,7 @@ def test_bench_fails_where_the_variants_differ(pairs, monkeypatch):
 
 @pytest.mark.parametrize(
     "command",
-    [["doctor"], ["doctor", "--explain", "CUDA out of memory"], ["stats", "equal"], [*TINY, "--data", "equal"]],
+    [["doctor"], ["doctor", "--explain", "CUDA out of memory"], ["stats", "equal"], ONE_VARIANT],
 )
 def test_json_has_standard_output_to_itself(command):
     result = trl_padfix_command(*command, "--json", "-")

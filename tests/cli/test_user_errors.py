@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.bad_inputs import build_bad_data, build_bad_models
+from kit.cells import MATRIX
 from kit.commands import trl_padfix_command
 
 from trl_padfix.cli import user_errors
@@ -236,9 +237,19 @@ def said(result) -> str:
     return " ".join(result.output.replace("│", " ").split())
 
 
+FAST = {f"{command} {name}" for command in ("parity", "bench") for name in ("corrupt.jsonl", "nowhere.jsonl")}
+
+
+def marks(name: str) -> tuple:
+    """All commands read data and tokenizers by the same functions: beside `stats`, most are left to the night."""
+    same = {f"{command} {data}" for command in ("parity", "bench", "parity --config") for data in OF_DATA}
+    same |= {f"parity {tokenizer}" for tokenizer in OF_TOKENIZERS}
+    return MATRIX if name in same - FAST else ()
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
-    [pytest.param(args, message, id=f"{i}-{name}") for i, (name, args, message) in enumerate(CASES)],
+    [pytest.param(args, says, id=f"{i}-{name}", marks=marks(name)) for i, (name, args, says) in enumerate(CASES)],
 )
 def test_a_mistake_is_a_message_and_exit_code_2(args, message, material, without_waiting):
     before = files(material)
@@ -263,7 +274,7 @@ def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
     def broken(*args, **kwargs):
         return {}["logits"]
 
-    monkeypatch.setattr("trl_padfix.tools.stats_report.measure", broken)
+    monkeypatch.setattr("trl_padfix.tools.stats.measure", broken)
     result = trl_padfix_command(*stats("good.jsonl"))
     assert result.exit_code == 1
     assert isinstance(result.exception, KeyError)

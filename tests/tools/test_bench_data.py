@@ -14,7 +14,8 @@ from kit.cells import every_second
 from kit.commands import build_pairs, trl_padfix_command
 
 from trl_padfix.cli import progress
-from trl_padfix.tools import bench
+from trl_padfix.tools.bench import measure as bench
+from trl_padfix.tools.bench.settings import BenchSettings
 from trl_padfix.tools.data import give_template
 from trl_padfix.tools.tiny import train_tokenizer
 
@@ -69,7 +70,7 @@ def test_a_format_of_the_trainer_is_measured(trainer, name, tmp_path):
 
 
 def test_sft_on_pairs_with_prompts_reads_the_prompts():
-    settings = bench.BenchSettings(trainer="sft", pairs=2, steps=2, warmup=0, shape="tiny")
+    settings = BenchSettings(trainer="sft", pairs=2, steps=2, warmup=0, shape="tiny")
     step = bench.prepare(Dataset.from_list(PLAIN), settings)
     texts = [step.trainer.processing_class.decode(row["input_ids"]) for row in step.rows]
     assert {text.removesuffix("<|end|>") for text in texts} <= {row["prompt"] + row["chosen"] for row in PLAIN}
@@ -225,7 +226,9 @@ def test_quick_takes_the_data_that_ships_where_there_is_no_hub(tmp_path, monkeyp
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     path = tmp_path / "found.json"
     command = ["bench", "--device", "cpu", "--peak-tflops", "1000"]
-    result = trl_padfix_command(*command, "--quick", "--json", str(path))
+    result = trl_padfix_command(
+        *command, "--quick", "--pairs", "1", "--steps", "1", "--warmup", "0", "--variants", "trl", "--json", str(path)
+    )
     assert result.exit_code == 0, result.output
     assert "Anthropic/hh-rlhf cannot be read here; these are the preferences that ship" in result.stderr
     assert json.loads(path.read_text())["data"] == "preferences"

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trl_padfix.tools.bench.building as building
-from trl_padfix.tools.bench import BenchSettings
+from trl_padfix.tools.bench.settings import BenchSettings
 
 
 def the_default_precision_is_measured() -> None:

@@ -97,17 +97,17 @@ def test_only_what_this_machine_can_run_is_suggested(monkeypatch):
 
 def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypatch):
     monkeypatch.setattr(
-        "trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
+        "trl_padfix.versions.installed_version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
     )
     result = doctor()
     assert result.exit_code == 0
     assert "are not a pair that is tested together; tested: 4.52.4 with 0.17.0" in words(result.output)
     # The oldest pair is for `remove_padding` alone, without the trainers.
     monkeypatch.setattr(
-        "trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
+        "trl_padfix.versions.installed_version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
     )
     assert doctor().exit_code == 0
-    monkeypatch.setattr("trl_padfix.tools.doctor.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
+    monkeypatch.setattr("trl_padfix.versions.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
     assert result.exit_code == 1
     assert result.output.startswith("NOT READY.")

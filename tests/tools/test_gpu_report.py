@@ -10,6 +10,7 @@ import gpu_report
 import pytest
 import torch
 from gpu_checks import Check, check_device
+from gpu_counts import Operation, OperationCounter, launches_and_waits
 from gpu_expected import DEVICES, Device, expected_seconds, known_device, on_simulated_device
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
@@ -19,9 +20,10 @@ from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools import bench
-from trl_padfix.tools.bench.counts import Operation, OperationCounter, launches_and_waits
-from trl_padfix.tools.bench.settings import VARIANTS, WrongNumbersError
+from trl_padfix.tools.bench import steps
+from trl_padfix.tools.bench.data import pairs_of_lengths
+from trl_padfix.tools.bench.measure import prepare
+from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 
 
@@ -143,7 +145,7 @@ def test_launches_and_waits_are_counted_and_ours_told_apart():
     ]
     said = [
         wait(kernels.__file__),
-        wait(bench.__file__),
+        wait(steps.__file__),
         wait(torch.__file__),
         wait(kernels.__file__, "something else"),
     ]
@@ -223,7 +225,7 @@ def test_arithmetic_bytes_and_launches_are_counted():
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch, capsys):
-    tiny = lambda **given: bench.BenchSettings(**given | {"shape": "tiny"})  # noqa: E731
+    tiny = lambda **given: BenchSettings(**given | {"shape": "tiny"})  # noqa: E731
     device = Device(half=1e-3, single=1e-3, bandwidth=1e-3, launch=1, source="", overlaps=False)
     monkeypatch.setattr(gpu_expected, "BenchSettings", tiny)
     monkeypatch.setattr(gpu_expected, "_this_cpu", lambda: device)
@@ -242,7 +244,7 @@ def test_what_is_expected_stands_beside_what_a_cpu_is_timed_to_take(monkeypatch,
 @pytest.mark.slow
 def test_without_numbers_the_same_is_counted():
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    settings = bench.BenchSettings(pairs=2, shape="tiny", device="cuda", dtype="autocast")
+    settings = BenchSettings(pairs=2, shape="tiny", device="cuda", dtype="autocast")
     shapes, numbers = (on_simulated_device(settings, "lengths:24/9", shapes_only=only) for only in (True, False))
     assert all(shapes[name] == numbers[name] for name in ("trl", "padding_free"))
     flops, same = (
@@ -251,8 +253,8 @@ def test_without_numbers_the_same_is_counted():
     )
     assert flops == same
     assert flops["prefix_sharing"] < flops["padding_free"] < flops["trl"]
-    pairs = bench.pairs_of_lengths(2, 24, 9, 0.75, 0)
-    step = bench.prepare(pairs, dataclasses.replace(settings, device="cpu", steps=1, warmup=0))
+    pairs = pairs_of_lengths(2, 24, 9, 0.75, 0)
+    step = prepare(pairs, dataclasses.replace(settings, device="cpu", steps=1, warmup=0))
     batch = decoder_inputs(step.batch([0, 1]))
     layout = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"])
     scored = int(step.batch([0, 1])["completion_mask"][:, 1:].sum())

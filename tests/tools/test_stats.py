@@ -17,7 +17,7 @@ from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix import padding_free_layout, prefix_sharing_layout
-from trl_padfix.tools.data import load_rows, rename_columns
+from trl_padfix.tools.data import load_rows, rename_columns, texts_of
 from trl_padfix.tools.formats import rows_for_trainer, to_trl_format
 from trl_padfix.tools.stats import (
     Lengths,
@@ -25,13 +25,12 @@ from trl_padfix.tools.stats import (
     measure,
     memory_of,
     simulate_waiting,
-    texts_of,
-    token_rows,
     truncation_counts,
     with_completions,
-)  # fmt: skip
+)
 from trl_padfix.tools.tiny import train_tokenizer
-from trl_padfix.tools.verdict import advise, sample
+from trl_padfix.tools.token_rows import token_rows
+from trl_padfix.tools.verdict import advise
 from trl_padfix.trainers.batching.token_costs import text_costs
 
 
@@ -99,13 +98,14 @@ def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("max_length", [None, 40])
 def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_path):
-    lengths = Lengths(measure(build_rows("pairs with prompts", 8), tokenizer).kept_rows(max_length).columns)
+    kept = measure(build_rows("pairs with prompts", 8), tokenizer).truncated(max_length)
     examples = [  # ids that only the prompts of a pair have in common
         {"prompt_ids": [3 * i] * p, "chosen_ids": [3 * i + 1] * c, "rejected_ids": [3 * i + 2] * r}
-        for i, (p, c, r) in enumerate(zip(*lengths.columns.values(), strict=True))
+        for i, (p, c, r) in enumerate(zip(*kept.columns.values(), strict=True))
     ]
+    lengths = Lengths.of(examples).truncated(max_length)
     batch = trl.trainer.dpo_trainer.DataCollatorForPreference(0, max_length=max_length)(examples)
-    (found,) = batch_tokens(lengths, [len(examples), 64], max_length=max_length)
+    found = batch_tokens(lengths, len(examples))
     assert found.padded == batch["input_ids"].numel()
     assert found.real == padding_free_layout(batch["attention_mask"]).packed_tokens
     assert found.distinct == prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
@@ -133,15 +133,14 @@ def test_the_completions_of_a_prompt_share_it(tokenizer):
     prompts = rows_for_trainer(build_rows("completions", 8), "grpo")
     assert prompts.column_names == ["prompt"]
     lengths = with_completions(measure(prompts, tokenizer, trainer="grpo"), 4, 20)
-    (found,) = batch_tokens(lengths, [8])
+    found = batch_tokens(lengths, 8)
     completions, prompt = lengths.columns["completion"], lengths.columns["prompt"]
     assert completions.shape == (8, 4)
     assert 15 <= completions.min() <= completions.max() <= 25
     assert found.real == completions.sum() + 4 * prompt.sum()
     assert found.padded == 8 * 4 * (completions + prompt[:, None]).max()
-    rows = sample(prompts, tokenizer, None, "grpo", completions)
     assert found.distinct <= completions.sum() + prompt.sum()
-    verdict = advise(rows, batch_size=8, budget=0, trainer="grpo")
+    verdict = advise(lengths, batch_size=8, trainer="grpo")
     assert (verdict.groups, verdict.generations) == (False, 4)
     assert verdict.real / verdict.auto > 1.2
 
@@ -225,8 +224,8 @@ SYSTEM = "Question: alpha beta gamma delta "
 def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, tokenizer):
     name = "text" if kind == "texts" else "prompt"
     rows = build_rows(kind, 8).map(lambda row: {name: SYSTEM + row[name]})
-    lengths = measure(rows, tokenizer).kept_rows(max_length)
-    (found,) = batch_tokens(lengths, [len(lengths)], max_length=max_length)
+    lengths = measure(rows, tokenizer).truncated(max_length)
+    found = batch_tokens(lengths, len(lengths))
     sequences = []
     for row in token_rows(list(rows), tokenizer):
         if "input_ids" in row:
@@ -238,7 +237,7 @@ def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, to
     assert own <= found.distinct <= 1.05 * own  # completions that begin alike are not looked for
     if kind == "texts":
         assert found.distinct == own
-    (single,) = batch_tokens(lengths, [1], max_length=max_length)
+    single = batch_tokens(lengths, 1)
     assert (single.real == single.distinct) == (kind == "texts")
 
 
@@ -246,29 +245,29 @@ def test_grouped_batches_hold_rows_that_begin_alike(tokenizer):
     rows = build_rows("texts", 4)
     rows = Dataset.from_list([{"text": f"{row['text'] * 5}{i} alpha"} for i in range(4) for row in rows])
     lengths = measure(rows, tokenizer)
-    (random,), (grouped,) = (batch_tokens(lengths, [4], grouped=way) for way in (False, True))
+    random, grouped = (batch_tokens(lengths, 4, order=order) for order in ("random", "prefix"))
     assert grouped.real == random.real
     assert grouped.distinct < 0.7 * random.distinct
     how = {"batch_size": 2, "accumulation": 2, "grouped": True}
-    assert simulate_waiting(lengths.costs(None), 1, **how).fixed == 1
-    assert 0 < simulate_waiting(lengths.costs(None), 2, **how).budget <= 1
+    assert simulate_waiting(lengths.costs(), 1, **how).fixed == 1
+    assert 0 < simulate_waiting(lengths.costs(), 2, **how).budget <= 1
 
 
 def test_rows_that_are_truncated_at_their_beginning_have_nothing_in_common(tokenizer):
     lengths = measure(build_rows("texts", 8).map(lambda row: {"text": SYSTEM + row["text"]}), tokenizer)
     shortest = int(lengths.columns["text"].min())
-    (found,) = batch_tokens(lengths, [8], max_length=shortest - 1, truncation_mode="keep_end")
+    found = batch_tokens(lengths.truncated(shortest - 1, "keep_end"), 8)
     assert found.real == found.distinct == 8 * (shortest - 1)
 
 
 def test_what_max_length_does_is_what_trl_does():
-    lengths = Lengths(
-        {name: np.array(x) for name, x in dict(prompt=[5, 9, 12], chosen=[5, 1, 1], rejected=[2, 3, 1]).items()}
-    )
-    assert truncation_counts(lengths, 10) == {"rows": 3, "truncated": 1, "dropped": 1}
-    assert truncation_counts(lengths, 10, "keep_end") == {"rows": 3, "truncated": 2, "dropped": 0}
-    assert truncation_counts(lengths, None) == {"rows": 3, "truncated": 0, "dropped": 0}
-    assert len(lengths.kept_rows(10)) == 2
+    tokens = {"prompt_ids": [5, 9, 12], "chosen_ids": [5, 1, 1], "rejected_ids": [2, 3, 1]}
+    lengths = Lengths.of([{name: [0] * column[i] for name, column in tokens.items()} for i in range(3)])
+    counts = lambda *limit: truncation_counts(lengths, lengths.truncated(*limit))  # noqa: E731
+    assert counts(10) == {"rows": 3, "truncated": 1, "dropped": 1}
+    assert counts(10, "keep_end") == {"rows": 3, "truncated": 2, "dropped": 0}
+    assert counts(None) == {"rows": 3, "truncated": 0, "dropped": 0}
+    assert len(lengths.truncated(10)) == 2
 
 
 def test_processes_wait_less_when_rows_are_dealt_out_evenly():
@@ -321,16 +320,6 @@ def test_rows_come_from_files_folders_and_recipes(name, files):
     rows = load_rows(str(files / name))
     assert rows.to_list() == build_rows("pairs").to_list()
     assert list(texts_of(rows))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [("beta: 0.1", "names no data: a recipe has `dataset_name`"), ("- a", "holds a list, and a recipe is a mapping")],
-)
-def test_a_recipe_without_data_is_an_error(recipe, message, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    with pytest.raises(ValueError, match=message):
-        load_rows(str(tmp_path / "recipe.yaml"))
 
 
 # The command
@@ -387,7 +376,8 @@ def test_columns_of_other_names_are_mapped(tokenizer, tmp_path):
         assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_texts_have_no_prompt_to_share(tokenizer, tmp_path):
+def test_texts_have_no_prompt_to_share(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: Path(path).touch())
     build_rows("texts").to_json(tmp_path / "texts.jsonl")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     result = trl_padfix_command(

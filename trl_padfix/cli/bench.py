@@ -22,6 +22,7 @@ from .console import (
     device_of,
     figure_table,
     one_of,
+    or_dash,
     outputs,
     print_as_is,
     write_json,
@@ -33,7 +34,7 @@ from .user_errors import user_errors_of
 
 
 if TYPE_CHECKING:
-    from ..tools.bench import BenchSettings, VariantResult
+    from ..tools.bench.settings import BenchSettings, Measurement, VariantResult
     from ..tools.bench.steps import BenchStep
 
 __all__ = ["bench"]
@@ -58,12 +59,8 @@ def bench(
     ] = None,
     split: Annotated[str, Option(help="Split of a folder or Hub id.")] = "train",
     columns: Annotated[str | None, Option(help="Columns of other names: 'question=prompt,answer=completion'.")] = None,
-    trainer: Annotated[
-        str, Option(help="dpo; sft, on what was chosen; or grpo: its step on random completions.")
-    ] = "dpo",
-    quick: Annotated[
-        bool, Option("--quick", help="In about 30 seconds, roughly: shape tiny, 3 steps, no memory.")
-    ] = False,
+    trainer: Annotated[str, Option(help="dpo; sft, on what was chosen; or grpo, on random completions.")] = "dpo",
+    quick: Annotated[bool, Option("--quick", help="About 30 seconds: shape tiny, 3 steps, no memory.")] = False,
     variants: Annotated[
         str,
         Option(
@@ -77,60 +74,40 @@ def bench(
     prompt_length: Annotated[int, Option(min=1, help="With grpo: tokens of a random prompt, about.")] = 512,
     completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of a completion, about.")] = 64,
     logprob_passes: Annotated[
-        bool,
-        Option(
-            "--logprob-passes", help="With grpo: count in the passes for the old and the reference log-probabilities."
-        ),
+        bool, Option("--logprob-passes", help="With grpo: also the passes for old and reference log-probabilities.")
     ] = False,
-    spread: Annotated[
-        float,
-        Option(min=0, max=1, help="Of 'lengths:': how far lengths part from their mean, as a share of it."),
-    ] = 0.25,
+    spread: Annotated[float, Option(min=0, max=1, help="Of 'lengths:': up to this share from their mean.")] = 0.25,
     steps: Annotated[int | None, Option(min=1, help="Counted steps. [default: 10; quick: 3]")] = None,
     warmup: Annotated[int | None, Option(min=0, help="Steps before them. [default: 2; quick: 1]")] = None,
     group_by_prefix: Annotated[
-        bool,
-        Option("--group-by-prefix", help="Also measure batches of rows that begin alike, as training draws them."),
+        bool, Option("--group-by-prefix", help="Also batches of rows that begin alike, as training draws them.")
     ] = False,
     expand_turns: Annotated[
         bool, Option("--expand-turns", help="With sft: a row for each turn of the assistant in `messages`.")
     ] = False,
     shape: Annotated[
-        str | None,
-        Option(
-            help="Model shape: tiny, small, 0.5b, 7b, or hybrid: Qwen3.5's mixers in a small one. "
-            "[default: small; quick: tiny]"
-        ),
+        str | None, Option(help="tiny, small, 0.5b, 7b, or hybrid: small, of Qwen3.5. [default: small; quick: tiny]")
     ] = None,
-    tokenizer: Annotated[
-        str | None,
-        Option(help="Id or path: its tokens and chat template. [default: a BPE trained on the data]"),
-    ] = None,
+    tokenizer: Annotated[str | None, Option(help="Id or path. [default: a BPE trained on the data]")] = None,
     device: Annotated[str, Option(help="cpu, cuda, or auto: cuda where there is one.")] = "auto",
     dtype: Annotated[str, Option(help="float32, bfloat16, or autocast (TRL's default).")] = "float32",
     attn: Annotated[str, Option(help="Attention implementation.")] = "sdpa",
     max_length: Annotated[
         int | None,
-        Option(min=2, max=LONGEST, help="Longest sequence, in tokens. [default: 1024; of a tree its longest row]"),
+        Option(min=2, max=LONGEST, help="Tokens of the longest row. [default: 1024; of a tree, its own]"),
     ] = None,
     max_tokens_per_batch: Annotated[
-        int | None, Option(min=1, help="Of token_budget; by default half of the distinct tokens of a step.")
+        int | None, Option(min=1, help="Of token_budget. [default: half of the distinct tokens of a step]")
     ] = None,
     lora: Annotated[int, Option(min=0, help="Rank of LoRA adapters on all linear layers; 0 for none.")] = 0,
     gradient_checkpointing: Annotated[bool, Option(help="Recompute activations in backward.")] = False,
     optimizer: Annotated[bool, Option(help="Count AdamW's step in.")] = True,
     memory: Annotated[
-        bool | None,
-        Option(help="Measure peak memory; on CPU one more step of each variant. [default: yes; quick: no]"),
+        bool | None, Option(help="Measure peak memory; on CPU in one more step each. [default: yes; quick: no]")
     ] = None,
-    peak_tflops: Annotated[
-        float | None,
-        Option(help="Peak of the device for the share of it that is used; by default a matrix product's."),
-    ] = None,
+    peak_tflops: Annotated[float | None, Option(help="Peak, for MFU. [default: that of a matrix product]")] = None,
     seed: Annotated[int, Option(min=0, max=2**32 - 1, help="Seed of weights and batches.")] = 0,
-    compile: Annotated[
-        bool, Option("--compile", help="Also measure the packed variants with compiled layers.")
-    ] = False,
+    compile: Annotated[bool, Option("--compile", help="Also the packed variants with compiled layers.")] = False,
     compile_backend: Annotated[str, Option(help="Backend of torch.compile.")] = "inductor",
     liger: Annotated[bool, Option("--liger", help="Put Liger's layers into the model: CUDA only.")] = False,
     json: JsonOption = None,
@@ -141,25 +118,28 @@ def bench(
     options = dict(locals())
     # transformers' warnings about deprecated fields that TRL sets; no user can change them.
     warnings.simplefilter("ignore", FutureWarning)
-    from ..tools import bench as b
+    from ..tools.bench.measure import describe, measure
+    from ..tools.bench.measure import profile as profiled
 
     settings, data, split = _settings(options)
     outputs(json=json, plot=plot)
     _check_settings(settings)
     step, data_name = _prepare(data, settings, spread, split, columns, quick)
-    results, is_partial, impossible = _measure(step, settings)
-    about = b.describe(settings, data_name) | {
+    with progress() as watch:
+        measured = measure(step, settings, watch=watch)
+    results, is_partial = measured.results, measured.interrupt is not None
+    about = describe(settings, data_name) | {
         "chat_template": step.rendered,
         "rough": quick,
         "left_out": step.left_out,
         "partial": is_partial,
-        "impossible": impossible,
+        "impossible": measured.impossible,
     }
     title = settings.title(about["device"])
     console.print(_table(results, title))
-    print_as_is(*_notes(results, step, settings, quick, is_partial))
-    if profile and not (is_partial or impossible):
-        for variant, operations in b.profile(step, settings).items():
+    print_as_is(*_notes(measured, step, settings, quick))
+    if profile and not (is_partial or measured.impossible):
+        for variant, operations in profiled(step, settings).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
@@ -167,8 +147,8 @@ def bench(
 
         subtitle = f"{data_name}, {about['threads']} threads"
         write_output("--plot", plot, partial(plot_bench, results, f"{title}\n{subtitle}"))
-    if impossible is not None:
-        typer.echo(impossible, err=True)
+    if measured.impossible is not None:
+        typer.echo(measured.impossible, err=True)
         raise typer.Exit(1)
     if is_partial:
         raise typer.Exit(INTERRUPTED)
@@ -177,32 +157,33 @@ def bench(
 def _settings(options: dict[str, Any]) -> tuple[BenchSettings, str | None, str]:
     """Settings, data and split of the options; a value that cannot be measured is an error about its option."""
     from ..core.attention.attention import implementation_obstacle
-    from ..tools import bench as b
+    from ..tools.bench.data import parse_tree
+    from ..tools.bench.settings import TOLERANCE, TRAINERS, BenchSettings, select_variants
     from ..tools.tiny import BENCH_SHAPES
 
     data, split, trainer = options["data"], options["split"], options["trainer"]
     device = device_of(options["device"])
-    fields = b.BenchSettings.__dataclass_fields__
+    fields = BenchSettings.__dataclass_fields__
     values = {name: value for name, value in options.items() if name in fields and value is not None}
     values = (QUICK if options["quick"] else {}) | values
     one_of("--shape", values.get("shape", "small"), BENCH_SHAPES)
-    one_of("--trainer", trainer, b.TRAINERS)
-    one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in b.TOLERANCE)])
+    one_of("--trainer", trainer, TRAINERS)
+    one_of("--dtype", options["dtype"], ["autocast", *(str(dtype).removeprefix("torch.") for dtype in TOLERANCE)])
     if data is None and trainer != "grpo":
         data, split = DEFAULT_DATA, "test"
     if reason := implementation_obstacle(options["attn"]):
         raise typer.BadParameter(reason, param_hint="--attn")
     with user_errors_of("--data"):
-        tree = b.parse_tree(data or "")
+        tree = parse_tree(data or "")
     if options["expand_turns"] and (trainer != "sft" or tree is not None):
         raise typer.BadParameter("is for `--trainer sft` on conversations.", param_hint="--expand-turns")
     groups = options["group_by_prefix"]
     if tree is not None:
         # Rows of a tree stay in the order of its turns, unless batches are formed by prefix.
         values = {"max_length": max(tree.longest, 1024), "shuffle": groups} | values
-    variants = b.select_variants(options["variants"], compiled=options["compile"], group_by_prefix=groups)
+    variants = select_variants(options["variants"], compiled=options["compile"], group_by_prefix=groups)
     try:
-        return b.BenchSettings(**values | {"device": device, "variants": variants}), data, split
+        return BenchSettings(**values | {"device": device, "variants": variants}), data, split
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--variants") from error
 
@@ -229,41 +210,28 @@ def _prepare(
     data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None, quick: bool
 ) -> tuple[BenchStep, str]:
     """The step to measure, and the name of its data."""
-    from ..tools import bench as b
+    from ..tools.bench.data import select_rows
+    from ..tools.bench.measure import prepare
     from ..tools.reading import UnreadableError
 
     with user_errors_of("--data"):
         try:
-            rows, name = b.select_rows(data, settings, spread=spread, split=split, columns=columns)
+            rows, name = select_rows(data, settings, spread=spread, split=split, columns=columns)
         except UnreadableError:
             if not (quick and data == DEFAULT_DATA):
                 raise
             data = str(folder() / "data" / "preferences")
             typer.echo(f"{DEFAULT_DATA} cannot be read here; these are the preferences that ship ({data}).", err=True)
-            rows, name = b.select_rows(data, settings, spread=spread)
+            rows, name = select_rows(data, settings, spread=spread)
         try:
-            return b.prepare(rows, settings), name
+            return prepare(rows, settings), name
         except ImportError as error:  # of an attention's package: transformers imports it with the model
             raise typer.BadParameter(str(error), param_hint="--attn") from error
 
 
-def _measure(step: BenchStep, settings: BenchSettings) -> tuple[list[VariantResult], bool, str | None]:
-    """Figures, whether Ctrl-C ended the measurement, and the message about a figure that cannot be true."""
-    from ..tools import bench as b
-
-    with progress() as watch:
-        try:
-            return b.measure(step, settings, watch=watch), False, None
-        except b.Interrupted as interrupted:
-            return interrupted.results, True, None
-        except b.ImpossibleFigureError as error:
-            return error.results, error.is_partial, str(error)
-
-
-def _notes(
-    results: list[VariantResult], step: BenchStep, settings: BenchSettings, is_rough: bool, is_partial: bool
-) -> Iterator[str]:
+def _notes(measured: Measurement, step: BenchStep, settings: BenchSettings, is_rough: bool) -> Iterator[str]:
     """Lines below the table: what holds for all figures, and their restrictions."""
+    results = measured.results
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
     for name, reason in step.left_out.items():
         yield f"{name} was left out: {reason}."
@@ -271,7 +239,7 @@ def _notes(
         yield f"Conversations were rendered with {step.rendered}."
     if is_rough:
         yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
-    if is_partial:
+    if measured.interrupt is not None:
         missing = sorted(set(settings.variants) - {result.name for result in results} - step.left_out.keys())
         yield (
             f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"
@@ -287,13 +255,13 @@ def _table(results: list[VariantResult], title: str) -> Table:
             r.name,
             f"{r.seconds:.2f}",
             f"{r.low:.2f}-{r.high:.2f}",
-            "-" if r.speedup is None else f"{r.speedup:.2f}",
+            or_dash(r.speedup, ".2f"),
             f"{r.token_limit:.2f}",
-            "-" if r.speedup is None else f"{r.speedup / r.token_limit:.2f}",
+            or_dash(r.speedup and r.speedup / r.token_limit, ".2f"),
             f"{r.tokens_per_second:.0f}",
             f"{r.mfu:.0%}",
-            "-" if r.peak_gib is None else f"{r.peak_gib:.2f}",
-            "-" if r.kept_mib is None else f"{r.kept_mib:.1f}",
+            or_dash(r.peak_gib, ".2f"),
+            or_dash(r.kept_mib, ".1f"),
         )
         for r in results
     )

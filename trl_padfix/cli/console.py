@@ -16,17 +16,9 @@ from typer import Option
 
 
 __all__ = [
-    "LONGEST",
-    "JsonOption",
-    "console",
-    "device_of",
-    "figure_table",
-    "one_of",
-    "outputs",
-    "print_as_is",
-    "write_json",
-    "write_output",
-]
+    "LONGEST", "JsonOption", "console", "device_of", "figure_table", "one_of", "or_dash", "outputs", "print_as_is",
+    "write_json", "write_output",
+]  # fmt: skip
 
 console = Console()
 
@@ -68,6 +60,11 @@ def figure_table(columns: Sequence[str], rows: Iterable[Sequence[str]], **style:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def or_dash(value: float | None, form: str = "") -> str:
+    """A figure in a table, or `-` where there is none."""
+    return "-" if value is None else format(value, form)
 
 
 def one_of(option: str, value: str, choices: Iterable[str]) -> None:

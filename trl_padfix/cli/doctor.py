@@ -27,13 +27,10 @@ __all__ = ["describe", "doctor"]
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model: whether and how it is packed.")] = None,
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
-    dtype: Annotated[
-        str | None, Option(help="float32, float16 or bfloat16; by default what suits the accelerator.")
-    ] = None,
+    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [what suits the accelerator]")] = None,
     json: JsonOption = None,
     explain: Annotated[
-        str | None,
-        Option(help="Text of an error, or '-' to read it from standard input: its cause and what to do."),
+        str | None, Option(help="Text of an error, or '-' for standard input: its cause and what to do.")
     ] = None,
 ) -> None:
     """Say what runs here and how a model is packed, or explain an error; 1 if what was asked for cannot run."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from typer import Option
 
-from .console import LONGEST, JsonOption, console, device_of, one_of, outputs, write_json
+from .console import LONGEST, JsonOption, console, device_of, one_of, or_dash, outputs, write_json
 from .user_errors import user_errors_of
 
 
@@ -22,8 +22,8 @@ __all__ = ["parity"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 COLUMNS = ("attention", "mode", "tokens", "logps", "gradient", "packed", "")
-WIDTH = 80
-"""Characters of a line of the table."""
+UNLIMITED = 1000
+"""Characters of a line: a long name widens the table, and is not cut."""
 
 
 def parity(
@@ -80,9 +80,7 @@ def parity(
         padded_tokens=batch["attention_mask"].numel(),
         comparisons=comparisons,
     )
-    longest_name = max(map(len, backends))
-    width = WIDTH + max(0, longest_name - len(COLUMNS[0]))  # a long name widens the table and is not cut
-    Console(width=width).print(_table(comparisons))
+    Console(width=UNLIMITED).print(_table(comparisons))
     typer.echo(report.summary(plain_template))
     write_json(json, report.to_dict())
     for line in report.failures:
@@ -112,11 +110,7 @@ def _table(comparisons: list[Comparison]) -> Table:
     """A row for each comparison, in Markdown, so that an issue shows the table as a table."""
     table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=box.MARKDOWN)
     for c in comparisons:
-        tokens = "-" if c.tokens is None else str(c.tokens)
-        figures = [_or_dash(value) for value in (c.logps, c.gradient, c.parity and c.parity.maximum)]
-        table.add_row(c.attention, c.mode, tokens, *figures, "ok" if c.ok else "FAILED")
+        differences = (c.logps, c.gradient, c.parity and c.parity.maximum)
+        figures = [or_dash(c.tokens), *(or_dash(value, ".1e") for value in differences)]
+        table.add_row(c.attention, c.mode, *figures, "ok" if c.ok else "FAILED")
     return table
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"

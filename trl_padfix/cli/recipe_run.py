@@ -23,15 +23,9 @@ from ..tools.tiny import SHAPES
 
 
 __all__ = [
-    "RecipeArguments",
-    "ReportCallback",
-    "model_to_train",
-    "reporting",
-    "rollout_arguments",
-    "serve_tiny",
-    "to_dialogues",
-    "without_evaluation",
-]
+    "RecipeArguments", "ReportCallback", "model_to_train", "reporting", "rollout_arguments", "serve_tiny",
+    "to_dialogues", "without_evaluation",
+]  # fmt: skip
 
 
 @dataclass
@@ -83,10 +77,7 @@ def reporting(
 
 
 def model_to_train(
-    script: trl.ScriptArguments,
-    training: TrainingArguments,
-    model: trl.ModelConfig,
-    data: trl.DatasetMixtureConfig,
+    script: trl.ScriptArguments, training: TrainingArguments, model: trl.ModelConfig, data: trl.DatasetMixtureConfig
 ) -> str | None:
     """The model that is named, or a tiny one built for the data; raises a `ValueError` if both are requested."""
     tiny_model = getattr(script, "tiny_model", None)

@@ -36,36 +36,24 @@ def stats(
     train_tokenizer: Annotated[
         int | None, Option(min=300, max=10**6, help="Instead: train a BPE of so many entries on the data's own text.")
     ] = None,
-    columns: Annotated[
-        str | None,
-        Option(help="Other names of columns, or of keys of messages: 'talk=messages,who=role,said=content'."),
-    ] = None,
+    columns: Annotated[str | None, Option(help="Other names, of message keys too: 'talk=messages,who=role'.")] = None,
     split: Annotated[str, Option(help="Split of the dataset.")] = "train",
-    expand_turns: Annotated[
-        bool, Option("--expand-turns", help="A row for each turn of the assistant in `messages`.")
-    ] = False,
-    group_by_prefix: Annotated[
-        bool, Option("--group-by-prefix", help="Batches of rows that begin alike, as training draws them.")
-    ] = False,
+    expand_turns: Annotated[bool, Option("--expand-turns", help="A row for each turn of the assistant.")] = False,
+    group_by_prefix: Annotated[bool, Option("--group-by-prefix", help="Batches of rows that begin alike.")] = False,
     max_length: Annotated[int | None, Option(min=0, max=LONGEST, help="Longest sequence; 0 for any. [1024]")] = None,
     truncation_mode: Annotated[str | None, Option(help="keep_start or keep_end. [keep_start]")] = None,
     world_size: Annotated[str, Option(help="Numbers of processes to simulate.")] = "2,4,8,16,32,64",
     batch_size: Annotated[int | None, Option(min=1, help="Simulated: rows of a forward. [8]")] = None,
     accumulation: Annotated[int | None, Option(min=1, help="Simulated: forwards of a step. [4]")] = None,
     max_tokens_per_batch: Annotated[
-        int | None,
-        Option(min=1, help="Simulated: the token budget. By default what the largest fixed batch has."),
+        int | None, Option(min=1, help="Simulated: the token budget. [what the largest fixed batch has]")
     ] = None,
-    trainer: Annotated[
-        str | None, Option(help="dpo, sft, kto, reward, grpo or rloo. [the one that takes the columns]")
-    ] = None,
+    trainer: Annotated[str | None, Option(help="dpo, sft, kto, reward, grpo or rloo. [by the columns]")] = None,
     generations: Annotated[int, Option(min=2, help="With grpo: completions of a prompt.")] = 8,
     completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
     shape: Annotated[str, Option(help="Model shape of the `bench` command that the verdict ends with.")] = "small",
     seed: Annotated[int, Option(min=0, help="Seed of the random batches.")] = 0,
-    verbose: Annotated[
-        bool, Option("--verbose", help="Also print the tokens of batches of other sizes, with their ratios.")
-    ] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Also print the tokens of batches of other sizes.")] = False,
     plot: Annotated[Path | None, Option(help="Draw lengths and a batch to this PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
@@ -105,9 +93,7 @@ def stats(
         report = analyze(rows, loaded, settings, processes, progress=console.is_terminal)
     _print_report(report, Path(data).name, name, verbose)
     measured = report.bench_data(data, shape=shape, columns=columns, split=split, tokenizer=tokenizer)
-    if report.verdict is not None:
-        console.print(f"\nVerdict, by the first {report.verdict.rows:,} {report.unit}:")
-        print_as_is(*report.verdict.lines(measured))
+    print_as_is("\nVerdict:", *report.verdict.lines(measured))
     write_json(json, report.to_dict(data, name, measured))
     if plot is not None:
         write_output("--plot", plot, report.draw)

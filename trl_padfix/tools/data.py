@@ -21,15 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "check_row",
-    "checked_rows",
-    "give_template",
-    "load_recipe",
-    "load_rows",
-    "rename_columns",
-    "texts_of_row",
-    "whole_number",
-]
+    "check_row", "checked_rows", "give_template", "load_recipe", "load_rows", "rename_columns", "texts_of",
+    "texts_of_row", "whole_number",
+]  # fmt: skip
 
 _ADVICE = (
     "Give JSON lines (one object in each line), JSON, either of them gzipped under a name that ends with `.gz`, "
@@ -174,3 +168,10 @@ def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
             content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
             yield from (json.dumps(call) for call in message.get("tool_calls") or ())
+
+
+def texts_of(dataset: Dataset) -> Iterator[str]:
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = [name for name in dataset.column_names if name in TRAINED]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)

@@ -32,7 +32,7 @@ from ..core.attention.backends import (
 )
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
-from ..versions import BOUNDS, TESTED, installed_version
+from ..versions import BOUNDS, TESTED, installed_version, installed_versions
 from .counted_step import experts_of
 from .reading import reason
 
@@ -120,7 +120,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     machine = Machine.of()
     dtypes = _dtypes(machine)
     dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
-    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES}
+    versions = installed_versions(PACKAGES)
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
         f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
@@ -150,17 +150,9 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
+    auto = best_backend(workload)
     return Diagnosis(
-        system=describe_system(),
-        versions=versions,
-        tested=tested,
-        machine=machine,
-        dtypes=dtypes,
-        dtype=dtype,
-        backends=backends,
-        auto=best_backend(workload),
-        model=report,
-        problems=problems,
+        describe_system(), versions, tested, machine, dtypes, dtype, backends, auto, model=report, problems=problems
     )
 
 
@@ -203,11 +195,8 @@ def _sharding(model: PreTrainedModel) -> str:
     """Sizes of a `DistributedConfig` for which the model has a plan, and what they have to divide."""
     config = model.config.get_text_config()
     key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    divided = {
-        "fsdp": "",
-        "tp": f" (divides {key_heads} key heads)",
-        "ep": f" (divides {experts_of(config)[0]} experts)",
-    }
+    experts, _ = experts_of(config)
+    divided = {"fsdp": "", "tp": f" (divides {key_heads} key heads)", "ep": f" (divides {experts} experts)"}
     planned = [f"{name}_size{of}" for name, of in divided.items() if getattr(model, f"_{name}_plan", None)]
     return ", ".join(planned) or "no sizes"
 

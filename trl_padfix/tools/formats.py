@@ -10,7 +10,13 @@ from trl.data_utils import is_conversational, maybe_extract_prompt, unpair_prefe
 from .reading import reading
 
 
-__all__ = ["TRAINER_COLUMNS", "rename_message_keys", "rows_for_trainer", "to_dialogues", "to_trl_format", "trainer_of"]
+__all__ = [
+    "ONLINE", "TRAINER_COLUMNS", "rename_message_keys", "rows_for_trainer", "to_dialogues", "to_trl_format",
+    "trainer_of",
+]  # fmt: skip
+
+ONLINE = ("grpo", "rloo")
+"""Trainers that generate the completions of their prompts."""
 
 ROLES = {
     "human": "user", "gpt": "assistant", "model": "assistant", "bot": "assistant", "function_call": "assistant",

@@ -11,7 +11,6 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,25 +24,20 @@ from ..core.errors import PaddingRemovalError
 from ..core.parity.check import TOLERANCES, check_parity
 from ..core.parity.report import ParityReport
 from ..core.remove import remove_padding
-from .data import checked_rows
+from ..versions import installed_version
+from .data import checked_rows, texts_of
 from .formats import to_trl_format, trainer_of
 from .reading import SAFE_LOADING, load_model, load_tokenizer
-from .stats import sequences_of, texts_of, token_rows
 from .tiny import SHAPES, build_qwen2, train_tokenizer
+from .token_rows import sequences_of, token_rows
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "MODES",
-    "Comparison",
-    "ComparisonReport",
-    "ModelSource",
-    "compare",
-    "default_backends",
-    "tokenize_rows",
-]
+    "MODES", "Comparison", "ComparisonReport", "ModelSource", "compare", "default_backends", "tokenize_rows",
+]  # fmt: skip
 
 MODES = {"padded": None, "padding-free": False, "prefix sharing": True}
 """Modes, and the `prefix_sharing` of [`remove_padding`] in each; `None` leaves the padding."""
@@ -125,7 +119,9 @@ class ComparisonReport:
 
     @property
     def versions(self) -> str:
-        return ", ".join(f"{name} {version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl"))
+        return ", ".join(
+            f"{name} {installed_version(name)}" for name in ("trl-padfix", "torch", "transformers", "trl")
+        )
 
     @property
     def failures(self) -> list[str]:
@@ -154,17 +150,10 @@ class ComparisonReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures for JSON."""
-        return {
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "lengths": self.lengths,
-            "padded_tokens": self.padded_tokens,
-            "versions": self.versions,
-            "compared": self.has_padding,
-            "ok": not self.failures,
-            "results": [{**vars(c), "parity": c.parity and c.parity.maximum} for c in self.comparisons],
-        }
+        names = ("model", "device", "dtype", "lengths", "padded_tokens", "versions")
+        figures = {name: getattr(self, name) for name in names}
+        results = [{**vars(c), "parity": c.parity and c.parity.maximum} for c in self.comparisons]
+        return figures | {"compared": self.has_padding, "ok": not self.failures, "results": results}
 
 
 def default_backends(dtype: str, device: str) -> list[str]:
@@ -219,12 +208,9 @@ def tokenize_rows(
 
 
 def compare(
-    load: Callable[[str, torch.dtype], nn.Module],
-    batch: dict[str, torch.Tensor],
-    backends: list[str],
-    dtype: torch.dtype,
-    gradients: bool = True,
-) -> Iterator[Comparison]:
+    load: Callable[[str, torch.dtype], nn.Module], batch: dict[str, torch.Tensor], backends: list[str],
+    dtype: torch.dtype, gradients: bool = True,
+) -> Iterator[Comparison]:  # fmt: skip
     """
     Compute a batch in every mode with every backend, and compare each with float32 and eager attention.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 
 from ..files import write_whole
-from ..versions import installed_version
+from ..versions import installed_versions
 
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def write_report(history: list[dict[str, Any]], config: TrainingArguments, path:
     report = {
         "metrics": metrics,
         "configuration": {"class": type(config).__name__, **config.to_dict()},
-        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in _PACKAGES}},
+        "versions": installed_versions(_PACKAGES),
         "history": history,
     }
     text = json.dumps(report, indent=2, default=str) + "\n"
@@ -120,9 +119,8 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
         axes.set(title=title, xlabel="step")
         axes.xaxis.get_major_locator().set_params(integer=True)
         labels |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(
-        labels.values(), labels.keys(), loc="outside lower center", ncols=3
-    )  # below the axes, where it covers no curve
+    # Below the axes, where it covers no curve.
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3)
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
 
 

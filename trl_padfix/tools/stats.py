@@ -7,48 +7,29 @@ its neighbour in sorted order. All figures follow from these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from datasets import Dataset
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
+from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import pack_by_budget, partition_by_tokens
 from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
 from ..trainers.batching.token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
-from ..trainers.data.row_checks import TRAINED
-from ..trainers.data.turns import renderer
-from .data import checked_rows, texts_of_row
+from .data import checked_rows
 from .formats import trainer_of
+from .token_rows import TokenRow, sequences_of, token_rows
 
 
 __all__ = [
-    "SAMPLE",
-    "SIDES",
-    "BatchTokens",
-    "Lengths",
-    "TokenRow",
-    "Waiting",
-    "batch_tokens",
-    "check_kept",
-    "check_size",
-    "measure",
-    "memory_of",
-    "sequences_of",
-    "simulate_waiting",
-    "summary",
-    "texts_of",
-    "token_rows",
-    "truncation_counts",
-    "with_completions",
-]
-
-TokenRow: TypeAlias = dict[str, Any]
-"""A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""
+    "BatchTokens", "Lengths", "PrefixTree", "Waiting", "batch_tokens", "check_kept", "check_size", "measure",
+    "memory_of", "prefix_tree", "simulate_waiting", "summary", "truncation_counts", "with_completions",
+]  # fmt: skip
 
 LARGEST_STEP = 2**15
 """Most rows of an optimizer step that is simulated: it takes about ten seconds."""
@@ -57,64 +38,87 @@ DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
 
 SORTED_BATCHES = 512
-"""Random batches that are sorted, to count the prefixes that different rows of a batch share."""
+"""Batches that are sorted, to count the prefixes that different rows of a batch share."""
 
-SAMPLE = 4096
-"""Rows whose token ids are kept: the first ones, because rows with long shared prefixes often stand together."""
-
-SIDES = ("chosen_ids", "rejected_ids", "completion_ids")
-"""Columns of [`token_rows`] that follow a prompt."""
+LENGTH_BUCKETS = 50
+"""Batches within which transformers' `group_by_length` sorts rows by their length (`LengthGroupedSampler`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """
-    Tokens of every row of a dataset, as TRL's trainer has them before truncation.
+    Tokens of every row of a dataset.
 
     Attributes:
         columns (`dict[str, np.ndarray]`):
             Tokens of a `text`, or of a `prompt` and the columns that follow it (`chosen` and `rejected`, or
-            `completion`), each of shape `(n,)`. Completions that GRPO generates are `(n, k)`.
-        by_prefix (`tuple[np.ndarray, np.ndarray]`, *optional*):
-            Rows sorted by their prompts or texts, and the number of tokens that each shares with the one before it,
+            `completion`), each of shape `(n,)`, before truncation. Completions that GRPO generates are `(n, k)`.
+        by_prefix (`tuple[np.ndarray, np.ndarray]`):
+            Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
             both `(n,)`: the result of [`~trl_padfix.trainers.batching.prefix_groups.sort_by_prefix`].
-        sample (`tuple[TokenRow, ...]`):
-            The first [`SAMPLE`] rows with their token ids.
+        max_length (`int`, *optional*), truncation_mode (`str`):
+            Truncation that applies to these rows, see [`truncated`].
     """
 
     columns: dict[str, np.ndarray]
-    by_prefix: tuple[np.ndarray, np.ndarray] | None = None
-    sample: tuple[TokenRow, ...] = ()
+    by_prefix: tuple[np.ndarray, np.ndarray]
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+
+    @classmethod
+    def of(cls, rows: Iterable[TokenRow]) -> Lengths:
+        """Lengths of the rows of [`token_rows`], whose ids are dropped one by one."""
+        lengths: dict[str, list[int]] = {}
+        first: list[np.ndarray] = []
+        for row in rows:
+            ids = {n.removesuffix("_ids").replace("input", "text"): v for n, v in row.items() if n.endswith("_ids")}
+            for name, tokens in ids.items():
+                lengths.setdefault(name, []).append(len(tokens))
+            first.append(np.array(sequences_of(row)[0], dtype=np.uint32))  # a quarter of a list of integers
+        columns = {name: np.array(tokens, dtype=np.int64) for name, tokens in lengths.items()}
+        return cls(columns, sort_by_prefix(first))
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
+        return len(self.prompts)
+
+    @property
+    def prompts(self) -> np.ndarray:
+        """Tokens of the prompts, or of the texts, `(n,)`."""
+        return next(iter(self.columns.values()))
 
     @property
     def sequences(self) -> np.ndarray:
-        """Tokens of the sequences that a padded batch has of each row, `(n, k)`."""
+        """Tokens of the sequences that a padded batch has of each row, before truncation, `(n, k)`."""
         sides = np.column_stack([tokens for name, tokens in self.columns.items() if name != "prompt"])
         return sides + self.columns["prompt"][:, None] if "prompt" in self.columns else sides
 
-    def kept_rows(self, max_length: int | None, truncation_mode: str = "keep_start") -> Lengths:
-        """The rows that TRL trains on: it drops those whose prompt alone fills `max_length`."""
+    @property
+    def kept_tokens(self) -> np.ndarray:
+        """Tokens of [`sequences`] after truncation, `(n, k)`."""
+        return np.minimum(self.sequences, self.max_length or np.iinfo(np.int64).max)
+
+    def truncated(self, max_length: int | None, truncation_mode: str = "keep_start") -> Lengths:
+        """The rows that TRL trains on with this truncation: it drops those whose prompt alone fills `max_length`."""
+        limited = replace(self, max_length=max_length, truncation_mode=truncation_mode)
         if "prompt" not in self.columns or max_length is None or truncation_mode != "keep_start":
-            return self
-        keep = self.columns["prompt"] < max_length
-        columns = {name: tokens[keep] for name, tokens in self.columns.items()}
-        if self.by_prefix is None:
-            return Lengths(columns)
+            return limited
+        keep = self.prompts < max_length
         # A subset of sorted rows shares with its neighbours the minimum over the dropped rows in between, which
         # `RowCosts` computes; its tokens do not matter here.
-        costs = RowCosts(self.columns["prompt"], *self.by_prefix)[keep]
-        return Lengths(columns, (costs.order, costs.shared))
+        costs = RowCosts(self.prompts, *self.by_prefix)[keep]
+        columns = {name: tokens[keep] for name, tokens in self.columns.items()}
+        return replace(limited, columns=columns, by_prefix=(costs.order, costs.shared))
 
-    def costs(self, max_length: int | None, truncation_mode: str = "keep_start", sharing: bool = True) -> RowCosts:
+    def costs(self, sharing: bool = True) -> RowCosts:
         """Tokens of the rows in the decoder without padding; with `sharing`, shared prefixes are computed once."""
-        prompts, sequences = next(iter(self.columns.values())), self.sequences
-        tokens, prompts = truncated_tokens(sequences.T, prompts, max_length, truncation_mode)
-        if sharing and "prompt" in self.columns:
-            tokens = tokens - (sequences.shape[1] - 1) * prompts  # the k sequences of a row share its prompt
-        return prefix_costs(tokens, prompts, *self.by_prefix) if sharing and self.by_prefix else text_costs(tokens)
+        sequences = self.sequences
+        tokens, first = truncated_tokens(sequences.T, sequences[:, 0], self.max_length, self.truncation_mode)
+        if not sharing:
+            return text_costs(tokens)
+        # The k sequences of a row share its prompt, and the first one what other rows begin with, too. What the other
+        # sequences share beyond that is not looked for.
+        tokens = tokens - (sequences.shape[1] - 1) * np.minimum(self.prompts, first)
+        return prefix_costs(tokens, first, *self.by_prefix)
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,23 @@ class BatchTokens:
     padded: float
     real: float
     distinct: float
+
+    @property
+    def auto(self) -> float:
+        """Tokens with `prefix_sharing="auto"`, by the rule of `Layout.sharing_pays`: every row gathers its keys."""
+        return self.distinct if (self.real - self.distinct) * GATHERED_KEYS_PER_TOKEN >= self.real else self.real
+
+
+class PrefixTree(NamedTuple):
+    """
+    Sequences sorted by their tokens, which merges them where they begin alike.
+
+    `lengths` are the tokens of each sequence in sorted order, and `shared` those that it has in common with the one
+    before it, both `(n,)`. [1, 2, 3], [1, 2, 4] and [5] give 3, 3, 1 and 0, 2, 0.
+    """
+
+    lengths: np.ndarray
+    shared: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -160,19 +181,8 @@ def measure(
     trainer = trainer or trainer_of(dataset)
     chunk = 1000  # rows of one call of the tokenizer
     starts = track(range(0, len(dataset), chunk), "Tokenizing", disable=not progress, transient=True)
-    lengths: dict[str, list[int]] = {}
-    prompts: list[np.ndarray] = []
-    sample: list[TokenRow] = []
-    for start in starts:
-        rows = token_rows(list(checked_rows(dataset, start, start + chunk)), tokenizer, trainer)
-        sample += rows[: SAMPLE - len(sample)]
-        for row in rows:
-            ids = {n.removesuffix("_ids").replace("input", "text"): v for n, v in row.items() if n.endswith("_ids")}
-            for name, tokens in ids.items():
-                lengths.setdefault(name, []).append(len(tokens))
-            prompts.append(np.array(next(iter(ids.values())), dtype=np.uint32))  # a quarter of a list of integers
-    columns = {name: np.array(tokens, dtype=np.int64) for name, tokens in lengths.items()}
-    return Lengths(columns, sort_by_prefix(prompts), tuple(sample))
+    chunks = (token_rows(list(checked_rows(dataset, n, n + chunk)), tokenizer, trainer) for n in starts)
+    return Lengths.of(chain.from_iterable(chunks))
 
 
 def with_completions(prompts: Lengths, generations: int, mean: int, seed: int = 0) -> Lengths:
@@ -180,13 +190,6 @@ def with_completions(prompts: Lengths, generations: int, mean: int, seed: int = 
     low, high = max(1, round(mean * 0.75)), round(mean * 1.25)
     completions = np.random.default_rng(seed).integers(low, high + 1, (len(prompts), generations))
     return replace(prompts, columns={**prompts.columns, "completion": completions})
-
-
-def texts_of(dataset: Dataset) -> Iterator[str]:
-    """All text of a dataset, plain or conversational, to train a tokenizer on."""
-    names = [name for name in dataset.column_names if name in TRAINED]
-    for row in checked_rows(dataset.select_columns(names)):
-        yield from texts_of_row(row)
 
 
 def check_size(processes: int, batch_size: int, accumulation: int) -> None:
@@ -199,53 +202,69 @@ def check_size(processes: int, batch_size: int, accumulation: int) -> None:
         )
 
 
-def check_kept(lengths: Lengths, max_length: int | None, truncation_mode: str) -> None:
-    """Raise a `ValueError` if TRL would train on none of the rows."""
-    if not len(lengths.kept_rows(max_length, truncation_mode)):
+def check_kept(kept: Lengths) -> None:
+    """Raise a `ValueError` if TRL would train on none of the rows, see [`Lengths.truncated`]."""
+    if not len(kept):
         raise ValueError(
-            f"max_length={max_length} ({truncation_mode}) leaves no row: every prompt alone is as long. Raise it, or "
-            "give 0 for any length."
+            f"max_length={kept.max_length} ({kept.truncation_mode}) leaves no row: every prompt alone is as long. "
+            "Raise it, or give 0 for any length."
         )
-    if not lengths.sequences.any():
+    if not kept.sequences.any():
         raise ValueError("No row has a token: every text is empty. Check the columns and the tokenizer.")
 
 
-def batch_tokens(
-    lengths: Lengths, batch_sizes: Sequence[int], *, max_length: int | None = None,
-    truncation_mode: str = "keep_start", seed: int = 0, grouped: bool = False,
-) -> list[BatchTokens]:  # fmt: skip
+def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: int = 0) -> BatchTokens:
     """
-    Mean tokens of random batches, or of the batches of `group_by_prefix` if `grouped`.
+    Mean tokens of full batches of `size` rows.
 
-    Sizes that the dataset cannot fill are left out.
+    Args:
+        lengths ([`Lengths`]):
+            At least `size` rows.
+        size (`int`):
+            Rows of a batch.
+        order (`str`, *optional*, defaults to `"random"`):
+            How batches are formed: `"random"`, by `"prefix"` as `group_by_prefix` does, or by `"length"` as
+            transformers' `group_by_length` does.
+        seed (`int`, *optional*, defaults to `0`):
+            Seed of the random order.
     """
-    sequences = np.minimum(lengths.sequences, max_length or np.iinfo(np.int64).max)
-    real = lengths.costs(max_length, truncation_mode, sharing=False).tokens
-    costs = lengths.costs(max_length, truncation_mode)
+    costs, tokens = lengths.costs(), lengths.kept_tokens
     draw = np.random.default_rng(seed)
-    result = []
-    for size in (s for s in batch_sizes if s <= len(lengths)):
-        full = len(lengths) // size * size  # rows of full batches
-        epochs = [draw.permutation(len(lengths)) for _ in range(1 if grouped else DRAWS)]
-        if grouped:
-            epochs = [group_rows(epoch, costs, size) for epoch in epochs]
-        batches = np.stack([epoch[:full] for epoch in epochs]).reshape(-1, size)
-        padded = sequences[batches].max((1, 2)) * size * sequences.shape[1]
-        distinct = costs.tokens[batches].sum(1).mean()
-        if costs.shared.any():
-            # Prefixes between rows are counted in some batches only: each has to be sorted.
-            chosen = slice(None)
-            if len(batches) > SORTED_BATCHES:
-                chosen = draw.choice(len(batches), SORTED_BATCHES, replace=False)
-            distinct -= np.mean([costs[batch].shared.sum() for batch in batches[chosen]])
-        result.append(BatchTokens(size, padded.mean(), real[batches].sum(1).mean(), float(distinct)))
-    return result
+    epochs = [draw.permutation(len(lengths)) for _ in range(DRAWS if order == "random" else 1)]
+    if order == "prefix":
+        epochs = [group_rows(epoch, costs, size) for epoch in epochs]
+    elif order == "length":
+        epochs = [_order_by_length(tokens.max(1), epoch, LENGTH_BUCKETS * size) for epoch in epochs]
+    full = len(lengths) // size * size  # rows of full batches
+    batches = np.stack([epoch[:full] for epoch in epochs]).reshape(-1, size)
+    padded = tokens[batches].max((1, 2)) * size * tokens.shape[1]
+    distinct = costs.tokens[batches].sum(1).mean()
+    if costs.shared.any():
+        # Prefixes between rows are counted in some batches only: each has to be sorted.
+        counted = draw.permutation(batches)[:SORTED_BATCHES]
+        distinct -= np.mean([costs[batch].shared.sum() for batch in counted])
+    real = lengths.costs(sharing=False).tokens[batches].sum(1)
+    return BatchTokens(size, float(padded.mean()), float(real.mean()), float(distinct))
 
 
-def truncation_counts(lengths: Lengths, max_length: int | None, truncation_mode: str = "keep_start") -> dict[str, int]:
-    """Numbers of rows: all, those that lose tokens to `max_length`, and those that TRL drops for their long prompt."""
-    kept = lengths.kept_rows(max_length, truncation_mode)
-    truncated = 0 if max_length is None else int((kept.sequences > max_length).any(1).sum())
+def _order_by_length(lengths: np.ndarray, order: np.ndarray, bucket: int) -> np.ndarray:
+    """The longest rows first within buckets of so many rows of an `order`."""
+    buckets = np.split(order, range(bucket, len(order), bucket))
+    return np.concatenate([rows[np.argsort(-lengths[rows], kind="stable")] for rows in buckets])
+
+
+def prefix_tree(lengths: Lengths) -> PrefixTree:
+    """The sequences of all rows in sorted order, with those prefixes that [`Lengths.costs`] counts."""
+    order, shared = lengths.by_prefix
+    tokens = lengths.kept_tokens[order]
+    in_common = np.repeat(lengths.prompts[order, None], tokens.shape[1], axis=1)  # the sequences of a row: its prompt
+    in_common[:, 0] = shared
+    return PrefixTree(tokens.ravel(), np.minimum(in_common, tokens).ravel())
+
+
+def truncation_counts(lengths: Lengths, kept: Lengths) -> dict[str, int]:
+    """Numbers of rows: all, those that lose tokens in [`Lengths.truncated`], and those that it drops."""
+    truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     return {"rows": len(lengths), "truncated": truncated, "dropped": len(lengths) - len(kept)}
 
 
@@ -334,70 +353,3 @@ def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
         }
         for name, tokens in columns.items()
     }
-
-
-def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, trainer: str = "") -> list[TokenRow]:
-    """
-    Tokenize rows as TRL's trainer does, before truncation.
-
-    Returns:
-        `list[TokenRow]`: For pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; for KTO `prompt_ids` and
-        `completion_ids`; for GRPO `prompt_ids`; for texts `input_ids`, and in `prompt` the number of tokens at their
-        beginning that are not trained on.
-    """
-    if not rows:
-        return []
-    if "chosen" in rows[0]:
-        return _token_pairs(rows, tokenizer)
-    prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
-    if trainer in ("grpo", "rloo"):
-        return [{"prompt_ids": prompt} for prompt in prompts]
-    names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
-    sequences = _token_ids(rows, names, tokenizer)
-    # A token may span the end of a prompt. Then the prompt ends before that token, as in TRL.
-    ends = [_common(prompt, ids) for prompt, ids in zip(prompts, sequences, strict=True)]
-    if trainer == "kto":
-        pairs = zip(ends, sequences, strict=True)
-        return [{"prompt_ids": ids[:end], "completion_ids": ids[end:]} for end, ids in pairs]
-    return [{"input_ids": ids, "prompt": end} for end, ids in zip(ends, sequences, strict=True)]
-
-
-def _token_pairs(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TokenRow]:
-    if "prompt" not in rows[0]:
-        rows = [extract_prompt(row) for row in rows]
-    prompts = _token_ids(rows, ["prompt"], tokenizer)
-    both = [_token_ids(rows, ["prompt", side], tokenizer) for side in ("chosen", "rejected")]
-    result = []
-    for prompt, chosen, rejected in zip(prompts, *both, strict=True):
-        end = min(_common(prompt, chosen), _common(prompt, rejected))
-        result.append({"prompt_ids": chosen[:end], "chosen_ids": chosen[end:], "rejected_ids": rejected[end:]})
-    return result
-
-
-def sequences_of(row: TokenRow) -> list[list[int]]:
-    """The sequences that a batch has of a row of [`token_rows`]: a text, or its prompt with each completion."""
-    if "input_ids" in row:
-        return [row["input_ids"]]
-    completions = row.get("completions") or [row[side] for side in SIDES if side in row] or [[]]
-    return [row["prompt_ids"] + ids for ids in completions]
-
-
-def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Token ids of the columns `names`, joined as TRL joins them for the model."""
-    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token or "")
-    texts: list[str] = []
-    for row in rows:
-        if conversational:
-            messages = [message for name in names for message in row[name]]
-            texts.append(renderer(row, tokenizer)(messages, add_generation_prompt=is_prompt))
-        else:
-            text = "".join(row[name] for name in names)
-            # TRL ends each plain sequence with EOS, unless it ends so already.
-            texts.append(text if is_prompt or text.endswith(eos) else text + eos)
-    # Chat templates write the special tokens themselves.
-    return tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"]  # type: ignore[return-value]
-
-
-def _common(ids: list[int], others: list[int]) -> int:
-    """Tokens that both begin with; the comparison of slices is the fast path."""
-    return len(ids) if others[: len(ids)] == ids else common_prefix_length(ids, others)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .stats import Lengths
-from .verdict import PrefixTree
+from .stats import Lengths, PrefixTree, prefix_tree
 
 
 if TYPE_CHECKING:
@@ -17,39 +16,28 @@ if TYPE_CHECKING:
 __all__ = ["draw_tree", "plot"]
 
 
-def plot(
-    lengths: Lengths,
-    path: str | Path,
-    *,
-    batch_size: int = 8,
-    max_length: int | None = None,
-    seed: int = 0,
-    tree: PrefixTree | None = None,
-) -> None:
+def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, seed: int = 0) -> None:
     """
-    Draw the lengths of a dataset, and one random batch three times: padded, packed, and with each prompt once.
+    Draw the lengths of a dataset, one random batch three times (padded, packed, and with each prompt once), and the
+    prefix tree of all rows.
 
     Each picture of the batch is as wide as its padded rows, so heights are proportional to tokens.
 
     Args:
-        lengths (`Lengths`):
+        lengths ([`Lengths`]):
             Tokens of the rows.
         path (`str` or `Path`):
             File to write.
         batch_size (`int`, *optional*, defaults to `8`):
             Rows of the batch.
-        max_length (`int`, *optional*):
-            Tokens after which a sequence is truncated.
         seed (`int`, *optional*, defaults to `0`):
             Seed that chooses the batch.
-        tree (`PrefixTree`, *optional*):
-            Tree to draw below.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
     rows = np.random.default_rng(seed).permutation(len(lengths))[:batch_size]
-    sequences = _sequences(lengths, rows, max_length)
+    sequences = _sequences(lengths, rows)
     width = max(map(len, sequences))
     padded = np.array([np.pad(s, (0, width - len(s)), constant_values=_PADDING) for s in sequences])
     drawn = {"padded": padded, "packed": _wrapped(np.concatenate(sequences), width)}
@@ -58,9 +46,8 @@ def plot(
         once = [s if i % per_row == 0 else s[s != _PROMPT] for i, s in enumerate(sequences)]
         drawn["each prompt once"] = _wrapped(np.concatenate(once), width)
 
-    figure = Figure(figsize=(13, 6.4 if tree is None else 9.6), layout="constrained")
-    heights = (1, 1.2) if tree is None else (1, 1.2, 1.2)
-    histograms, picture, *below = np.ravel(figure.subfigures(len(heights), 1, height_ratios=heights))
+    figure = Figure(figsize=(13, 9.6), layout="constrained")
+    histograms, picture, tree = np.ravel(figure.subfigures(3, 1, height_ratios=(1, 1.2, 1.2)))
     columns = lengths.columns
     for axes, (name, tokens) in zip(
         histograms.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True
@@ -72,10 +59,8 @@ def plot(
         axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
         axes.set_ylim(len(padded) - 0.5, -0.5)
-    parts = {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in lengths.columns}
-    _explain(picture, parts)
-    if tree is not None:
-        draw_tree(below[0], tree)
+    _explain(picture, {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in columns})
+    draw_tree(tree, prefix_tree(lengths))
     figure.savefig(path, dpi=120)
 
 
@@ -108,7 +93,7 @@ _PADDING, _PROMPT = 1, 2
 _KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "completion": 3, "text": 3}
 
 
-def _sequences(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> list[np.ndarray]:
+def _sequences(lengths: Lengths, rows: np.ndarray) -> list[np.ndarray]:
     """
     The kinds of the tokens of a batch, an array for each sequence, truncated at the end.
 
@@ -118,7 +103,8 @@ def _sequences(lengths: Lengths, rows: np.ndarray, max_length: int | None) -> li
     prompts = lengths.columns.get("prompt", np.zeros(len(lengths), dtype=np.int64))
     sides = [(_KINDS[name], side) for name, part in lengths.columns.items() if name != "prompt"
              for side in (part.T if part.ndim > 1 else [part])]  # fmt: skip
-    return [np.repeat([_PROMPT, kind], [prompts[row], side[row]])[:max_length] for row in rows for kind, side in sides]
+    kinds = [np.repeat([_PROMPT, kind], [prompts[row], side[row]]) for row in rows for kind, side in sides]
+    return [sequence[: lengths.max_length] for sequence in kinds]
 
 
 def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,36 +11,19 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..trainers.data.turns import expand_turns
-from . import bench
-from .data import load_rows, rename_columns, whole_number
-from .formats import rows_for_trainer, to_trl_format, trainer_of
-from .stats import (
-    BatchTokens,
-    Lengths,
-    TokenRow,
-    Waiting,
-    batch_tokens,
-    check_kept,
-    measure,
-    memory_of,
-    sequences_of,
-    simulate_waiting,
-    summary,
-    texts_of,
-    truncation_counts,
-    with_completions,
-)
+from . import stats
+from .bench.data import parse_tree, synthetic_rows
+from .data import load_rows, rename_columns, texts_of, whole_number
+from .formats import ONLINE, rows_for_trainer, to_trl_format, trainer_of
+from .stats import BatchTokens, Lengths, Waiting
 from .stats_picture import plot
-from .verdict import UNITS, Verdict, advise, bench_data, prefix_tree, truncate
+from .verdict import UNITS, Verdict, advise, bench_data
 
 
 __all__ = ["StatsReport", "StatsSettings", "advise_synthetic", "analyze", "load_training_rows"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of the batches whose tokens are counted."""
-
-ONLINE = ("grpo", "rloo")
-"""Trainers that generate the completions of their prompts."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +43,25 @@ class StatsSettings:
     seed: int = 0
 
     @classmethod
-    def of(cls, recipe: Mapping[str, Any], options: Mapping[str, Any]) -> StatsSettings:
+    def of(cls, recipe: dict[str, Any], options: dict[str, Any]) -> StatsSettings:
         """
         Options of the command, or where they are `None` the fields of a recipe, or else defaults.
 
         Raises:
             ValueError: If a number of the recipe is none.
         """
-        fields = dict(recipe)
 
         def number(option: str, field: str, default: int | None, at_least: int = 1) -> int | None:
             value = options[option]
-            return whole_number(fields, field, default, at_least) if value is None else value
+            return whole_number(recipe, field, default, at_least) if value is None else value
 
         return cls(
-            max_length=number("max_length", "max_length", 1024, at_least=0),
+            max_length=number("max_length", "max_length", 1024, at_least=0) or None,
             truncation_mode=options["truncation_mode"] or recipe.get("truncation_mode", "keep_start"),
             batch_size=number("batch_size", "per_device_train_batch_size", 8) or 8,
             accumulation=number("accumulation", "gradient_accumulation_steps", 4) or 4,
             max_tokens_per_batch=number("max_tokens_per_batch", "max_tokens_per_batch", None),
-            expand_turns=options["expand_turns"] or bool(recipe.get("expand_turns")),
-            group_by_prefix=options["group_by_prefix"] or bool(recipe.get("group_by_prefix")),
+            **{name: options[name] or bool(recipe.get(name)) for name in ("expand_turns", "group_by_prefix")},
             **{name: options[name] for name in ("generations", "completion_length", "seed")},
             trainer=options["trainer"] or "",
         )
@@ -101,10 +82,9 @@ class StatsReport:
     batches: list[BatchTokens]
     token_budget: int
     waiting: list[Waiting]
-    verdict: Verdict | None  # `None` if TRL drops all rows of the sample
+    verdict: Verdict
     longest: int  # tokens of the longest sequence, at least 1,024: the `max_length` of `bench`
     kept: Lengths  # of the rows that TRL trains on
-    sample: list[TokenRow]
 
     @property
     def unit(self) -> str:
@@ -114,23 +94,20 @@ class StatsReport:
     def bench_data(self, data: str, **options: Any) -> str:
         """The value of `bench --data` with its flags, for the same rows; `options` are further options of `bench`."""
         settings = self.settings
-        lengths: dict[str, int] = (
-            {"completion_length": settings.completion_length}
-            if settings.is_online
-            else {"max_length": max(2, self.longest)}
-        )
+        if settings.is_online:
+            lengths = {"completion_length": settings.completion_length}
+        else:
+            lengths = {"max_length": max(2, self.longest)}
         return bench_data(data, settings.expand_turns, **options, **lengths)
 
     def to_dict(self, data: str, tokenizer: str | None, measured: str) -> dict[str, Any]:
         """The figures for JSON; `measured` is the text of [`bench_data`]."""
         settings = self.settings
+        names = ("trainer", "max_length", "truncation_mode", "seed")
         return {
             "data": data,
-            "trainer": settings.trainer,
             "tokenizer": tokenizer,
-            "max_length": settings.max_length,
-            "truncation_mode": settings.truncation_mode,
-            "seed": settings.seed,
+            **{name: getattr(settings, name) for name in names},
             "grouped": settings.group_by_prefix,
             "lengths": self.lengths,
             "truncation": self.truncation,
@@ -141,21 +118,12 @@ class StatsReport:
                 "max_tokens_per_batch": self.token_budget,
             },
             "waiting": [asdict(waiting) for waiting in self.waiting],
-            "verdict": self.verdict and self.verdict.to_dict(measured),
+            "verdict": self.verdict.to_dict(measured),
         }
 
     def draw(self, path: Path) -> None:
-        """Draw lengths, a batch and the prefix tree of the sample to a PNG."""
-        settings = self.settings
-        tree = prefix_tree(self.sample) if self.sample else None
-        plot(
-            self.kept,
-            path,
-            batch_size=settings.batch_size,
-            max_length=settings.max_length,
-            seed=settings.seed,
-            tree=tree,
-        )
+        """Draw lengths, a batch and the prefix tree to a PNG."""
+        plot(self.kept, path, batch_size=self.settings.batch_size, seed=self.settings.seed)
 
 
 def load_training_rows(
@@ -178,7 +146,7 @@ def load_training_rows(
         raise ValueError(f"`expand_turns` makes rows for sft, and the trainer is {trainer}.")
     if settings.group_by_prefix and settings.is_online:
         raise ValueError(f"`group_by_prefix` is for rows that are there, and {trainer} generates its completions.")
-    settings = replace(settings, max_length=None if settings.is_online else settings.max_length or None)
+    settings = replace(settings, max_length=None if settings.is_online else settings.max_length)
     texts = texts_of(rows)
     return rows_for_trainer(expand_turns(rows) if settings.expand_turns else rows, trainer), texts, settings
 
@@ -193,43 +161,26 @@ def analyze(
     Raises:
         ValueError: If TRL would train on none of the rows.
     """
-    lengths = measure(rows, tokenizer, trainer=settings.trainer, progress=progress)
+    lengths = stats.measure(rows, tokenizer, trainer=settings.trainer, progress=progress)
     if settings.is_online:
-        lengths = with_completions(lengths, settings.generations, settings.completion_length, settings.seed)
-    max_length, mode, seed = settings.max_length, settings.truncation_mode, settings.seed
-    check_kept(lengths, max_length, mode)
-    kept = lengths.kept_rows(max_length, mode)
-    costs = kept.costs(max_length, mode)
-    grouped, batch_size = settings.group_by_prefix, settings.batch_size
-    budget = settings.max_tokens_per_batch or memory_of(costs, batch_size, seed)
-    sample = truncate(lengths.sample, max_length, lengths.columns["completion"] if settings.is_online else None)
+        lengths = stats.with_completions(lengths, settings.generations, settings.completion_length, settings.seed)
+    kept = lengths.truncated(settings.max_length, settings.truncation_mode)
+    stats.check_kept(kept)
+    grouped, batch_size, seed = settings.group_by_prefix, settings.batch_size, settings.seed
+    costs, order = kept.costs(), "prefix" if grouped else "random"
+    budget = settings.max_tokens_per_batch or stats.memory_of(costs, batch_size, seed)
+    simulated = {"batch_size": batch_size, "accumulation": settings.accumulation, "budget": budget}
     return StatsReport(
         settings=settings,
         rows=len(lengths),
-        lengths=summary(lengths),
-        truncation=truncation_counts(lengths, max_length, mode),
-        batches=batch_tokens(
-            kept, BATCH_SIZES, max_length=max_length, truncation_mode=mode, seed=seed, grouped=grouped
-        ),
+        lengths=stats.summary(lengths),
+        truncation=stats.truncation_counts(lengths, kept),
+        batches=[stats.batch_tokens(kept, size, order=order, seed=seed) for size in BATCH_SIZES if size <= len(kept)],
         token_budget=budget,
-        waiting=[
-            simulate_waiting(
-                costs,
-                count,
-                batch_size=batch_size,
-                accumulation=settings.accumulation,
-                budget=budget,
-                seed=seed,
-                grouped=grouped,
-            )
-            for count in processes
-        ],
-        verdict=advise(sample, batch_size=batch_size, budget=budget, seed=seed, trainer=settings.trainer)
-        if sample
-        else None,
-        longest=max_length or max(1024, int(lengths.sequences.max())),
+        waiting=[stats.simulate_waiting(costs, count, **simulated, seed=seed, grouped=grouped) for count in processes],
+        verdict=advise(kept, trainer=settings.trainer, batch_size=batch_size, budget=budget, seed=seed),
+        longest=settings.max_length or max(1024, int(lengths.sequences.max())),
         kept=kept,
-        sample=sample,
     )
 
 
@@ -245,14 +196,12 @@ def advise_synthetic(
     Raises:
         ValueError: If `data` is no such name.
     """
-    tree = bench.parse_tree(data)
+    tree = parse_tree(data)
     size = batch_size or (8 if tree is None else tree.rows)
     count = 400 if tree is None else 12 * max(size, tree.rows)  # rows: a dozen trees, so that batches mix them
-    synthetic = bench.synthetic_rows(data, trainer, count, seed=seed)
-    if synthetic is None:
+    rows = synthetic_rows(data, trainer, count, seed=seed)
+    if rows is None:
         raise ValueError(f"{data!r} is no name of synthetic rows.")
-    rows: list[TokenRow] = [dict(row) for row in synthetic]
-    verdict = advise(rows, batch_size=size, budget=budget or 0, seed=seed)
-    verdict = replace(verdict, budget=budget or round(verdict.tokens))
-    longest = max(len(ids) for row in rows for ids in sequences_of(row))
-    return verdict, max(1024, longest) if tree is None else None
+    lengths = Lengths.of(dict(row) for row in rows)
+    verdict = advise(lengths, trainer=trainer, batch_size=size, budget=budget, seed=seed)
+    return verdict, max(1024, int(lengths.sequences.max())) if tree is None else None

@@ -13,16 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 
 
 __all__ = [
-    "BENCH_SHAPES",
-    "CHAT_TEMPLATE",
-    "RESPONSE_TEMPLATE",
-    "SHAPES",
-    "VISION_CHAT_TEMPLATE",
-    "build_hybrid",
-    "build_llava",
-    "build_qwen2",
-    "train_tokenizer",
-]
+    "BENCH_SHAPES", "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_hybrid",
+    "build_llava", "build_qwen2", "train_tokenizer",
+]  # fmt: skip
 
 Model = TypeVar("Model")
 

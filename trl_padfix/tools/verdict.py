@@ -1,34 +1,21 @@
 """
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
-Tokens are counted in batches of a sample: random batches, batches of rows with long shared prefixes, and batches of
-TRL's own settings. Their ratio limits the speed-up where time goes with tokens; `trl-padfix bench` measures the speed.
+Tokens are counted in random batches, in batches of rows with long shared prefixes, and in those of TRL's settings.
+Their ratio limits the speed-up where time goes with tokens; `trl-padfix bench` measures the speed.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
-from ..trainers.batching.measures import PairMeasure, TextMeasure, UnpairedMeasure
-from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
-from .data import checked_rows
-from .stats import SAMPLE, SIDES, TokenRow, sequences_of, token_rows
+from .formats import ONLINE
+from .stats import Lengths, batch_tokens
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-__all__ = ["UNITS", "PrefixTree", "Verdict", "advise", "bench_data", "prefix_tree", "sample", "truncate"]
-
-BATCHES = 24
-"""Batches that counts are averaged over."""
+__all__ = ["UNITS", "Verdict", "advise", "bench_data"]
 
 WORTH_GROUPING = 0.9
 """Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
@@ -39,8 +26,8 @@ WORTH_SHARING = 0.99
 BENCH_TRAINERS = ("dpo", "sft", "grpo")
 """Trainers whose steps `trl-padfix bench` measures."""
 
-LENGTH_BUCKETS = 50
-"""Batches within which transformers' `group_by_length` sorts rows by their length (`LengthGroupedSampler`)."""
+UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
+"""What the batches of a trainer are counted in."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class Verdict:
     real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
     auto: float  # with padding removed and `prefix_sharing="auto"`
     grouped: float  # the same, with rows of long shared prefixes together
-    rows: int  # of the sample
+    rows: int  # that TRL trains on
     budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
     generations: int = 1  # completions of a row (GRPO)
 
@@ -124,143 +111,43 @@ class Verdict:
         return asdict(self) | derived | {"lines": self.lines(data)}
 
 
-@dataclass(frozen=True)
-class PrefixTree:
+def advise(lengths: Lengths, *, trainer: str, batch_size: int, budget: int | None = None, seed: int = 0) -> Verdict:
     """
-    Sequences sorted by their tokens, which merges them where they begin alike.
-
-    Attributes:
-        lengths (`np.ndarray` of shape `(n,)`):
-            Tokens of each sequence, in sorted order.
-        shared (`np.ndarray` of shape `(n,)`):
-            Tokens that each sequence has in common with the one before it. [1, 2, 3], [1, 2, 4] and [5] give 0, 2, 0.
-    """
-
-    lengths: np.ndarray
-    shared: np.ndarray
-
-    @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]]) -> PrefixTree:
-        order, shared = sort_by_prefix([np.asarray(ids) for ids in sequences])
-        return cls(np.array([len(ids) for ids in sequences])[order], shared)
-
-    @property
-    def real(self) -> int:
-        """Tokens of all sequences."""
-        return int(self.lengths.sum())
-
-    @property
-    def auto(self) -> int:
-        """Tokens that are computed with `prefix_sharing="auto"`."""
-        saved = int(self.shared.sum())
-        # The rule of `Layout.sharing_pays`. A sequence gathers the keys of all its tokens; one that shares all of them
-        # has no query, and gathers none.
-        gathered_keys = int(self.lengths[self.lengths > self.shared].sum())
-        return self.real - saved if saved * GATHERED_KEYS_PER_TOKEN >= gathered_keys else self.real
-
-
-def sample(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None, trainer: str = "",
-    completions: np.ndarray | None = None,
-) -> list[TokenRow]:  # fmt: skip
-    """The first rows of a dataset, tokenized by [`token_rows`] and truncated by [`truncate`]."""
-    rows = token_rows(list(checked_rows(dataset, 0, SAMPLE)), tokenizer, trainer)
-    return truncate(rows, max_length, completions)
-
-
-def truncate(
-    rows: Sequence[TokenRow], max_length: int | None, completions: np.ndarray | None = None
-) -> list[TokenRow]:
-    """
-    Tokenized rows of `"keep_start"`: truncated at their end, without those whose prompt alone fills `max_length`.
-
-    Prompts of GRPO are not truncated; they get `completions` of random tokens, whose lengths are given as `(n, k)`.
-    """
-    draw, result = np.random.default_rng(0), []
-    for i, row in enumerate(rows):
-        if "input_ids" in row:
-            result.append({"input_ids": row["input_ids"][:max_length]})
-        elif completions is not None:
-            result.append({**row, "completions": [draw.integers(2**31, size=n).tolist() for n in completions[i]]})
-        elif max_length is None or len(row["prompt_ids"]) < max_length:  # TRL drops the others
-            room = None if max_length is None else max_length - len(row["prompt_ids"])
-            cut = {side: row[side][:room] for side in SIDES if side in row}
-            result.append({"prompt_ids": row["prompt_ids"], **cut})
-    return result
-
-
-def advise(rows: Sequence[TokenRow], *, batch_size: int, budget: int, seed: int = 0, trainer: str = "") -> Verdict:
-    """
-    Count the tokens of batches of tokenized rows under every setting.
+    Count the tokens of batches under every setting.
 
     Args:
-        rows (`Sequence[TokenRow]`):
-            Rows with the columns of [`token_rows`], such as a [`sample`].
+        lengths ([`Lengths`]):
+            Tokens of the rows that TRL trains on, see [`Lengths.truncated`].
+        trainer (`str`):
+            `"dpo"`, `"sft"` and so on.
         batch_size (`int`):
-            Rows of a batch.
-        budget (`int`):
-            The `max_tokens_per_batch` that the verdict names.
+            Rows of a batch; of fewer rows, one batch of all of them is counted.
+        budget (`int`, *optional*):
+            The `max_tokens_per_batch` that the verdict names; by default the tokens of a batch.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the random batches.
-        trainer (`str`, *optional*):
-            `"dpo"`, `"sft"` and so on; `"sft"` for texts and `"dpo"` for pairs by default.
 
     Returns:
         [`Verdict`]
     """
-    draw, size = np.random.default_rng(seed), min(batch_size, len(rows))
-    order = draw.permutation(len(rows))
-    sequences = [sequences_of(row) for row in rows]
-    lengths = np.array([[len(ids) for ids in row] for row in sequences])
-
-    def draw_batches(order: np.ndarray) -> list[np.ndarray]:
-        """Up to [`BATCHES`] random ones of the full batches of an order."""
-        full = order[: len(order) // size * size].reshape(-1, size)
-        return list(full[draw.permutation(len(full))[:BATCHES]])
-
-    def padded_tokens(batches: list[np.ndarray]) -> float:
-        return float(np.mean([lengths[batch].max() * lengths[batch].size for batch in batches]))
-
-    def packed_tokens(batches: list[np.ndarray]) -> tuple[float, float]:
-        """Mean tokens of a packed batch, without sharing and with `prefix_sharing="auto"`."""
-        trees = [PrefixTree.of([ids for i in batch for ids in sequences[i]]) for batch in batches]
-        return float(np.mean([tree.real for tree in trees])), float(np.mean([tree.auto for tree in trees]))
-
-    random = draw_batches(order)
-    real, auto = packed_tokens(random)
-    _, grouped = packed_tokens(draw_batches(_order_by_prefix(rows, order, size)))
-    by_length = draw_batches(_order_by_length(lengths.max(1), order, LENGTH_BUCKETS * size))
-    return Verdict(
-        batch_size=size,
-        trainer=trainer or ("sft" if "input_ids" in rows[0] else "dpo"),
-        padded=padded_tokens(random),
-        bucket_by_length=padded_tokens(by_length),
-        real=real,
-        auto=auto,
-        grouped=grouped,
-        rows=len(rows),
-        budget=budget,
-        generations=len(rows[0].get("completions", [0])),
+    size = min(batch_size, len(lengths))
+    random, grouped, by_length = (
+        batch_tokens(lengths, size, order=order, seed=seed) for order in ("random", "prefix", "length")
     )
-
-
-def _order_by_prefix(rows: Sequence[TokenRow], order: np.ndarray, size: int) -> np.ndarray:
-    """The order of `group_by_prefix`, in batches of `size` rows."""
-    measures = {"input_ids": TextMeasure, "chosen_ids": PairMeasure, "completion_ids": UnpairedMeasure}
-    measure = next((measure for column, measure in measures.items() if column in rows[0]), None)
-    # Prompts of GRPO stay in order: their completions are generated batch by batch.
-    return order if measure is None else group_rows(order, measure(sharing=True).examples(rows), size)
-
-
-def _order_by_length(lengths: np.ndarray, order: np.ndarray, bucket: int) -> np.ndarray:
-    """The order of transformers' `group_by_length`: the longest rows first within buckets of so many rows."""
-    buckets = np.split(order, range(bucket, len(order), bucket))
-    return np.concatenate([rows[np.argsort(-lengths[rows], kind="stable")] for rows in buckets])
-
-
-def prefix_tree(rows: Sequence[TokenRow]) -> PrefixTree:
-    """The sequences of a sample in sorted order; empty ones are left out."""
-    return PrefixTree.of([ids for row in rows for ids in sequences_of(row) if len(ids)])
+    is_online = trainer in ONLINE  # prompts stay in order: their completions are generated batch by batch
+    verdict = Verdict(
+        batch_size=size,
+        trainer=trainer,
+        padded=random.padded,
+        bucket_by_length=by_length.padded,
+        real=random.real,
+        auto=random.auto,
+        grouped=random.auto if is_online else grouped.auto,
+        rows=len(lengths),
+        budget=budget or 0,
+        generations=lengths.sequences.shape[1] if is_online else 1,
+    )
+    return verdict if budget else replace(verdict, budget=round(verdict.tokens))
 
 
 def bench_data(data: str, expand_turns: bool = False, **options: Any) -> str:
@@ -269,7 +156,3 @@ def bench_data(data: str, expand_turns: bool = False, **options: Any) -> str:
     options = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join([data, *flags]) + " --expand-turns" * expand_turns
-
-
-UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
-"""What the batches of a trainer are counted in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,11 @@ from trl.data_utils import is_conversational
 
 from ...trainers.batching.prefix_groups import group_rows
 from ...trainers.data.turns import expand_turns
-from ..data import give_template
+from ..data import give_template, texts_of
 from ..formats import to_dialogues
 from ..reading import load_tokenizer
-from ..stats import texts_of, token_rows
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
+from ..token_rows import token_rows
 from .data import random_completions
 from .steps import BenchStep
 
@@ -62,12 +63,8 @@ def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchSte
         data = expand_turns(data.select(range(min(len(data), EPOCH))))
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
     data = data.select(range(min(len(data), needed)))
-    kwargs = dict(
-        args=_arguments(settings, max_length=settings.max_length),
-        train_dataset=data,
-        processing_class=tokenizer,
-        peft_config=_lora(settings),
-    )
+    args = _arguments(settings, max_length=settings.max_length)
+    kwargs = dict(args=args, train_dataset=data, processing_class=tokenizer, peft_config=_lora(settings))
     policy = _model(tokenizer, settings, settings.seed)
     if settings.trainer == "sft":
         trainer = trl.SFTTrainer(model=policy, **kwargs)
@@ -143,10 +140,9 @@ class _OfflineGRPO(trl.GRPOTrainer):
             return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
 
         old = logps(self.model)
-        if self.ref_model is not None:
-            return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.ref_model)}
-        with self.model.disable_adapter():  # with LoRA the policy is its own reference
-            return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.model)}
+        # With LoRA the policy without its adapters is the reference.
+        with contextlib.nullcontext() if self.ref_model is not None else self.model.disable_adapter():
+            return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.ref_model or self.model)}
 
 
 class _GRPOStep(BenchStep):

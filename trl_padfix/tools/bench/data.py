@@ -23,28 +23,15 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "RolloutTree",
-    "equal_length_pairs",
-    "load_examples",
-    "pairs_of_lengths",
-    "parse_lengths",
-    "parse_tree",
-    "random_completions",
-    "select_rows",
-    "synthetic_rows",
-    "tree_pairs",
-    "tree_rows",
-]
+    "RolloutTree", "equal_length_pairs", "load_examples", "pairs_of_lengths", "parse_lengths", "parse_tree",
+    "random_completions", "select_rows", "synthetic_rows", "tree_pairs", "tree_rows",
+]  # fmt: skip
 
 
 def select_rows(
-    data: str | None,
-    settings: BenchSettings,
-    *,
-    spread: float = 0.25,
-    split: str = "train",
+    data: str | None, settings: BenchSettings, *, spread: float = 0.25, split: str = "train",
     columns: str | None = None,
-) -> tuple[Dataset | None, str]:
+) -> tuple[Dataset | None, str]:  # fmt: skip
     """
     Rows of a benchmark, and their description for a report.
 
@@ -171,7 +158,7 @@ def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, se
 
 def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
     """Draw tokenized pairs of one length with a prompt of one token: the case in which nothing can be saved."""
-    return _pairs([1] * count, [length - 1] * count, [length - 1] * count, seed)
+    return pairs_of_lengths(count, 1, length - 1, spread=0, seed=seed)
 
 
 def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:

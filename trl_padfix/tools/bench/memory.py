@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import trl.trainer.utils as trl_utils
 from ...core.model.find import find_pretrained
 from ..counted_step import StepSettings
 from ..plan import ModelSizes
-from .building import weights_dtype
+from .building import computed_dtype, weights_dtype
 
 
 if TYPE_CHECKING:
@@ -51,7 +52,10 @@ class MemoryCount:
 
     def __init__(self, step: BenchStep):
         self.settings, self.config = step.settings, find_pretrained(step.trainer.model).config
-        self._sizes: ModelSizes | None = None
+
+    @cached_property
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes.of(self.config)
 
     def needed(self, tokens: int, mask_shape: tuple[int, int], enough: int) -> int:
         """
@@ -78,17 +82,10 @@ class MemoryCount:
         rough = WIDTH_BYTES * width * config.num_hidden_layers * tokens + attention
         if 10 * rough < enough:
             return rough
-        self._sizes = self._sizes or ModelSizes.of(config)
         whole_head = not hasattr(trl_utils, "add_fused_lm_head")
-        autocast = settings.dtype == "autocast"
+        autocast, dtype = settings.dtype == "autocast", computed_dtype(settings.dtype)
         counted = self._sizes.step(
-            StepSettings(
-                settings.gradient_checkpointing,
-                settings.lora,
-                autocast=autocast,
-                dtype=torch.bfloat16 if autocast else weights_dtype(settings.dtype),
-                whole_head=whole_head,
-            )
+            StepSettings(settings.gradient_checkpointing, settings.lora, False, autocast, dtype, whole_head)
         )
         rows, columns = min(tokens, HEAD_TILE[0]), min(config.vocab_size, HEAD_TILE[1])
         scores = 0 if whole_head else 4 * rows * (HEAD_TILE[1] + 3 * columns)  # a buffer, and three copies in float32

@@ -11,47 +11,13 @@ from ...trainers.batching.measures import PairMeasure, RowMeasure, TextMeasure
 
 
 __all__ = [
-    "TOLERANCE",
-    "TRAINERS",
-    "VARIANTS",
-    "BenchSettings",
-    "ImpossibleFigureError",
-    "Interrupted",
-    "Variant",
-    "VariantResult",
-    "WrongNumbersError",
-    "select_variants",
-]
+    "TOLERANCE", "TRAINERS", "VARIANTS", "BenchSettings", "Measurement", "Variant", "VariantResult",
+    "WrongNumbersError", "select_variants",
+]  # fmt: skip
 
 
 class WrongNumbersError(RuntimeError):
-    """Two variants give different losses or gradients for the same rows, so their times mean nothing."""
-
-
-class ImpossibleFigureError(RuntimeError):
-    """
-    A step seems faster than the peak of the device.
-
-    Args:
-        message (`str`):
-            Message of the error.
-        results (`list[VariantResult]`):
-            The figures nevertheless.
-        is_partial (`bool`):
-            Whether Ctrl-C had ended the measurement.
-    """
-
-    def __init__(self, message: str, results: list[VariantResult], is_partial: bool = False):
-        super().__init__(message)
-        self.results, self.is_partial = results, is_partial
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C after some counted steps. `results` are their figures, of the variants with TRL's batches only."""
-
-    def __init__(self, results: list[VariantResult]):
-        super().__init__()
-        self.results = results
+    """Variants give different losses or gradients for the same rows, or a step seems faster than its device can be."""
 
 
 TRAINERS = ("dpo", "sft", "grpo")
@@ -154,24 +120,20 @@ class BenchSettings:
         return f"{step}, {self.batch_size}, {family} shape '{self.shape}', {self.dtype} on {device}, {self.attn}"
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.variants if name not in VARIANTS]
-        if (
-            unknown
-            or not self.variants
-            or "trl" in self.variants[1:]
-            or not VARIANTS[self.variants[0]].has_trls_batches
-        ):
+        variants = [VARIANTS[name] for name in self.variants if name in VARIANTS]
+        has_unknown = len(variants) < len(self.variants)
+        if has_unknown or not variants or "trl" in self.variants[1:] or not variants[0].has_trls_batches:
             raise ValueError(
                 f"`variants` are names among {', '.join(VARIANTS)}, got {', '.join(self.variants)}. TRL's own comes "
                 "first; without it, one with TRL's batches, with which the others are compared."
             )
-        if self.trainer == "grpo" and not all(VARIANTS[name].has_trls_batches for name in self.variants):
+        if self.trainer == "grpo" and not all(variant.has_trls_batches for variant in variants):
             raise ValueError("GRPO's batches are prompts with all their completions: they cannot be regrouped.")
-        if self.trainer == "grpo" and any(VARIANTS[name].has_budget for name in self.variants):
+        if self.trainer == "grpo" and any(variant.has_budget for variant in variants):
             raise ValueError("A step of GRPO is measured in one forward: leave `token_budget` out.")
         if self.logprob_passes and self.trainer != "grpo":
             raise ValueError(f"`logprob_passes` are GRPO's, and the trainer is {self.trainer}: leave it out.")
-        if self.trainer != "sft" and any(VARIANTS[name].flat for name in self.variants):
+        if self.trainer != "sft" and any(variant.flat for variant in variants):
             raise ValueError(
                 f"TRL's own `padding_free` and packing are SFT's, and the trainer is {self.trainer}: leave "
                 "`trl_padding_free` and `trl_packing` out."
@@ -207,3 +169,20 @@ class VariantResult:
     step_seconds: list[float] = field(repr=False)
     peak_gib: float | None = None  # peak memory of the largest step
     kept_mib: float | None = None  # saved by the graph of the largest step for its backward
+
+
+@dataclass
+class Measurement:
+    """Figures of all variants, TRL's first, and what stands against them."""
+
+    results: list[VariantResult]
+    interrupt: KeyboardInterrupt | None = None  # of Ctrl-C: then they are of variants with TRL's batches only
+    impossible: str | None = None  # message about a step that seems faster than the device can be
+
+    def checked(self) -> list[VariantResult]:
+        """The figures; raises a [`WrongNumbersError`] or the interrupt if something stands against them."""
+        if self.impossible is not None:
+            raise WrongNumbersError(self.impossible)
+        if self.interrupt is not None:
+            raise self.interrupt
+        return self.results

@@ -144,14 +144,9 @@ class BenchStep:
         """
         if variant.has_budget and backward:
             return self._train_in_micro_batches(batch, host)
-        batch_metadata = (
-            batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([])) if variant.packed else None
-        )
-        known_batches = (
-            batch_metadata.for_device(batch, self.settings.device).known_batches(batch)
-            if batch_metadata is not None
-            else []
-        )
+        known_batches = []
+        if variant.packed and (metadata := batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([]))):
+            known_batches = metadata.for_device(batch, self.settings.device).known_batches(batch)
         # Deferred checks detect modified batches. Nothing modifies these, so the list is dropped unread.
         with share_layouts(known_batches, deferred_checks=[]):
             if backward:
@@ -172,12 +167,9 @@ class BenchStep:
         result = []
         for items in pack_by_budget(costs, budget):
             longest = int(items_of(host, items, count)["attention_mask"].sum(1).max())
-            result.append(
-                {
-                    name: value[:, :longest] if value.dim() > 1 and value.shape[1] == columns else value
-                    for name, value in items_of(batch, items, count).items()
-                }
-            )
+            rows = items_of(batch, items, count)
+            per_token = {name for name, value in rows.items() if value.dim() > 1 and value.shape[1] == columns}
+            result.append({name: value[:, :longest] if name in per_token else value for name, value in rows.items()})
         handles = [attachment_of(model) for model in self.models]
         if any(h is None or sharing_obstacle(h, self.trainer.args, is_sharded=False) for h in handles):
             return result, None
@@ -300,9 +292,8 @@ def attached(step: BenchStep, variant: Variant) -> Iterator[None]:
 
                     backend = step.settings.compile_backend
                     if reasons := compile_layers(handle, backend=backend, compiled=step.compiled):
-                        raise RuntimeError(
-                            f"{len(reasons)} layers cannot be compiled: {next(iter(reasons.values()))}."
-                        )
+                        why = next(iter(reasons.values()))
+                        raise RuntimeError(f"{len(reasons)} layers cannot be compiled: {why}.")
             elif variant.ours and (numbering := number_padded_rows(model)) is not None:
                 stack.enter_context(numbering)
         yield

@@ -11,21 +11,20 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .steps import BenchStep, attached, decoder_inputs, host_copy, profiled
+import trl_padfix
+from trl_padfix.tools.bench.settings import Variant
+from trl_padfix.tools.bench.steps import BenchStep, attached, decoder_inputs, host_copy, profiled
 
-
-if TYPE_CHECKING:
-    from .settings import Variant
 
 __all__ = ["Operation", "OperationCounter", "count_launches", "count_operations", "launches_and_waits"]
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(trl_padfix.__file__).parent
 
 GATHERS = frozenset(["embedding", "gather", "index", "index_select"])
 """Operations that read as many elements as they write, however large their first argument is."""
@@ -157,7 +156,7 @@ def launches_and_waits(events: Iterable[str], caught: Iterable[warnings.WarningM
     waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     own = [w for w in waits if w.filename.startswith(str(PACKAGE))]
     # The benchmark synchronises too, which no training does.
-    own = [w for w in own if not w.filename.startswith(str(Path(__file__).parent))]
+    own = [w for w in own if not w.filename.startswith(str(PACKAGE / "tools/bench"))]
     return {
         "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in events),
         "synchronisations": len(waits),

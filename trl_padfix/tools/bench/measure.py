@@ -1,0 +1,310 @@
+"""
+Times a training step of TRL, padded and packed, side by side: DPO, SFT, or GRPO on completions that exist already.
+
+All variants have the same TRL trainer, policy, reference and rows. They differ in the patches on the models and, for
+some, in the rows of a batch. Steps are interleaved batch by batch, so that a change of the machine's speed affects all
+variants. Losses and gradients of the variants must agree, or the run fails.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ...core.call.layout_of import LayoutInputs
+from ...core.layout.build import prefix_sharing_layout
+from ...core.layout.shared_prefixes import PrefixPlan
+from ...core.version import __version__
+from ...versions import installed_versions
+from .batches import Batches, divide_rows, in_parts
+from .building import build, computed_dtype
+from .memory import MemoryCount, free_bytes
+from .peak import Peak
+from .settings import TOLERANCE, VARIANTS, BenchSettings, Measurement, Variant, VariantResult, WrongNumbersError
+from .steps import BenchStep, attached, decoder_inputs, host_copy, step_flops
+
+
+__all__ = ["describe", "measure", "prepare", "profile", "run"]
+
+Watch = Callable[[str, int, int], None]
+"""Called before each step with what is measured, the number of steps done, and the number of all steps."""
+
+SHARING = VARIANTS["prefix_sharing"]
+
+Figures = dict[str, float]
+"""Figures of one step: its time, loss, gradient, tokens and weight."""
+
+
+def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
+    """
+    Time all variants on the same rows, in random order. See [`prepare`] and [`measure`].
+
+    `data` has a format that the trainer takes, or is tokenized; SFT trains on the chosen side of pairs, and GRPO draws
+    prompts if it is `None`.
+    """
+    return measure(prepare(data, settings), settings).checked()
+
+
+def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
+    """Build the step to measure, with the rows of all its batches."""
+    return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
+
+
+def measure(
+    step: BenchStep, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
+) -> Measurement:
+    """
+    Measure all variants, TRL's padded step first. Those that do not fit into memory are left out: `step.left_out`.
+
+    Args:
+        step ([`BenchStep`]):
+            Step of [`prepare`].
+        settings ([`BenchSettings`]):
+            Settings that the step was built with.
+        deadline (`float`, *optional*):
+            Value of `time.monotonic()` after which no batch is begun.
+        watch (`Callable`, *optional*):
+            Shows the progress.
+
+    Returns:
+        [`Measurement`]: Figures of the variants; after a deadline or Ctrl-C of those with TRL's batches only.
+
+    Raises:
+        WrongNumbersError: If losses or gradients of the variants differ.
+        TimeoutError, KeyboardInterrupt: If no counted batch was done before the deadline, or before Ctrl-C.
+    """
+    variants = [VARIANTS[name] for name in settings.variants]
+    fixed = in_parts(range(len(step.rows)), settings.batch_rows)
+    warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
+    plans = {v.name: warmup + divide_rows(step, v, counted, settings) for v in variants}
+    variants = _fitting(step, variants, plans)
+    plans = {v.name: plans[v.name] for v in variants}
+    # Norms, softmax and loss are computed in float32 in every precision.
+    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    peak = Peak(settings.device, dtypes, settings.peak_tflops)
+    peak.measure(times=2)
+    # On CUDA the timed steps report their memory; on CPU each variant has one more step, under the profiler.
+    memory_steps = len(variants) if settings.memory and settings.device == "cpu" else 0
+    total = sum(map(len, plans.values())) + memory_steps
+    figures, rounds, interrupt = _time_steps(step, settings, plans, peak, deadline, lambda *a: watch(*a, total))
+    if rounds < max(map(len, plans.values())):
+        # Other batches divide the rows differently, so an incomplete run of them has other rows than TRL's.
+        counted = counted[: max(0, rounds - settings.warmup)]
+        variants = [v for v in variants if v.has_trls_batches]
+        figures = {v.name: figures[v.name][: len(counted)] for v in variants}
+    if not counted:
+        raise interrupt or TimeoutError("No counted step was done in the time that there was.")
+    _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
+    fixed_flops = _needed_flops(step, counted)
+    # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
+    flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if not v.has_trls_batches}
+    padded = sum(decoder_inputs(step.batch(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
+    results = [_result(v, figures, padded, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
+    done = sum(min(rounds, len(batches)) for batches in plans.values())
+    try:
+        for variant, result in zip(variants, results, strict=True) if memory_steps and not interrupt else ():
+            watch(f"memory of {variant.name}", done, total)
+            largest = max(range(result.steps), key=lambda i: figures[variant.name][i]["tokens"])
+            batch = _batch(step, variant, plans[variant.name][settings.warmup + largest])
+            with attached(step, variant):
+                result.peak_gib, result.kept_mib = step.peak_gib(batch, variant), step.kept_mib(batch, variant)
+            done += 1
+    except KeyboardInterrupt as error:
+        interrupt = error
+    watch("done", done, total)
+    return Measurement(results, interrupt, peak.impossible_figure(results))
+
+
+def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]) -> list[Variant]:
+    """
+    The variants whose largest step fits into memory; the reasons against the others go to `step.left_out`.
+
+    Raises:
+        ValueError: If none fits.
+    """
+    free, count = free_bytes(step.settings.device), MemoryCount(step)
+    for variant in variants:
+        if variant.has_budget:  # `--max-tokens-per-batch` bounds it
+            continue
+        tokens, shape = 0, (0, 0)
+        for rows in plans[variant.name]:
+            batch = _batch(step, variant, rows)
+            tokens = max(tokens, int(_counts(step, variant, batch)["tokens"]))
+            if not (variant.packed or variant.flat):
+                shape = max(shape, tuple(decoder_inputs(batch)["input_ids"].shape), key=lambda s: s[0] * s[1] ** 2)
+        try:
+            needed = count.needed(tokens, shape, free)
+        except NotImplementedError:
+            return variants  # layers without attention: what their kernels keep cannot be counted
+        if needed > free:
+            step.left_out[variant.name] = (
+                f"its largest step computes {tokens:,} tokens and needs about {needed / 2**30:.1f} GiB beside the "
+                f"models, and {free / 2**30:.1f} are free"
+            )
+    fitting = [variant for variant in variants if variant.name not in step.left_out]
+    if not fitting:
+        raise ValueError(
+            f"No variant fits into memory: of {variants[-1].name} {step.left_out[variants[-1].name]}. Fewer "
+            "`--pairs`, a smaller `--shape` or `--max-length`, or `--gradient-checkpointing` need less."
+        )
+    return fitting
+
+
+def _time_steps(
+    step: BenchStep, settings: BenchSettings, plans: dict[str, Batches], peak: Peak, deadline: float | None,
+    watch: Callable[[str, int], None],
+) -> tuple[dict[str, list[Figures]], int, KeyboardInterrupt | None]:  # fmt: skip
+    """
+    Run the planned batches of each variant, interleaved batch by batch, until the deadline or Ctrl-C.
+
+    Returns:
+        `tuple`: Figures of the counted steps of each variant, complete rounds, and the interrupt, if there was one.
+    """
+    variants = [VARIANTS[name] for name in plans]
+    figures: dict[str, list[Figures]] = {name: [] for name in plans}
+    rounds = done = 0
+    try:
+        while rounds < max(map(len, plans.values())) and (deadline is None or time.monotonic() <= deadline):
+            # Rotated, so that each variant runs in each place equally often: after another one caches are warm.
+            shift = rounds % len(variants)
+            for variant in variants[shift:] + variants[:shift]:
+                if rounds >= len(plans[variant.name]):  # other batches can be fewer than the fixed ones
+                    continue
+                watch(variant.name, done)
+                batch = _batch(step, variant, plans[variant.name][rounds])
+                with attached(step, variant):
+                    step_figures = step.run(batch, variant)
+                    if rounds >= settings.warmup:
+                        figures[variant.name].append(step_figures | _counts(step, variant, batch))
+                done += 1
+            peak.measure()
+            rounds += 1
+    except KeyboardInterrupt as error:
+        return figures, rounds, error
+    return figures, rounds, None
+
+
+def _result(
+    variant: Variant, figures: dict[str, list[Figures]], padded_tokens: int, peak: Peak, flops: float,
+    settings: BenchSettings,
+) -> VariantResult:  # fmt: skip
+    """Summarize the steps of a variant beside TRL's. On CPU memory is added later."""
+    steps, baseline = figures[variant.name], figures.get("trl")
+    seconds = [f["seconds"] for f in steps]
+    tokens = int(sum(f["tokens"] for f in steps))
+    has_peak = settings.memory and settings.device == "cuda"
+    return VariantResult(
+        name=variant.name,
+        seconds=statistics.median(seconds),
+        low=min(seconds),
+        high=max(seconds),
+        speedup=_speedup(variant, baseline, steps),
+        steps=len(steps),
+        tokens=tokens,
+        tokens_per_second=sum(f["real"] for f in steps) / sum(seconds),
+        token_limit=padded_tokens / tokens,
+        mfu=peak.share(flops, sum(seconds)),
+        loss=_weighted(steps, "loss"),
+        grad_norm=statistics.mean(f["grad_norm"] for f in steps),
+        step_seconds=[round(s, 6) for s in seconds],
+        peak_gib=max(f["peak_gib"] for f in steps) if has_peak else None,
+    )
+
+
+def profile(step: BenchStep, settings: BenchSettings) -> dict[str, str]:
+    """Table of the longest operations of a step, for each variant on the first fixed batch."""
+    tables = {}
+    for variant in (VARIANTS[name] for name in settings.variants):
+        with attached(step, variant):
+            tables[variant.name] = step.profile(_batch(step, variant, list(range(settings.batch_rows))), variant)
+    return tables
+
+
+def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
+    """Settings, machine and versions: without them a figure cannot be compared with others."""
+    device = torch.cuda.get_device_name() if settings.device == "cuda" else platform.processor() or platform.machine()
+    return {
+        "data": data,
+        "settings": asdict(settings),
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "versions": {"trl_padfix": __version__} | installed_versions(["torch", "transformers", "trl"]),
+    }
+
+
+def _batch(step: BenchStep, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
+    # Padded on the right, this package does what TRL does; the variant `padded` is therefore padded on the left.
+    return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
+
+
+def _counts(step: BenchStep, variant: Variant, batch: dict[str, torch.Tensor]) -> Figures:
+    """Tokens that the decoder computes for a batch, its real tokens, and its weight in the loss."""
+    if variant.flat:
+        tokens = real = batch["input_ids"].numel()
+    else:
+        ids, mask = decoder_inputs(batch).values()
+        tokens, real = mask.numel(), int(mask.sum())
+        if variant.has_budget:
+            batches, plan = step.micro_batches(batch, host_copy(batch))
+            tokens = _planned_tokens(plan) if plan else sum(_counts(step, SHARING, b)["tokens"] for b in batches)
+        elif variant.packed:
+            tokens = LayoutInputs(ids, mask, shares=bool(variant.shares)).build().packed_tokens
+    return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
+
+
+def _planned_tokens(plan: PrefixPlan) -> int:
+    """Tokens that the forwards of a step compute: a recomputed prefix twice."""
+    prefixes = (layout for prefix in plan.prefixes.values() for layout in prefix.layouts.values())
+    return sum(layout.computed_tokens for layout in [*plan.layouts.values(), *prefixes])
+
+
+def _needed_flops(step: BenchStep, batches: Batches) -> float:
+    """Least floating-point operations for batches: each distinct token is computed once."""
+    total = 0.0
+    for rows in batches:
+        batch = step.batch(rows)
+        scored = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else batch["completion_mask"].sum()
+        total += step_flops(step, prefix_sharing_layout(**decoder_inputs(batch)), int(scored))
+    return total
+
+
+def _speedup(variant: Variant, baseline: list[Figures] | None, steps: list[Figures]) -> float | None:
+    if baseline is None:
+        return None
+    if variant.has_trls_batches:
+        # Per batch: batches differ in length, and interleaved steps share the state of the machine.
+        return statistics.median(t["seconds"] / s["seconds"] for t, s in zip(baseline, steps, strict=True))
+    return sum(t["seconds"] for t in baseline) / sum(s["seconds"] for s in steps)
+
+
+def _weighted(steps: list[Figures], quantity: str) -> float:
+    return sum(s["weight"] * s[quantity] for s in steps) / sum(s["weight"] for s in steps)
+
+
+def _check_equal(figures: dict[str, list[Figures]], tolerance: float) -> None:
+    """Raise a [`WrongNumbersError`] if a variant's loss or gradient differs from TRL's, or the first one's."""
+    first = next((name for name in figures if VARIANTS[name].has_trls_batches), next(iter(figures)))
+    baseline, whose = figures[first], "TRL" if first == "trl" else first
+    for name, steps in figures.items():
+        values = []
+        if VARIANTS[name].has_trls_batches:
+            for i, (ours, theirs) in enumerate(zip(steps, baseline, strict=True)):
+                values += [(f"step {i}", q, ours[q], theirs[q]) for q in ("loss", "grad_norm")]
+        for quantity in ("loss", "grad_projection"):
+            values.append(("all rows", quantity, _weighted(steps, quantity), _weighted(baseline, quantity)))
+        for where, quantity, ours, theirs in values:
+            # A projection can be near 0 for a large gradient, so its difference is relative to the norm.
+            scale = baseline[0]["grad_norm"] if quantity == "grad_projection" else abs(theirs)
+            difference = abs(ours - theirs) / scale
+            if not difference <= tolerance:  # not `>`: NaN must fail
+                raise WrongNumbersError(
+                    f"{name} is not the same computation: in {where} its {quantity} is {ours:.6g} and {whose}'s "
+                    f"{theirs:.6g}, {difference:.1e} apart (at most {tolerance:.0e})."
+                )
