@@ -83,6 +83,28 @@ def test_adapters_and_whole_models_are_not_taken_for_each_other(checkpoint, tmp_
         make(tmp_path, max_steps=2, peft_config=lora()).train(resume_from_checkpoint=checkpoint("whole"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            {"target_modules": ["q_proj", "k_proj"]},
+            r"its target_modules is \['q_proj', 'v_proj'\], and \['k_proj', 'q_pro",
+        ),
+        ({"target_modules": ["q_proj", "v_proj"], "lora_alpha": 3, "use_rslora": True}, None),
+    ],
+)
+def test_other_adapters_are_named(checkpoint, settings, why, tmp_path):
+    """As many of them on other layers: TRL would train those with the optimizer's state of the others."""
+    trainer = make(tmp_path, max_steps=2, peft_config=lora(**settings))
+    if why is None:  # what may change between two trainings
+        assert trainer.train(resume_from_checkpoint=checkpoint("adapters")).global_step == 2
+        return
+    with pytest.raises(ValueError, match=why):
+        trainer.train(resume_from_checkpoint=checkpoint("adapters"))
+    trl_trainer = make(tmp_path / "trl", trl, max_steps=2, peft_config=lora(**settings))
+    assert trl_trainer.train(resume_from_checkpoint=checkpoint("adapters")).global_step == 2
+
+
 def test_a_reward_model_does_not_go_on_as_a_language_model(checkpoint, tmp_path):
     make(tmp_path / "reward", kind="Reward").train()
     with pytest.raises(ValueError, match="its class is Qwen2ForSequenceClassification, and Qwen2ForCausalLM here"):

@@ -93,25 +93,40 @@ def require_same_model(checkpoint: str | Path, model: Any) -> None:
             f"{named} holds adapters, and the model that is trained has none. Train with the same adapters "
             "(`peft_config`; `--use_peft` on the command line), or begin without `resume_from_checkpoint`."
         )
-    if not config or not isinstance(ours, PretrainedConfig) or holds_adapters:
-        return
-    if has_adapters:
+    if has_adapters and config and not holds_adapters:
         raise ValueError(
             f"{named} holds a whole model, and adapters are trained here. To train adapters on that model, give it as "
             f"`model_name_or_path={folder}` and leave `resume_from_checkpoint` out."
         )
-    if differences := _differences(config, ours, type(model).__name__.removeprefix("FSDP")):
+    differences, of = [], "model"
+    if holds_adapters:
+        differences, of = _of_adapters(_read_json(folder / beside), model.peft_config), "adapters"
+    elif config and isinstance(ours, PretrainedConfig):
+        differences = _of_models(config, ours, type(model).__name__.removeprefix("FSDP"))
+    if differences:
         raise ValueError(
             f"{named} was saved from another model than the one that is trained: {'; '.join(differences)}. Name the "
-            "model that it was trained from, another checkpoint, or begin without `resume_from_checkpoint`."
+            f"{of} that it was trained from, another checkpoint, or begin without `resume_from_checkpoint`."
         )
 
 
-def _differences(saved: dict[str, Any], config: PretrainedConfig, class_name: str) -> list[str]:
+def _of_models(saved: dict[str, Any], config: PretrainedConfig, class_name: str) -> list[str]:
     """What of a saved `config.json` is of another model than `config`: its class, or sizes."""
     text, saved_text = config.get_text_config(), saved.get("text_config") or saved
     pairs = {name: (saved_text.get(text.attribute_map.get(name, name)), getattr(text, name, None)) for name in _SIZES}
-    pairs = {"class": ((saved.get("architectures") or [None])[0], class_name)} | pairs
+    return _unequal({"class": ((saved.get("architectures") or [None])[0], class_name)} | pairs)
+
+
+def _of_adapters(saved: dict[str, Any], configs: dict[str, Any]) -> list[str]:
+    """What of a saved `adapter_config.json`, which is that of the adapter `default`, is of other adapters."""
+    config = configs.get("default")
+    pairs = {name: (saved.get(name), getattr(config, name, None)) for name in ("peft_type", "r", "target_modules")}
+    # PEFT keeps the names in a set, and writes a list.
+    lists = {k: (sorted(a), sorted(b)) for k, (a, b) in pairs.items() if isinstance(a, list) and isinstance(b, set)}
+    return _unequal(pairs | lists)
+
+
+def _unequal(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
     # A key may be missing: the configuration of another class has other names.
     unequal = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
     return [f"its {name} is {theirs}, and {ours} here" for name, (theirs, ours) in unequal.items()]
