@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,7 +104,7 @@ class KTOTask(Task):
     }
     measure = UnpairedMeasure
 
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: SimpleNamespace) -> Any:
         checked = super().check_dataset(dataset, arguments)
         if "label" in column_names(dataset) and isinstance(dataset, Dataset):
             for row, label in enumerate(values(dataset, "label")):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
@@ -76,7 +77,7 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
     )
 
 
-def require_same_model(checkpoint: str | Path, model: Any) -> None:
+def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
     """
     Raise a `ValueError` if a checkpoint was saved from another model than `model`, going by the files beside weights.
 
@@ -86,21 +87,21 @@ def require_same_model(checkpoint: str | Path, model: Any) -> None:
     folder, beside = Path(checkpoint), "adapter_config.json"
     config, ours = _read_json(folder / "config.json"), getattr(model, "config", None)
     holds_adapters = (folder / beside).exists() or any(folder.glob(f"*/{beside}"))
-    has_adapters = bool(getattr(model, "peft_config", None))
+    adapters = getattr(model, "peft_config", None)  # a dictionary by names, of a PEFT model
     named = f"`resume_from_checkpoint={folder}`"
-    if holds_adapters and not has_adapters:
+    if holds_adapters and not adapters:
         raise ValueError(
             f"{named} holds adapters, and the model that is trained has none. Train with the same adapters "
             "(`peft_config`; `--use_peft` on the command line), or begin without `resume_from_checkpoint`."
         )
-    if has_adapters and config and not holds_adapters:
+    if adapters and config and not holds_adapters:
         raise ValueError(
             f"{named} holds a whole model, and adapters are trained here. To train adapters on that model, give it as "
             f"`model_name_or_path={folder}` and leave `resume_from_checkpoint` out."
         )
     differences, of = [], "model"
     if holds_adapters:
-        differences, of = _of_adapters(_read_json(folder / beside), model.peft_config), "adapters"
+        differences, of = _of_adapters(_read_json(folder / beside), adapters or {}), "adapters"
     elif config and isinstance(ours, PretrainedConfig):
         differences = _of_models(config, ours, type(model).__name__.removeprefix("FSDP"))
     if differences:
