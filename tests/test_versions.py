@@ -77,9 +77,37 @@ def test_asynchronous_grpo_is_that_of_trl_1_16_and_1_17(installed, version):
 def test_every_name_that_the_installed_trl_admits_can_be_imported():
     pytest.importorskip("trl", minversion="1.0")
     version = metadata.version("trl")
-    for name in trl_padfix.__all__:
+    for name in trl_padfix._HOME:
         if version in versions.NEWER.get(name, versions.BOUNDS["trl"]):
             getattr(trl_padfix, name)
+
+
+STAR = """
+import sys
+from importlib.machinery import PathFinder
+find, gone = PathFinder.find_spec, {"requests", "aiohttp"}
+PathFinder.find_spec = staticmethod(lambda name, *args: None if name in gone else find(name, *args))
+from trl_padfix import *
+assert not gone & {*sys.modules}
+print(SFTTrainer.__module__, AsyncGRPOTrainer.__module__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(metadata.version("trl") not in versions.NEWER["AsyncGRPOTrainer"], reason="of TRL 1.16 and 1.17")
+def test_the_star_import_needs_no_package_that_trl_does_not_ask_for():
+    ran = subprocess.run([sys.executable, "-c", STAR], capture_output=True, text=True)
+    assert ran.stdout.split() == ["trl_padfix.trainers.sft", "trl_padfix.experimental.async_grpo"], ran.stderr
+
+
+def test_the_star_import_has_the_names_that_the_installed_versions_admit(installed):
+    names = {*trl_padfix._HOME, "__version__"}
+    installed(trl="1.18.0")
+    assert names - {*trl_padfix.__all__} == {"AsyncGRPOConfig", "AsyncGRPOTrainer"}
+    installed(trl=None)
+    assert {"remove_padding", "pack"} < {*trl_padfix.__all__}
+    exec("from trl_padfix import *", imported := {})
+    assert imported.keys() - {"__builtins__"} == {*trl_padfix.__all__} < names - {"DPOTrainer"}
 
 
 def test_layouts_need_torch_only(installed):
@@ -172,12 +200,3 @@ def test_only_a_name_that_may_be_trls_imports_trl(name):
     code = f"import sys, trl_padfix; hasattr(trl_padfix, {name!r}); print('trl' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(name == "nothing")
-
-
-def test_asynchronous_grpo_without_its_packages_names_them(monkeypatch):
-    pytest.importorskip("trl.experimental.async_grpo")
-    monkeypatch.setitem(sys.modules, "requests", None)
-    for name in ("async_grpo", "rollout_checks"):
-        monkeypatch.delitem(sys.modules, f"trl_padfix.experimental.{name}", raising=False)
-    with pytest.raises(ImportError, match="Run: pip install requests aiohttp"):
-        trl_padfix.AsyncGRPOTrainer  # noqa: B018

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,6 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = sorted([*_HOME, "__version__"])
-
 if TYPE_CHECKING:
     from .core.errors import PaddingRemovalError
     from .core.generation import generate, left_align
@@ -82,6 +81,8 @@ if TYPE_CHECKING:
     from .trainers.rloo import RLOOTrainer
     from .trainers.sft import SFTTrainer
 
+    __all__ = sorted([*_HOME, "__version__"])  # when it runs, `__getattr__` makes it
+
 
 def _of_trl(name: str) -> Any:
     """What TRL's scripts import in one line with a trainer: `ModelConfig`, `TrlParser`, `get_peft_config`, ..."""
@@ -100,13 +101,30 @@ def _of_trl(name: str) -> Any:
     return found
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        return _of_trl(name)
+def _require(name: str) -> None:
+    """Check the versions that a public name needs."""
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
     if _HOME[name].startswith(("trainers.", "experimental.")):
         require("trl", name)
+
+
+def _importable() -> list[str]:
+    """The public names that the installed versions admit: `from trl_padfix import *` imports these."""
+    names = ["__version__"]
+    for name in _HOME:
+        with suppress(ImportError):
+            _require(name)
+            names.append(name)
+    return sorted(names)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _importable()
+    if name not in _HOME:
+        return _of_trl(name)
+    _require(name)
     try:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     except (ImportError, AttributeError) as error:
@@ -117,4 +135,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return _importable()

@@ -446,3 +446,21 @@ print(callback.stats.padded_tokens, callback.stats.packed_tokens, len(callback.r
 def test_it_serves_environments_without_trl(tmp_path):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRL, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == ["16 8 1"], done.stderr[-3000:]
+
+
+def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(tmp_path):
+    """ms-swift embeds images in a hook before the forward, which then gets no ids to compare."""
+    callback = PaddingRemovalCallback()
+    trainer = build_trainer(tmp_path, Trainer, [callback], max_steps=1)
+    embeddings = trainer.model.get_input_embeddings()
+
+    def embed(module, args, kwargs):
+        return args, {**kwargs, "inputs_embeds": embeddings(kwargs["input_ids"]), "input_ids": None}
+
+    trainer.model.register_forward_pre_hook(embed, with_kwargs=True)
+    hooks = len(trainer.model._forward_pre_hooks)
+    trainer.train()
+    (report,) = callback.reports
+    assert report.ok
+    assert 0 < report.packed_tokens < report.padded_tokens
+    assert len(trainer.model._forward_pre_hooks) == hooks

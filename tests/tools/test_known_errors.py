@@ -187,7 +187,7 @@ def test_it_is_said_where_an_argument_belongs_by_what_is_installed(text, said):
 
 
 def test_packages_that_do_not_import_leave_the_explanation_general(monkeypatch):
-    monkeypatch.setattr(trl_padfix, "__all__", ["BrokenConfig"])
+    monkeypatch.setitem(trl_padfix._HOME, "BrokenConfig", "core.layout.broken")
     [error] = explain("TypeError: DPOTrainer.__init__() got an unexpected keyword argument 'beta'")
     assert error in KNOWN_ERRORS
 

@@ -18,12 +18,6 @@ from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from ..trainers.temporary_attributes import temporarily_set
 
 
-try:
-    import requests
-except ModuleNotFoundError as error:  # TRL uses both, and asks for neither
-    raise ImportError("Asynchronous GRPO needs two more packages. Run: pip install requests aiohttp") from error
-
-
 if TYPE_CHECKING:
     from ..trainers.parts import PaddingFreeTrainer
 
@@ -55,6 +49,8 @@ def check_server(trainer: PaddingFreeTrainer) -> None:
         TimeoutError: If no server answers in time.
         ValueError: If it serves another model: TRL's worker would fail in its first request.
     """
+    import requests  # only here: TRL does not ask for it, and `from trl_padfix import *` imports this module
+
     client, timeout = trainer.vllm_client, _server_timeout(trainer)
     if obstacle := _obstacle_to_server(trainer):
         logger.warning(f"No server answers at {client.server_url} ({obstacle}). Waiting for one, {timeout:g} seconds.")
@@ -90,6 +86,8 @@ def _is_default(trainer: PaddingFreeTrainer, field: str) -> bool:
 
 def _obstacle_to_server(trainer: PaddingFreeTrainer) -> str:
     """Why the server cannot be connected to; empty if it can, also if it is slow."""
+    import requests
+
     try:
         requests.get(f"{trainer.vllm_client.server_url}/health", timeout=5)
     except requests.ConnectionError as error:

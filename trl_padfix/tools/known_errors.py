@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from .reading import shortened
+
 
 __all__ = ["KNOWN_ERRORS", "KnownError", "explain", "last_error"]
 
@@ -47,10 +49,10 @@ def explain(text: str) -> list[KnownError]:
 
 
 def last_error(text: str) -> str:
-    """The last line of a text that names an error, or else its last line; at most 200 characters."""
+    """The last line of a text that names an error, or else its last line; about 200 characters of it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"(Error|Exception|Warning|Interrupt|Exit)\b(:|$)", line)]
-    return (errors or lines or [""])[-1][:200]
+    return shortened((errors or lines or [""])[-1], 200)
 
 
 def _find_argument(line: str) -> str:

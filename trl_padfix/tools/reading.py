@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["SAFE_LOADING", "UnreadableError", "load_model", "load_tokenizer", "package_of", "reading", "reason"]
+__all__ += ["shortened"]
 
 SAFE_LOADING = {"trust_remote_code": False, "use_safetensors": True}
 """Arguments of `from_pretrained`: no code from the model's folder is run, and no pickle is loaded."""
 
 _PACKAGE = Path(__file__).parents[1]
 _NOT_ON_HUB = r"(?:Couldn't reach|Dataset) '([^']+)' (?:on the Hub|doesn't exist on the Hub)"
-_MAX_REASON = 600
-"""Characters of a library's message that are repeated."""
+_MAX_REASON = 1200
+"""Characters of a library's message that are repeated: the metrics of an evaluation in DPO, listed, have 900."""
 
 
 class UnreadableError(ValueError):
@@ -66,7 +67,13 @@ def reason(error: BaseException) -> str:
     # The message of a `KeyError` is only the key: the name of its class says what is wrong.
     if not text or isinstance(error, (KeyError, AttributeError, IndexError, TypeError)):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return text if len(text) <= _MAX_REASON else text[:_MAX_REASON] + " ..."
+    return shortened(text, _MAX_REASON)
+
+
+def shortened(text: str, length: int) -> str:
+    """A text of one line, cut after a word if it is longer than `length` characters."""
+    # A word as long as that (a row of a file, in base64) is cut all the same.
+    return text if len(text) <= length else f"{text[: length + 1].rpartition(' ')[0] or text[:length]} [...]"
 
 
 def package_of(error: BaseException) -> str | None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ..core.context import within
 from .base import PaddingFreeMixin
 from .batching.measures import UnpairedMeasure
 from .data.collators import SidedCollator
+from .data.columns import column_names, values
 from .data.vision_collators import VisionCollator, to_padding_side_with_kl
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -101,6 +103,18 @@ class KTOTask(Task):
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,
     }
     measure = UnpairedMeasure
+
+    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: SimpleNamespace) -> Any:
+        checked = super().check_dataset(dataset, arguments)
+        if "label" in column_names(dataset) and isinstance(dataset, Dataset):
+            for row, label in enumerate(values(dataset, "label")):
+                if label not in (0, 1):  # TRL takes -1 for desirable
+                    raise ValueError(
+                        f"Row {row} (counted from 0) of the {arguments.dataset_name} dataset has {label!r} in column "
+                        "`label`, and `True` (desirable) or `False` is needed. Map it: "
+                        '`dataset.map(lambda row: {"label": row["label"] == "good"})`.'
+                    )
+        return checked
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         size = getattr(config, "_rows_per_micro_batch", None)

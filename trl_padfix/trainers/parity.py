@@ -237,7 +237,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
         outer.update({name: x for name, x in tensor_arguments(module, args, kwargs).items() if name == "labels"})
 
     def keep(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if call:
+        if call:  # recorded by the hook already
             return
         tensors = tensor_arguments(module, args, kwargs)
         if handle is None or (kwargs.get("past_key_values") is None and will_pack(handle, tensors)):
@@ -245,9 +245,14 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
 
     recording, called = Attachment(), module_called_by_trainer(model)
     around = [_Recorder(model, recording, keep_labels)] if model is not called else []
-    # A patch and no hook: sentence-transformers calls `model.forward`, which runs no hooks.
-    with recording.attach([*around, _Recorder(called, recording, keep)]):
-        yield call
+    # A hook, because ms-swift embeds images in another one, which runs later: the patch only sees embeddings. And a
+    # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
+    hook = called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
+    try:
+        with recording.attach([*around, _Recorder(called, recording, keep)]):
+            yield call
+    finally:
+        hook.remove()
 
 
 class _Recorder(ForwardPatch):

@@ -9,8 +9,11 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
 
 from ...files import UnwritableError, why_unwritable
 
@@ -26,6 +29,8 @@ _STATE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_SIZES += ("num_key_value_heads",)
 _OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
 """Pickles, and files and folders of FSDP and DeepSpeed: not opened, but they count as weights."""
 
@@ -70,6 +75,66 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
         + ". Give the `output_dir` of the training that is to go on or the folder of a checkpoint, or leave "
         "`resume_from_checkpoint` out to begin from the start."
     )
+
+
+def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
+    """
+    Raise a `ValueError` if a checkpoint was saved from another model than `model`, going by the files beside weights.
+
+    Trainer loads the weights that have the right names, leaves the others as they are, and fails in the state of the
+    optimizer, or not at all.
+    """
+    folder, beside = Path(checkpoint), "adapter_config.json"
+    config, ours = _read_json(folder / "config.json"), getattr(model, "config", None)
+    holds_adapters = (folder / beside).exists() or any(folder.glob(f"*/{beside}"))
+    adapters = getattr(model, "peft_config", None)  # a dictionary by names, of a PEFT model
+    named = f"`resume_from_checkpoint={folder}`"
+    if holds_adapters and not adapters:
+        raise ValueError(
+            f"{named} holds adapters, and the model that is trained has none. Train with the same adapters "
+            "(`peft_config`; `--use_peft` on the command line), or begin without `resume_from_checkpoint`."
+        )
+    if adapters and config and not holds_adapters:
+        raise ValueError(
+            f"{named} holds a whole model, and adapters are trained here. To train adapters on that model, give it as "
+            f"`model_name_or_path={folder}` and leave `resume_from_checkpoint` out."
+        )
+    differences, of = [], "model"
+    if holds_adapters:
+        differences, of = _of_adapters(_read_json(folder / beside), adapters or {}), "adapters"
+    elif config and isinstance(ours, PretrainedConfig):
+        differences = _of_models(config, ours, type(model).__name__.removeprefix("FSDP"))
+    if differences:
+        raise ValueError(
+            f"{named} was saved from another model than the one that is trained: {'; '.join(differences)}. Name the "
+            f"{of} that it was trained from, another checkpoint, or begin without `resume_from_checkpoint`."
+        )
+
+
+def _of_models(saved: dict[str, Any], config: PretrainedConfig, class_name: str) -> list[str]:
+    """What of a saved `config.json` is of another model than `config`: its class, or sizes."""
+    text, saved_text = config.get_text_config(), saved.get("text_config") or saved
+    pairs = {name: (saved_text.get(text.attribute_map.get(name, name)), getattr(text, name, None)) for name in _SIZES}
+    return _unequal({"class": ((saved.get("architectures") or [None])[0], class_name)} | pairs)
+
+
+def _of_adapters(saved: dict[str, Any], configs: dict[str, Any]) -> list[str]:
+    """What of a saved `adapter_config.json`, which is that of the adapter `default`, is of other adapters."""
+    config = configs.get("default")
+    pairs = {name: (saved.get(name), getattr(config, name, None)) for name in ("peft_type", "r", "target_modules")}
+    # PEFT keeps the names in a set, and writes a list.
+    lists = {k: (sorted(a), sorted(b)) for k, (a, b) in pairs.items() if isinstance(a, list) and isinstance(b, set)}
+    return _unequal(pairs | lists)
+
+
+def _unequal(pairs: dict[str, tuple[Any, Any]]) -> list[str]:
+    # A key may be missing: the configuration of another class has other names.
+    unequal = {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
+    return [f"its {name} is {theirs}, and {ours} here" for name, (theirs, ours) in unequal.items()]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def checkpoints_of(output_dir: str | Path) -> list[Path]:

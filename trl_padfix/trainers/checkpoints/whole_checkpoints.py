@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..parts import Part
-from .checkpoints import checkpoint_to_resume, checkpoints_of, saying_what_is_safe
+from .checkpoints import checkpoint_to_resume, checkpoints_of, require_same_model, saying_what_is_safe
 
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class WholeCheckpoints(Part):
         """A block that trains; yields the checkpoint to resume from."""
         output_dir = self.trainer.args.output_dir
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, output_dir)
+        if checkpoint is not None:
+            require_same_model(checkpoint, self.trainer.model)
         self._remove_half_written(Path(output_dir))
         callbacks = (SamplerEpochs(), StreamSteps())
         for callback in callbacks:
