@@ -284,7 +284,14 @@ class PaddingRemovalCallback(TrainerCallback):
         self._counters[mode].add(summed_over_processes(torch.tensor([new[1], *new]), self._trainer))
         self._counted = counts
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if self._trainer is None or logs is None:
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train")
