@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,12 +73,13 @@ def reward(function: Callable) -> Callable[[str], dict[str, Any]]:
 
 def build_bytes(policy: str) -> dict[str, Any]:
     """Models for a tokenizer of bytes, and the tokenizer, which is in the folder of the teacher too."""
-    tokenizer = train_tokenizer((row["messages"][0]["content"] for row in build_chats(24, 0)), vocab_size=320)
+    if not Path(policy, "teacher", "tokenizer.json").exists():  # equal counts are merged in another order each time
+        tokenizer = train_tokenizer((row["messages"][0]["content"] for row in build_chats(24, 0)), vocab_size=320)
+        tokenizer.save_pretrained(f"{policy}/teacher")
+    tokenizer = AutoTokenizer.from_pretrained(f"{policy}/teacher")
     student, teacher = (build_model(seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1))
     teacher.config._name_or_path = f"{policy}/teacher"
     teacher.save_pretrained(f"{policy}/teacher")
-    tokenizer.save_pretrained(f"{policy}/teacher")
-    tokenizer = AutoTokenizer.from_pretrained(f"{policy}/teacher")
     return {"model": student, "teacher_model": teacher, "processing_class": tokenizer}
 
 

@@ -18,6 +18,7 @@ from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, r
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.trainers import context_parallel
 from trl_padfix.trainers.context_parallel import ContextParallel
+from trl_padfix.trainers.metrics.exact_eval_means import local_metrics_only
 from trl_padfix.trainers.packing import Padding
 from trl_padfix.trainers.settings import Settings
 
@@ -27,7 +28,8 @@ def part(
     own: dict[str, Any] | None = None, **settings: Any,
 ) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates, generates_rows=None)
+    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates, generates_rows=None,
+        generates_within_step=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
@@ -73,6 +75,7 @@ def test_without_context_parallelism_or_packing_nothing_is_split(given, two_proc
         ({"layouts": False}, "generates rows on every process"),
         ({"generates": True, "own": {"tools": [print]}}, "Tools, environments and `rollout_func` may answer"),
         ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is distributed to processes"),
+        ({"generates": True, "own": {"args": SimpleNamespace(use_vllm=True)}}, "`use_vllm` completes the prompts of"),
         ({"tp_size": 2}, "`tp_size` splits the weights"),
         ({"deepspeed": True}, "not split with DeepSpeed"),
     ],
@@ -136,6 +139,31 @@ def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
         assert gather_object(["a"]) == []  # the first process of the group says it
     assert trainer.accelerator is accelerator
     assert (gather, gather_object) == before
+
+
+def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
+    """Also by a `gather` that is set on the accelerator itself, within blocks of ours, and where metrics stay local."""
+    split, accelerator, seen = part(), Accelerator(), []
+    split.trainer, split.group = Trainer(), Group(None, 1, 2)
+    trainer: Any = split.trainer
+    trainer.accelerator = accelerator
+    rows = torch.tensor([[1.0], [2.0]])
+
+    def users(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return Accelerator.gather(accelerator, x)
+
+    accelerator.gather = accelerator.gather_for_metrics = users
+    assert len(accelerator.gather(rows)) == 8  # each group twice
+    with split._gather_without_duplicates(), split._gather_without_duplicates():
+        for gathering in (accelerator.gather, accelerator.gather_for_metrics):
+            assert gathering({"rows": rows})["rows"].flatten().tolist() == [1, 2, 2, 3]
+            assert gathering(torch.tensor(1.0)).tolist() == [1, 2]
+        with split.gathering_from_all():  # Trainer divides what it has counted on all
+            assert accelerator.gather(torch.tensor(1.0)).tolist() == [1, 1, 2, 2]
+        with local_metrics_only(accelerator), split._gather_without_duplicates():
+            assert accelerator.gather(rows) is rows
+    assert len(seen) == 5 and accelerator.gather is accelerator.gather_for_metrics is users
 
 
 def test_trl_leaves_the_parallelism_of_our_configuration_to_us():

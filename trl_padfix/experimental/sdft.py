@@ -5,7 +5,7 @@ from typing import Any
 
 from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import ExperimentalTrainer, PromptTask
+from .tasks import GeneratingTrainer, PromptTask
 
 
 with of_trl("sdft"):
@@ -19,7 +19,7 @@ class SDFTConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdft.S
     """TRL's [`~trl.experimental.sdft.SDFTConfig`] with padding removal."""
 
 
-class SDFTTrainer(ExperimentalTrainer, trl_sdft.SDFTTrainer):
+class SDFTTrainer(GeneratingTrainer, trl_sdft.SDFTTrainer):
     """TRL's [`~trl.experimental.sdft.SDFTTrainer`] without padding."""
 
     task_class = PromptTask

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import ExperimentalTrainer, PromptTask
+from .tasks import GeneratingTrainer, PromptTask
 
 
 with of_trl("sdpo"):
@@ -19,7 +19,7 @@ class SDPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdpo.S
     """TRL's [`~trl.experimental.sdpo.SDPOConfig`] with padding removal."""
 
 
-class SDPOTrainer(ExperimentalTrainer, trl_sdpo.SDPOTrainer):
+class SDPOTrainer(GeneratingTrainer, trl_sdpo.SDPOTrainer):
     """TRL's [`~trl.experimental.sdpo.SDPOTrainer`] without padding."""
 
     task_class = PromptTask

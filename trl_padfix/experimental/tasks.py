@@ -14,6 +14,7 @@ from ..trainers.batching.micro_batch_budget import MicroBatchBudget
 from ..trainers.batching.sampler import StepOrder, check_budget
 from ..trainers.batching.token_budget import SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
+from ..trainers.context_parallel import ContextParallel
 from ..trainers.distributed import datasets_of
 from ..trainers.task import Task
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ExperimentalTrainer",
+    "GeneratingTrainer",
     "JoinedPairTask",
     "MessagesTask",
     "PairTrainer",
@@ -46,8 +48,18 @@ class ExperimentalTrainer(PaddingFreeMixin):
         return self.padding.part(SubBatchBudget).split_forwards()
 
 
+class GeneratingTrainer(ExperimentalTrainer):
+    """[`ExperimentalTrainer`] that generates in its steps: processes that share rows complete them alike."""
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        with self.padding.part(ContextParallel).generating(inputs):
+            return super()._prepare_inputs(inputs)
+
+
 class _OwnData(Task):
     """The task of a trainer that prepares its data in `__init__` or in its steps: columns are checked before."""
+
+    supports_cp_generation = generates_within_step = True
 
     layout_policy = False  # a step joins, generates or shuffles what comes from the data loader
 
@@ -93,7 +105,7 @@ class JoinedPairTask(_OwnData):
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    generates_rows = False
+    generates_rows = supports_cp_generation = generates_within_step = False
 
 
 class PairTrainer(ExperimentalTrainer):

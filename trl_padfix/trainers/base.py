@@ -225,7 +225,7 @@ class PaddingFreeMixin:
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         order = next((part for part in self.padding.parts if isinstance(part, StepOrder)), None)
         if order is None or not order.is_on:
-            return super()._get_train_sampler(*args, **kwargs)
+            return self.padding.part(ContextParallel).sampler(super()._get_train_sampler(*args, **kwargs))
         # Versions of transformers differ in whether they pass the dataset. With a token budget it is a `StepDataset`,
         # whose items are whole steps; the sampler needs its rows.
         dataset = next((value for value in (*args, *kwargs.values()) if value is not None), self.train_dataset)
@@ -338,7 +338,8 @@ class PaddingFreeMixin:
         scored, labels = self.padding.first_labels
         # In evaluation Trainer counts what was prepared: without the labels of first tokens, which TRL counts, too.
         batches = [{**b, "labels": labels} if labels is not None and _has_labels(b, scored) else b for b in batches]
-        return super()._get_num_items_in_batch(self.padding.task.label_count_inputs(batches), device)
+        with self.padding.part(ContextParallel).gathering_from_all():
+            return super()._get_num_items_in_batch(self.padding.task.label_count_inputs(batches), device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return sum(map(super().floating_point_ops, micro_batches_of(inputs)))

@@ -12,9 +12,11 @@ a context-parallel group like a tensor-parallel one: all its processes compute t
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +26,11 @@ from datasets import Dataset
 from torch import distributed
 
 from ..core.errors import PaddingRemovalError
+from ..core.model.find import find_pretrained
 from ..core.parallel.collectives import Group
 from ..core.parallel.layout import HEADS, KEYS
 from ..core.split_rows import split_rows
-from .distributed import splitting_parallelism
+from .distributed import models_of, splitting_parallelism
 from .parts import Evaluation, Part, Step
 from .temporary_attributes import temporarily_set
 
@@ -124,10 +127,8 @@ class ContextParallel(Part):
         Raises:
             ValueError: If the processes of the group have different ids, masks or labels; on each of them.
         """
-        if self.group is None:
-            return
-        tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
-        self._check_equal([_shape_checksum(tensors), _value_checksum(tensors)])
+        if self.group is not None:
+            self._check_equal(_checksums(batch))
 
     def _check_equal(self, numbers: list[Any]) -> None:
         assert self.group is not None
@@ -139,10 +140,10 @@ class ContextParallel(Part):
             )
 
     @contextlib.contextmanager
-    def generating(self, rows: list[dict[str, Any]]) -> Iterator[None]:
+    def generating(self, rows: list[dict[str, Any]] | dict[str, Any]) -> Iterator[None]:
         """
-        A block in which TRL completes the prompts of `rows` and scores them. All processes of a group draw the same
-        random numbers, here and in the shuffling that follows.
+        A block in which TRL completes the prompts of `rows`, or of a batch, and scores them. All processes of a group
+        draw the same random numbers, here and in the shuffling that follows.
 
         Raises:
             ValueError: If the processes of the group have different prompts; on each of them.
@@ -150,29 +151,67 @@ class ContextParallel(Part):
         if self.group is None:
             yield
             return
-        self._check_equal([zlib.crc32(repr([row.get("prompt") for row in rows]).encode())])
+        batch = rows if isinstance(rows, dict) else {"prompt": [row.get("prompt") for row in rows]}
+        self._check_equal([zlib.crc32(repr(batch.get("prompt")).encode()), *_checksums(batch)])
+        with self.drawing_alike(), self._count_groups_as_processes():
+            yield
+
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """A block in which all processes of a group draw the same random numbers and complete prompts alike."""
+        if self.group is None:
+            yield
+            return
         self._sync_rng()
-        with self._count_groups_as_processes():
+        with contextlib.ExitStack() as stack:
+            for model in map(find_pretrained, models_of(self.trainer)):
+                # On the instance: also through PEFT, whose `generate` calls that of the model in it.
+                stack.enter_context(temporarily_set(model, "generate", self._broadcasting(model.generate)))
             yield
         self._sync_rng()
 
+    def _broadcasting(self, generate: Callable) -> Callable:
+        """`generate`, whose tokens are those of the first process of the group."""
+
+        def generate_for_group(*args: object, **kwargs: object) -> object:
+            completed = generate(*args, **kwargs)
+            is_tensor = isinstance(completed, torch.Tensor)
+            ids = self.broadcast_from_first(completed if is_tensor else completed.sequences)
+            if not is_tensor:
+                completed.sequences = ids
+            return ids if is_tensor else completed
+
+        return generate_for_group
+
+    def sampler(self, sampler: Any) -> Any:
+        """The sampler of a data loader. TRL's of prompts counts those of all processes; a group has them once."""
+        if self.size > 1 and hasattr(sampler, "mini_repeat_count"):
+            sampler.batch_size //= self.size
+        return sampler
+
     def broadcast_from_first(self, completed: Any) -> Any:
-        """The object of the first process of the group: rounding may have changed a token sampled on another one."""
+        """
+        The object of the first process of the group: rounding may have changed a token sampled on another one, and a
+        reward function may answer each differently.
+        """
         if self.group is None:
             return completed
         objects = [completed]
         first = distributed.get_global_rank(self.group.group, 0)
         distributed.broadcast_object_list(objects, first, group=self.group.group)
-        return objects[0]
+        sent = objects[0]
+        return sent.to(self.trainer.accelerator.device) if isinstance(sent, torch.Tensor) else sent
 
     def _sync_rng(self) -> None:
         """Set the random number generators of all processes of the group to the states of its first one."""
         device = self.trainer.accelerator.device
         accelerators = getattr(torch, device.type) if device.type != "cpu" else None
-        state = self.broadcast_from_first((torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)))
-        torch.set_rng_state(state[0])
+        own = random.getstate(), torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)
+        state = self.broadcast_from_first(own)
+        random.setstate(state[0])  # GKD draws by it whether a step generates
+        torch.set_rng_state(state[1])
         if accelerators:
-            accelerators.set_rng_state(state[1], device)
+            accelerators.set_rng_state(state[2], device)
 
     @contextlib.contextmanager
     def _count_groups_as_processes(self) -> Iterator[None]:
@@ -222,18 +261,36 @@ class ContextParallel(Part):
     def _gather_without_duplicates(self) -> Iterator[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
-        # A step of an evaluation is a block within the evaluation's. A micro-batch keeps its metrics on each process,
-        # because groups have other numbers of rows in it.
-        if self.group is None or "gather" in vars(accelerator):
+        with contextlib.ExitStack() as stack:
+            for name in ("gather", "gather_for_metrics"):
+                # That of the class calls `gather`; one that a user has set on the instance may not.
+                if self.group is not None and (name == "gather" or name in vars(accelerator)):
+                    stack.enter_context(temporarily_set(accelerator, name, self._of_groups(getattr(accelerator, name))))
             yield
-            return
-        gather_all, size = accelerator.gather, self.group.size
 
-        def first_of_each(x: torch.Tensor) -> torch.Tensor:
-            return _first_of_each_group(x, accelerator.num_processes, size)
+    def _of_groups(self, gather_all: Callable) -> Callable:
+        """`gather_all` with the rows of one process of each group, where it gives those of all processes."""
+        assert self.group is not None
+        size, processes = self.group.size, self.trainer.accelerator.num_processes
 
-        with temporarily_set(accelerator, "gather", lambda x: recursively_apply(first_of_each, gather_all(x))):
-            yield
+        def gather_of_groups(values: Any, *args: Any, **kwargs: Any) -> Any:
+            def first_of_each(x: torch.Tensor) -> torch.Tensor:
+                gathered = gather_all(x, *args, **kwargs)
+                # A block within such a block has taken them, and the metrics of a micro-batch stay on each process,
+                # because groups have other numbers of rows in it.
+                is_all = len(gathered) == processes * (len(x) if x.dim() else 1) if gathered.dim() else False
+                return _first_of_each_group(gathered, processes, size) if is_all else gathered
+
+            return recursively_apply(first_of_each, values)
+
+        return gather_of_groups
+
+    def gathering_from_all(self) -> contextlib.AbstractContextManager[None]:
+        """A block with accelerate's own `gather`: Trainer divides the labels of all processes by those of a group."""
+        accelerator = self.trainer.accelerator
+        if self.group is None:
+            return contextlib.nullcontext()
+        return temporarily_set(accelerator, "gather", partial(type(accelerator).gather, accelerator))
 
 
 def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
@@ -257,6 +314,8 @@ def _obstacle(trainer: PaddingFreeTrainer, size: str) -> str | None:
     if task.supports_cp_generation:
         if any(getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")):
             return "Tools, environments and `rollout_func` may answer every process that shares rows differently"
+        if task.generates_within_step and getattr(trainer.args, "use_vllm", False):
+            return f"{type(trainer).__name__} with `use_vllm` completes the prompts of every process by themselves"
         if not isinstance(trainer.train_dataset, Dataset):
             return f"A stream of prompts is distributed to processes, and with `{size}` some share theirs"
     if size == "tp_size":
@@ -285,6 +344,11 @@ def _check_completions_per_prompt(trainer: PaddingFreeTrainer, dimension: str, s
                 f"batches, {count} completions in all, and `{name}={completions}` does not divide them. Change that "
                 "or the batch size."
             )
+
+
+def _checksums(batch: dict[str, Any]) -> list[Any]:
+    tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
+    return [_shape_checksum(tensors), _value_checksum(tensors)]
 
 
 def _shape_checksum(tensors: list[torch.Tensor]) -> int:

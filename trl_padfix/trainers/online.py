@@ -197,12 +197,6 @@ class OnlineTrainer(PaddingFreeMixin):
         with self.padding.part(ContextParallel).generating(inputs):
             return super()._generate_and_score_completions(inputs)
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if (size := self.padding.part(ContextParallel).size) > 1:
-            sampler.batch_size //= size  # TRL counts the prompts of all processes; a group has them once
-        return sampler
-
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
