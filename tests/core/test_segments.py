@@ -1,14 +1,12 @@
 """Attention segment by segment on a CPU: what its graph keeps."""
 
-import gc
-
 import pytest
 import torch
+import torch.nn.functional as functional
 from kit.trainer_runs import build_model
 
 import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
-from trl_padfix.core.call.batch_metadata import share_layouts
 
 
 def kept(sharing: bool, shared: int = 1, **config) -> int:
@@ -41,20 +39,41 @@ def test_sharing_one_token_keeps_no_more_than_sharing_none(config, monkeypatch):
     assert kept(sharing=True, shared=24, **config) > 1.02 * now
 
 
-def test_masks_live_as_long_as_a_graph_keeps_them():
-    masks = lambda: [ref() for known in kernels._masks.values() for ref in known.values() if ref() is not None]  # noqa: E731
-    gc.collect()
-    before = len(masks())
-    model = build_model()
-    ids = torch.randint(2, 38, (4, 12), generator=torch.Generator().manual_seed(0))
-    ids[:, :8] = ids[0, :8]
-    with share_layouts(), remove_padding(model, prefix_sharing=True):
-        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.sum()
-        assert len(masks()) == before + 3  # one for each row that is no whole row, for both layers
-        loss.backward()
-        del loss
-        gc.collect()
-        assert len(masks()) == before
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        assert len(masks()) == before
+@pytest.mark.parametrize("config", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
+def test_behind_a_shared_prefix_no_mask_is_kept(config):
+    """Nor probabilities: what is kept grows with the tokens. The eager function shows what would be seen."""
+
+    def sizes(attention: str) -> set[tuple[int, ...]]:
+        model = build_model(attn_implementation=attention, **config)
+        ids = torch.randint(2, 38, (4, 47), generator=torch.Generator().manual_seed(0))
+        ids[:, :36] = ids[0, :36]
+        found = set()
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: found.add(tuple(x.shape[-2:])) or x, lambda x: x)
+        with hooks, remove_padding(model, prefix_sharing=True):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.sum()
+        return found
+
+    keys = 17 if config else 47  # of the 11 queries of a row
+    assert (11, keys) in sizes("eager")
+    assert (11, keys) not in sizes("sdpa")
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (3, None), (None, 4)])
+def test_the_kernel_of_a_cpu_has_the_gradients_of_a_mask(window, chunk):
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(1, heads, tokens, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+        for heads, tokens in ((4, 5), (2, 9), (2, 9))
+    ]
+    places = torch.arange(4, 9), torch.arange(9)
+
+    def of_kernel(*states):
+        return kernels.CausalAttention.apply(*states, *places, window, chunk, 0.3)
+
+    mask = kernels.visible_keys(*places, window, chunk)
+    expected = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(of_kernel(*states), expected)
+    assert torch.autograd.gradcheck(of_kernel, states)
+    if window is None:  # the control: without the mask of the chunk
+        other = kernels.CausalAttention.apply(*states, *places, window, None, 0.3)
+        assert torch.allclose(other, expected) is (chunk is None)

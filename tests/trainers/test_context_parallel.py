@@ -28,8 +28,9 @@ def part(
     own: dict[str, Any] | None = None, **settings: Any,
 ) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(layout_policy=layouts, supports_cp_generation=generates, generates_rows=None,
-        generates_within_step=generates)
+    padding.task = SimpleNamespace(
+        layout_policy=layouts, supports_cp_generation=generates, generates_rows=None, generates_within_step=generates
+    )
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
@@ -142,7 +143,7 @@ def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
 
 
 def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
-    """Also by a `gather` that is set on the accelerator itself, within blocks of ours, and where metrics stay local."""
+    """Also by a `gather` set on the accelerator itself, within blocks of ours, and where metrics stay local."""
     split, accelerator, seen = part(), Accelerator(), []
     split.trainer, split.group = Trainer(), Group(None, 1, 2)
     trainer: Any = split.trainer
@@ -163,7 +164,8 @@ def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
             assert accelerator.gather(torch.tensor(1.0)).tolist() == [1, 1, 2, 2]
         with local_metrics_only(accelerator), split._gather_without_duplicates():
             assert accelerator.gather(rows) is rows
-    assert len(seen) == 5 and accelerator.gather is accelerator.gather_for_metrics is users
+    assert len(seen) == 5
+    assert accelerator.gather is accelerator.gather_for_metrics is users
 
 
 def test_trl_leaves_the_parallelism_of_our_configuration_to_us():

@@ -265,7 +265,8 @@ class ContextParallel(Part):
             for name in ("gather", "gather_for_metrics"):
                 # That of the class calls `gather`; one that a user has set on the instance may not.
                 if self.group is not None and (name == "gather" or name in vars(accelerator)):
-                    stack.enter_context(temporarily_set(accelerator, name, self._of_groups(getattr(accelerator, name))))
+                    of_groups = self._of_groups(getattr(accelerator, name))
+                    stack.enter_context(temporarily_set(accelerator, name, of_groups))
             yield
 
     def _of_groups(self, gather_all: Callable) -> Callable:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as functional
 from torch import nn
-from torch.utils.weak import TensorWeakRef
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..layout.layout import Layout
@@ -118,33 +116,27 @@ def attend_by_segment(
         layout.key_positions.split(layout.key_lengths),
         strict=True,
     )
-    # transformers' `sdpa` function copies keys and values for each query head of their group, and takes boolean masks.
-    # On a CPU torch's function is called instead: it needs no copies, and its additive masks serve all layers. It has
-    # no arguments `position_bias` and `cache`.
-    is_grouped = query.shape[1] != key.shape[1]
+    # transformers' `sdpa` function copies keys and values for each query head of their group, and takes masks. On a
+    # CPU torch's kernel is called instead. It has no dropout, no sizes of values of their own, and no arguments
+    # `position_bias` and `cache`.
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
-    uses_torch = is_plain_sdpa and query.device.type == "cpu" and masks is None
+    has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
+    uses_kernel = is_plain_sdpa and has_kernel and masks is None
     outputs = []
     for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
         if (n := plan.pad_queries) is not None:
             row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
             outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
+        if uses_kernel:
+            places = positions, positions_k, plan.window, plan.chunk
+            states = segment_query, segment_key, segment_value
+            outputs.append(CausalAttention.apply(*states, *places, kwargs.get("scaling")).transpose(1, 2))
+            continue
         for q, k in query_blocks(len(positions), len(positions_k), plan.window):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
             states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
             mask_of = positions[q], positions_k[k], plan.window, plan.chunk
-            if uses_torch:
-                block = (index, q.start, plan.window, plan.chunk, query.dtype)
-                attended = functional.scaled_dot_product_attention(
-                    *states,
-                    attn_mask=_cached_mask(layout, block, query, *mask_of),
-                    dropout_p=kwargs.get("dropout", 0.0),
-                    scale=kwargs.get("scaling"),
-                    enable_gqa=is_grouped,
-                )
-                outputs.append(attended.transpose(1, 2))
-                continue
             mask = visible_keys(*mask_of) if masks is None else masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
                 mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
@@ -190,35 +182,62 @@ def visible_keys(
     return mask[None, None]
 
 
-_masks: WeakKeyDictionary[Layout, dict[Any, TensorWeakRef]] = WeakKeyDictionary()
-"""
-Masks of the blocks of a layout. Both references are weak: an entry lives as long as its layout, a mask only while the
-graph of some layer holds it.
-"""
-
-
-def _cached_mask(
-    layout: Layout,
-    block: tuple[Any, ...],
-    query: torch.Tensor,
-    positions: torch.Tensor,
-    positions_k: torch.Tensor,
-    window: int | None,
-    chunk: int | None,
-) -> torch.Tensor:
+class CausalAttention(torch.autograd.Function):
     """
-    The additive mask of a block (0 or -inf): the tensor that another layer's graph holds, if there is one.
+    Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
 
-    From a boolean mask torch makes a copy in the dtype of the scores for each layer. If no graph holds the mask
-    (without gradients, under gradient checkpointing), it is freed with its layer.
+    The keys before the segment are seen by all of its queries, its own causally: neither needs a mask. Each part is
+    computed by torch's kernel, and the log-sum-exp of its scores (`lse`) weights it. Backward needs those of the whole
+    alone. Windows and chunks have a mask for each block of queries, which backward makes again.
     """
-    cache = _masks.setdefault(layout, {})
-    mask = cache[block]() if block in cache else None
-    if mask is None:
-        is_visible = visible_keys(positions, positions_k, window, chunk)
-        mask = query.new_zeros(is_visible.shape).masked_fill_(~is_visible, -torch.inf)
-        cache[block] = TensorWeakRef(mask)
-    return mask
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
+        positions_k: torch.Tensor, window: int | None, chunk: int | None, scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.places, ctx.scale = (positions, positions_k, window, chunk), scale
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        output = torch.zeros_like(query, dtype=lse.dtype)
+        for q, k, is_causal, mask in _parts(query, *ctx.places):
+            states = query[:, :, q], key[:, :, k], value[:, :, k]
+            part, part_lse = _KERNEL(*states, is_causal=is_causal, attn_mask=mask, scale=scale)
+            total = torch.logaddexp(lse[:, :, q], part_lse)
+            output[:, :, q] *= (lse[:, :, q] - total).exp()[..., None]
+            output[:, :, q] += part * (part_lse - total).exp()[..., None]
+            lse[:, :, q] = total
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
+        for q, k, is_causal, mask in _parts(query, *ctx.places):
+            states = query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], lse[:, :, q]
+            parts = _KERNEL_BACKWARD(grads[0][:, :, q], *states, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
+            for total, part, place in zip(sums, parts, (q, k, k), strict=True):
+                total[:, :, place] += part
+        return *(x.to(query.dtype) for x in sums), *[None] * 5
+
+
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _parts(
+    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
+) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
+    """Queries, keys, whether the part is causal, and the mask (0 or -inf) of each part of a segment's attention."""
+    shared = len(positions_k) - len(positions)
+    if window is None and chunk is None:
+        yield slice(None), slice(shared), False, None
+        yield slice(None), slice(shared, None), True, None
+        return
+    for q, k in query_blocks(len(positions), len(positions_k), window):
+        is_visible = visible_keys(positions[q], positions_k[k], window, chunk)
+        yield q, k, False, query.new_zeros(is_visible.shape).masked_fill_(~is_visible, -torch.inf)
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
