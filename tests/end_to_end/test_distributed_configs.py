@@ -83,7 +83,7 @@ def refused(folder, request):
 @pytest.fixture(scope="module")
 def one_process(folder):
     """TRL's trainer, padded, on all weights."""
-    return cache(lambda method: train(method, "", folder))
+    return cache(lambda method, mode="": train(method, "LoRA" * mode.startswith("LoRA"), folder))
 
 
 CELLS = [
@@ -92,6 +92,7 @@ CELLS = [
     *product([name for name, sizes in SIZES.items() if "tp_size" not in sizes], METRICS, ["budget"]),
     # A prefix of a sharded model is a forward of the whole model, which would balance its experts.
     *product(["FSDP2", "EP"], ["DPO", "GRPO"], ["router logits"]),
+    *product(["FSDP2", "FSDP2, replicated"], ["SFT", "DPO"], ["LoRA, sharing", "LoRA, budget"]),
 ]
 
 
@@ -107,11 +108,11 @@ def assert_one_process(found: list[dict[str, Any]], theirs: Any, method: str) ->
 
 @pytest.mark.parametrize(("sizes", "method", "mode"), slow_but([("EP", "DPO", "budget")], CELLS))
 def test_sharded_while_loaded_a_model_has_the_trajectory_of_one_process(sizes, method, mode, together, one_process):
-    found, theirs = together(sizes, method, mode), one_process(method)
+    found, theirs = together(sizes, method, mode), one_process(method, mode)
     assert_one_process(found, theirs, method)
     batches = found[:: SIZES[sizes].get("tp_size", 1)]
     assert sum(each["run"].entered for each in batches) < theirs.entered
-    if mode != "sharing":
+    if not mode.endswith("sharing"):
         assert max(each["run"].forwards[0] for each in batches) <= BUDGET["max_tokens_per_batch"] < theirs.forwards[0]
 
 

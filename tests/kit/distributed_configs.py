@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import trl
 from kit.methods import METHODS, make_trainer
-from kit.trainer_runs import Run, build_tokenizer, confusing_layout, run
+from kit.trainer_runs import Run, build_tokenizer, confusing_layout, lora, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from zoo import models
 
@@ -40,6 +40,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "FSDP2, TP and EP": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
     "FSDP2, TP and EP within": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
     "EP of four": {"fsdp_size": 4, "ep_size": 4},
+    "FSDP2, replicated": {"fsdp_size": 2, "dp_replicate_size": 2},
 }
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "policy": (0, {}),
@@ -68,6 +69,8 @@ MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "sharing": {"padding_free": True, "prefix_sharing": True},
     "budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
+    "LoRA, sharing": {"padding_free": True, "prefix_sharing": True},
+    "LoRA, budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
     "router logits": {"padding_free": True, "prefix_sharing": True} | BUDGET,  # asked for, and in no loss
     "confused": {"padding_free": True, "prefix_sharing": True, "parity_check": False},
 }
@@ -110,11 +113,13 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, pol
     }
     asked = {"output_router_logits": True} if mode == "router logits" else {}
     given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes, **asked)
-    if method == "DPO":
+    if mode.startswith("LoRA"):
+        given["peft_config"] = lora(target_modules=["q_proj", "v_proj"])
+    elif method == "DPO":
         given["ref_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
     given |= MODES.get(mode, {}) | config
-    trainer = make_trainer(trl_padfix if mode else trl, method, folder / "run", **given)
+    trainer = make_trainer(trl if mode in ("", "LoRA") else trl_padfix, method, folder / "run", **given)
     if method == "GRPO":
         answer_from_table(trainer, int(os.environ.get("RANK", 0)) // shared)
     return trainer
@@ -177,7 +182,7 @@ def main(path: str, *cells: str) -> None:
             size, method, mode = cell.split("; ")
             done = train(method, mode, folder, SIZES[size])
             reshard_parameters(done.trainer.model)  # the head is gathered after an evaluation
-            weights = [p.detach() for p in done.trainer.model.parameters()]
+            weights = [p.detach() for p in done.trainer.model.parameters() if p.requires_grad]
             full, own = ([getattr(p, how)() if hasattr(p, how) else p for p in weights] for how in HOW)
             found["run"] = Run(None, done.logs, done.entered, forwards=done.forwards)
             found |= {"weights": torch.cat([p.flatten() for p in full]), "local": sum(p.numel() for p in own)}

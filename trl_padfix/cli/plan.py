@@ -37,6 +37,7 @@ def plan(
     expert_parallel: Annotated[
         int, Option(min=1, help="GPUs that have the experts of a layer together (`ep_size`), under FSDP2.")
     ] = 1,
+    tensor_parallel: Annotated[int, Option(min=1, help="GPUs that have each layer together (`tp_size`).")] = 1,
     head_tokens: Annotated[
         int, Option(min=0, help="Tokens whose scores are held at once; TRL's fused head has chunks. 0: all.")
     ] = 1024,
@@ -51,6 +52,11 @@ def plan(
         raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
     if expert_parallel > 1 and lora:
         raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
+    if tensor_parallel > 1 and (lora or expert_parallel > 1 or max_tokens_per_batch):
+        raise typer.BadParameter(
+            "was not counted with --expert-parallel and --lora, and has no token budget: the GPUs of a group have one "
+            "batch. Leave those out.", param_hint="--tensor-parallel"
+        )  # fmt: skip
     if lora and find_spec("peft") is None:
         raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
     outputs(accelerate=accelerate, json=json)
@@ -65,12 +71,16 @@ def plan(
     if expert_parallel > 1:
         with user_errors_of("--expert-parallel"):
             p.check_experts(sizes, gpus, expert_parallel)
+    if tensor_parallel > 1:
+        with user_errors_of("--tensor-parallel"):
+            sizes.of_one(tensor_parallel)
     with user_errors_of("--memory"), console.status("Counting"):
         try:
             fit = p.smallest_fit(
                 sizes, gpus=gpus, available=int(memory * 1e9), longest=rows * lengths.longest, lora=lora,
                 quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
                 budget=max_tokens_per_batch, may_split=not is_online, expert_parallel=expert_parallel,
+                tensor_parallel=tensor_parallel,
             )  # fmt: skip
         except NotImplementedError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
@@ -79,7 +89,7 @@ def plan(
     _print_memory(fit)
     _print_notes(fit, sizes, lengths)
     path = accelerate or Path("accelerate.yaml")
-    flags = p.flags(fit, None if is_online else lengths.longest, sizes.has_experts)
+    flags = p.flags(fit, None if is_online else lengths.longest, sizes.has_experts, rows * lengths.longest)
     command = p.training_command(fit, sizes.name, method, lengths.data, path, flags)
     print_as_is(f"\n{command}")
     if "--dataset_name DATA" in command and lengths.data != "DATA":
@@ -108,6 +118,9 @@ def _print_notes(fit: Plan, sizes: ModelSizes, lengths: DataLengths) -> None:
     sharding += f", each row computed by {training.split} of them (cp_size)" if training.split > 1 else ""
     if training.expert_parallel > 1:
         sharding += f", experts over {training.expert_parallel} (ep_size), to which tokens are routed evenly"
+    if training.tensor_parallel > 1:
+        groups = training.gpus // training.tensor_parallel
+        sharding = f"each layer over {training.tensor_parallel} GPUs (tp_size), {groups} batches"
     host = ", checkpoints offloaded to the host" if training.offload else ""
     console.print(f"{sharding}, {'with' if training.checkpointing else 'without'} gradient checkpointing{host}")
     if lengths.distinct_per_row:

@@ -8,8 +8,10 @@ a token are counted: [`count_step`] runs a step of the model on tensors without 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice, product
@@ -56,6 +58,16 @@ ON_DEVICE = 1
 
 FOUR_BITS = 0.5 + 4 / 64
 """Bytes of a weight in bitsandbytes' four bits: half a byte, and a float32 scale per 64 weights (not nested)."""
+
+
+_SHARDED_SIZES = (
+    "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)  # fmt: skip
+"""Fields of a configuration that tensor parallelism divides among GPUs."""
+
+_SHARDING = ("colwise", "packed_colwise", "rowwise", "embedding")
+"""Beginnings of the styles of a `tp_plan` that leave a GPU a part of a weight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +120,42 @@ class ModelSizes:
             linear_weights=sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear and m is not head),
         )
 
+    def of_one(self, size: int) -> ModelSizes:
+        """
+        Sizes of what one of `size` GPUs has by the model's own `tp_plan`: a model with fewer heads and narrower MLPs.
+
+        Raises:
+            NotImplementedError: If the plan of the model shards something else.
+            ValueError: If `size` does not divide the heads or a width.
+        """
+        config = deepcopy(self.config)
+        config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for name in _SHARDED_SIZES:
+            if (width := getattr(config, name, None)) is not None:
+                if width % size:
+                    raise ValueError(f"{size} GPUs share a layer evenly, and `{name}` is {width}.")
+                setattr(config, name, width // size)
+        with torch.device("meta"):
+            whole, narrow = (AutoModelForCausalLM.from_config(each) for each in (self.config, config))
+        plan, ends = getattr(whole, "_tp_plan", None) or {}, 0
+        for (name, parameter), own in zip(whole.named_parameters(), narrow.parameters(), strict=True):
+            module, _, kind = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
+            style = plan.get(f"{module}.{kind}") or plan.get(module) or ""
+            # Each GPU has the whole bias of a sum over columns.
+            is_sharded = style.startswith(_SHARDING[: 2 if kind == "bias" else None])
+            numel = parameter.numel() // (size if is_sharded else 1)
+            if own.numel() != numel:
+                if ".layers." in name:
+                    raise NotImplementedError(
+                        f"The `tp_plan` of `{self.config.model_type}` leaves {numel} values of `{name}` to each of "
+                        f"{size} GPUs, and a plan counts {own.numel()}. Plan with FSDP2 (without `--tensor-parallel`)."
+                    )
+                ends += own.numel() - numel  # of embedding and LM head, whose width is that of the vocabulary
+        sizes = ModelSizes.of(config, self.name)
+        head = sizes.head_parameters // (size if plan.get("lm_head", "").startswith(_SHARDING) else 1)
+        counts = {"parameters": sizes.parameters - ends, "active": sizes.active - ends, "head_parameters": head}
+        return replace(sizes, **counts, steps={})
+
     @property
     def has_experts(self) -> bool:
         return self.active < self.parameters
@@ -150,7 +198,13 @@ class Training:
     head_tokens: int = 1024  # tokens whose logits exist at the same time; 0 for all of a forward
     split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
     expert_parallel: int = 1  # GPUs that have the experts of a layer together (transformers' `ep_size`)
+    tensor_parallel: int = 1  # GPUs that have each layer together (`tp_size`); the sizes are then those `of_one`
     offload: bool = False  # checkpoints wait on the host
+
+    @property
+    def loads_sharded(self) -> bool:
+        """Whether the model shards itself when it is loaded (transformers' `DistributedConfig`)."""
+        return max(self.expert_parallel, self.tensor_parallel) > 1
 
 
 @dataclass(frozen=True)
@@ -199,15 +253,16 @@ def load_sizes(model: str) -> ModelSizes:
 def memory(sizes: ModelSizes, training: Training) -> Memory:
     """Memory of one GPU by item. docs/scaling.md explains the items."""
     size = 2 if training.half else 4
-    shards = training.gpus if training.sharded else 1
+    shards = training.gpus // training.tensor_parallel if training.sharded else 1
     step = sizes.step(
         StepSettings(
             training.checkpointing, training.lora, training.quantized, autocast=training.half and not training.sharded,
             dtype=torch.bfloat16 if training.half else torch.float32, whole_head=not training.head_tokens,
         )
     )  # fmt: skip
+    trained = step.trained if training.lora else sizes.parameters
     # Weight, gradient and two moments: in float32 4 * 4 bytes. TRL casts adapters on quantized layers to bfloat16.
-    items = {"weights, gradients, moments": (8 if training.quantized else 16) * step.trained // shards}
+    items = {"weights, gradients, moments": (8 if training.quantized else 16) * trained // shards}
     frozen = size * sizes.parameters
     if training.quantized:
         frozen += int((FOUR_BITS - size) * sizes.linear_weights)
@@ -237,7 +292,7 @@ def memory(sizes: ModelSizes, training: Training) -> Memory:
 
 def smallest_fit(
     sizes: ModelSizes, *, gpus: int, available: int, longest: int, budget: int | None = None, may_split: bool = True,
-    expert_parallel: int = 1, **settings: Any,
+    expert_parallel: int = 1, tensor_parallel: int = 1, **settings: Any,
 ) -> Plan:  # fmt: skip
     """
     Choose the simplest training that fits: unsharded before sharded, without checkpointing before with it. Rows are
@@ -258,6 +313,8 @@ def smallest_fit(
             Whether rows may be split over GPUs.
         expert_parallel (`int`):
             GPUs that have the experts of a layer together, under FSDP2.
+        tensor_parallel (`int`):
+            GPUs that have each layer together; `gpus / tensor_parallel` such groups shard it with FSDP2.
         **settings:
             Other fields of [`Training`].
 
@@ -267,12 +324,19 @@ def smallest_fit(
     if expert_parallel > 1:
         check_experts(sizes, gpus, expert_parallel)
         settings, may_split = settings | {"expert_parallel": expert_parallel}, False
+    if tensor_parallel > 1:
+        if gpus % tensor_parallel:
+            raise ValueError(f"{tensor_parallel} GPUs share each layer, and do not divide {gpus} GPUs.")
+        sizes = sizes.of_one(tensor_parallel)
+        settings, may_split = settings | {"tensor_parallel": tensor_parallel}, False
     if budget is not None and budget < longest:
         raise ValueError(f"A budget of {budget} tokens does not hold {longest}. Raise it, or lower `--max-length`.")
     needed = max(longest, budget or 0)
     search = _Search(sizes, available, settings, may_split)
     plans: list[Plan] = []
     shardings = (True,) if expert_parallel > 1 else (False, True)[: 1 if gpus == 1 else 2]
+    if tensor_parallel > 1:
+        shardings = (gpus > tensor_parallel,)
     for sharded, checkpointing in product(shardings, (False, True)):
         plans.append(search.plan(gpus, sharded, checkpointing))
         if plans[-1].tokens >= max(needed, budget or ENOUGH):
@@ -325,7 +389,7 @@ class _Search:
 
     def frugal(self, gpus: int, **changes: Any) -> Plan:
         """The plan with the least memory whose rows are not split."""
-        return self.plan(gpus, gpus > 1, True, **changes)
+        return self.plan(gpus, gpus > self.settings.get("tensor_parallel", 1), True, **changes)
 
     def split_plans(self, gpus: int) -> Iterator[Plan]:
         """Plans in which several GPUs compute a row together, the fewest first; then those whose checkpoints wait on
@@ -342,7 +406,7 @@ class _Search:
         counts = [gpus * 2**i for i in range(1, MOST_GPUS.bit_length()) if gpus * 2**i <= MOST_GPUS]
         enough = (n for n in counts if any(p.tokens >= needed for p in (self.frugal(n), *self.split_plans(n))))
         remedies = [f"{n} GPUs of this size (`--gpus {n}`)" for n in islice(enough, 1)]
-        if find_spec("peft") is None or self.settings.get("expert_parallel"):
+        if find_spec("peft") is None or self.settings.keys() & {"expert_parallel", "tensor_parallel"}:
             return remedies
         adapters = {"lora": lora, "reference": False}  # the policy without its adapters is the reference
         if not self.settings.get("lora") and self.frugal(gpus, **adapters).tokens >= needed:
@@ -411,7 +475,7 @@ def training_command(plan: Plan, model: str, method: str, data: str, accelerate:
 def accelerate_config(training: Training, folder: Path) -> str:
     """Accelerate's configuration of a training, in YAML: one of those in `folder`, with its number of GPUs."""
     name = "fsdp2" if training.sharded else "multi_gpu" if training.gpus > 1 else "single_gpu"
-    if training.expert_parallel > 1:  # the model shards itself when it is loaded
+    if training.loads_sharded:
         name = "multi_gpu"
     config = yaml.safe_load((folder / f"{name}.yaml").read_text()) | {"num_processes": training.gpus}
     return yaml.safe_dump(config, sort_keys=False)
@@ -426,7 +490,7 @@ def splitting_flags(training: Training) -> str:
     return f" --use_fsdp --fsdp_version 2 --use_parallelism_config {sizes}"
 
 
-def flags(plan: Plan, longest: int | None, has_experts: bool = False) -> list[str]:
+def flags(plan: Plan, longest: int | None, has_experts: bool = False, row_tokens: int = 1024) -> list[str]:
     """
     Flags of `trl-padfix dpo`, `sft` and so on for a plan.
 
@@ -437,11 +501,16 @@ def flags(plan: Plan, longest: int | None, has_experts: bool = False) -> list[st
             `--max_length`; `None` for methods without it.
         has_experts (`bool`):
             Whether the model is a mixture of experts.
+        row_tokens (`int`):
+            Tokens of the longest row, or pair: under tensor parallelism a batch has a number of rows, not a budget.
     """
     training = plan.training
     result = ["--padding_free", "--prefix_sharing auto"]
     result += [f"--max_length {longest}"] if longest else []
-    result.append(f"--max_tokens_per_batch {plan.tokens}")
+    if training.tensor_parallel > 1:  # a budget is refused: the GPUs of a group have one batch
+        result.append(f"--per_device_train_batch_size {max(1, plan.tokens // row_tokens)}")
+    else:
+        result.append(f"--max_tokens_per_batch {plan.tokens}")
     result.append(f"--activation_checkpointing {str(training.checkpointing).lower()}")
     if training.offload:
         result.append("""--activation_checkpointing_kwargs '{"offload": true}'""")
@@ -450,9 +519,13 @@ def flags(plan: Plan, longest: int | None, has_experts: bool = False) -> list[st
         result += ["--lora_dropout 0"] if has_experts else []  # PEFT puts adapters on experts without dropout only
     if training.quantized:
         result.append("--load_in_4bit" + " --bnb_4bit_quant_storage bfloat16" * training.sharded)
-    if training.expert_parallel > 1:
-        sizes = {"fsdp_size": training.gpus, "ep_size": training.expert_parallel, "fsdp_mixed_precision": True}
-        result += [f"--model_init_kwargs '{json.dumps({'distributed_config': sizes})}' --save_only_model true"]
+    if training.loads_sharded:
+        sizes = {"fsdp_size": training.gpus // training.tensor_parallel, "tp_size": training.tensor_parallel}
+        sizes = {name: n for name, n in (sizes | {"ep_size": training.expert_parallel}).items() if n > 1}
+        more = {"tp_plan": "auto"} if training.tensor_parallel > 1 else {}
+        more |= {"fsdp_mixed_precision": True} if training.sharded else {}
+        config = json.dumps({"distributed_config": sizes | more})
+        result += [f"--model_init_kwargs '{config}' --save_only_model true"]
     if training.sharded:
         sync = '{"gradient_accumulation_kwargs": {"sync_each_batch": true}}'
         result.append(f"--accelerator_config '{sync}'")
