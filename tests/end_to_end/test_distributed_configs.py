@@ -59,6 +59,7 @@ def together(folder, request):
     tests = [item for item in request.session.items if item.path == request.path]
     params = [item.callspec.params for item in tests if "together" in item.fixturenames]
     asked = {(p["sizes"], p["method"], p["mode"]) for p in params}
+    asked |= {(*cell[:2], "LoRA") for cell in asked if cell[0] == "TP" and cell[2].startswith("LoRA")}  # TRL's
 
     @cache
     def run(sizes: str) -> None:
@@ -92,7 +93,7 @@ CELLS = [
     *product([name for name, sizes in SIZES.items() if "tp_size" not in sizes], METRICS, ["budget"]),
     # A prefix of a sharded model is a forward of the whole model, which would balance its experts.
     *product(["FSDP2", "EP"], ["DPO", "GRPO"], ["router logits"]),
-    *product(["FSDP2", "FSDP2, replicated"], ["SFT", "DPO"], ["LoRA, sharing", "LoRA, budget"]),
+    *product(["FSDP2"], ["SFT", "DPO"], ["LoRA, sharing", "LoRA, budget"]),
 ]
 
 
@@ -117,12 +118,32 @@ def test_sharded_while_loaded_a_model_has_the_trajectory_of_one_process(sizes, m
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("sizes", "method", "mode"), [("EP", "DPO", "budget")])
-def test_a_process_holds_the_parameters_that_are_planned(sizes, method, mode, together, folder):
+@pytest.mark.parametrize(("sizes", "method", "mode"), [("TP", "SFT", "LoRA, sharing"), ("TP", "DPO", "LoRA, sharing")])
+def test_adapters_under_tensor_parallelism_have_the_trajectory_of_trl_there(
+    sizes, method, mode, together, one_process
+):
+    """PEFT draws others than in one process."""
+    for found, theirs in zip(together(sizes, method, mode), together(sizes, method, "LoRA"), strict=True):
+        assert_same(found["run"].trajectory(), theirs["run"].trajectory(), atol=1e-5)
+        assert_same(found["weights"], theirs["weights"], atol=1e-5)
+        assert found["run"].entered < theirs["run"].entered
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(found["weights"], one_process(method, mode).weights(), atol=1e-5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("sizes", "method", "mode", "settings"),
+    [
+        ("EP", "DPO", "budget", {"sharded": True, "expert_parallel": 2}),
+        ("TP", "DPO", "sharing", {"tensor_parallel": 2}),
+    ],
+)
+def test_a_process_holds_the_parameters_that_are_planned(sizes, method, mode, settings, together, folder):
     model = load_sizes(str(folder / "policy"))
-    settings = {"gpus": 2, "half": False, "sharded": True, "expert_parallel": 2}
+    own = model.of_one(settings["tensor_parallel"]) if "tensor_parallel" in settings else model
     for found in together(sizes, method, mode):
-        planned = memory(model, Training(**settings)).items["weights, gradients, moments"] / 16
+        planned = memory(own, Training(gpus=2, half=False, **settings)).items["weights, gradients, moments"] / 16
         assert found["local"] == pytest.approx(planned, rel=0.01)
         assert found["local"] != pytest.approx(model.parameters, rel=0.1)  # not sharded
 

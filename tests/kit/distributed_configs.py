@@ -51,6 +51,7 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "three heads": (0, {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 """Seed and configuration of each model."""
+ADAPTERS = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
 UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 """TRL balances experts over the rows of a process, which is another loss in two."""
 BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
@@ -62,6 +63,7 @@ BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
     "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),
     "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "policy", {}, 2, "has no `tp_plan`"),
     "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
+    "adapters on replicas": (SIZES["FSDP2, replicated"], "policy", ADAPTERS, 4, "Use `fsdp_size` alone"),
     "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "Under tensor parallelism several processes"),
 }
 """Sizes, model, settings and processes of trainings that cannot run, and what each process says."""
@@ -114,7 +116,7 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, pol
     asked = {"output_router_logits": True} if mode == "router logits" else {}
     given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes, **asked)
     if mode.startswith("LoRA"):
-        given["peft_config"] = lora(target_modules=["q_proj", "v_proj"])
+        given |= ADAPTERS
     elif method == "DPO":
         given["ref_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()

@@ -355,6 +355,57 @@ def test_the_command_shards_experts_as_planned(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_layer_of_several_gpus_has_its_share_of_heads_and_mlps():
+    """Weights by the model's own plan, activations of a model that is as narrow; each has all tokens' states."""
+    whole = ModelSizes.of(SHAPES["wide"])
+    one = whole.of_one(2)
+    norms = sum(
+        p.numel() for name, p in AutoModelForCausalLM.from_config(SHAPES["wide"]).named_parameters() if "norm" in name
+    )
+    assert one.parameters == (whole.parameters + norms) // 2
+    alone, shared = memory(whole, Training()), memory(one, Training(2, tensor_parallel=2))
+    assert shared.items["weights, gradients, moments"] == 16 * one.parameters
+    assert 0.5 * alone.token < shared.token < 0.9 * alone.token
+    experts = ModelSizes.of(SHAPES["experts"])
+    assert experts.of_one(2).layer_experts[0] == experts.layer_experts[0] // 2
+    plan = smallest_fit(whole, gpus=4, available=10**9, longest=64, tensor_parallel=2)
+    assert plan.training == Training(4, True, tensor_parallel=2)
+
+
+def test_a_layer_that_no_plan_shards_is_refused(monkeypatch):
+    sizes = ModelSizes.of(SHAPES["wide"])
+    monkeypatch.setattr(Qwen2Config, "base_model_tp_plan", {})
+    with pytest.raises(NotImplementedError, match=r"`tp_plan` of `qwen2` leaves .* values of `model.layers.0"):
+        sizes.of_one(2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags", "says"),
+    [
+        (4, ["--tensor-parallel", "3"], "3 GPUs share a layer evenly, and `num_attention_heads` is"),
+        (3, ["--tensor-parallel", "2"], "2 GPUs share each layer, and do not divide 3 GPUs"),
+        (2, ["--tensor-parallel", "2", "--lora", "8"], "was not counted with --expert-parallel and --lora"),
+    ],
+)
+def test_layers_that_gpus_cannot_share_are_a_message(gpus, flags, says, tmp_path):
+    SHAPES["wide"].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--gpus", str(gpus), *flags)
+    assert result.exit_code == 2
+    assert says in " ".join(re.sub("[│╭╰─╮╯]", " ", result.output).split())
+
+
+def test_the_command_shards_layers_as_planned(tmp_path):
+    SHAPES["wide"].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--gpus", "4", "--tensor-parallel", "2", "--max-length", "64")
+    assert result.exit_code == 0, result.output
+    _, config, _ = parsed(result.output, "sft")
+    expected = {"fsdp_size": 2, "tp_size": 2, "tp_plan": "auto", "fsdp_mixed_precision": True}
+    assert config.model_init_kwargs == {"distributed_config": expected}
+    assert config.max_tokens_per_batch is None
+    assert config.per_device_train_batch_size > 1
+
+
+@pytest.mark.slow
 def test_a_million_tokens_take_the_memory_that_was_published():
     """
     TRL's guide to long contexts: Qwen3-8B, one row of 1,048,576 tokens on 8 GPUs, all weights, checkpoints on the

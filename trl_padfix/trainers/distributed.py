@@ -76,6 +76,11 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
             "transformers' Trainer has no schedule that passes a batch through them. Use `fsdp_size`, `tp_size` or "
             "`ep_size`, which shard all layers."
         )
+    if _size_at_load(model, "dp_replicate_size") > 1 and getattr(trainer.model, "peft_config", None):
+        raise PaddingRemovalError(  # with TRL alone the first forward fails
+            "`dp_replicate_size` of the model's `distributed_config` makes a mesh of two dimensions, on which "
+            "adapters of PEFT get the width of a part of their layer. Use `fsdp_size` alone, or train without adapters."
+        )
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
             f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
