@@ -79,7 +79,7 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
     if _size_at_load(model, "dp_replicate_size") > 1 and getattr(trainer.model, "peft_config", None):
         raise PaddingRemovalError(  # with TRL alone the first forward fails
             "`dp_replicate_size` of the model's `distributed_config` makes a mesh of two dimensions, on which "
-            "adapters of PEFT get the width of a part of their layer. Use `fsdp_size` alone, or train without adapters."
+            "PEFT's adapters get the width of a part of their layer. Use `fsdp_size` alone, or train without adapters."
         )
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(

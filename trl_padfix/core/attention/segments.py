@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
+from packaging.version import Version
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -200,7 +201,7 @@ class CausalAttention(torch.autograd.Function):
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
         output = torch.zeros_like(query, dtype=lse.dtype)
         for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], key[:, :, k], value[:, :, k]
+            states = query[:, :, q], *_of_kernel(query, key[:, :, k], value[:, :, k])
             part, part_lse = _KERNEL(*states, is_causal=is_causal, attn_mask=mask, scale=scale)
             total = torch.logaddexp(lse[:, :, q], part_lse)
             output[:, :, q] *= (lse[:, :, q] - total).exp()[..., None]
@@ -215,15 +216,24 @@ class CausalAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], key[:, :, k], value[:, :, k], output[:, :, q], lse[:, :, q]
+            states = query[:, :, q], *_of_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
             parts = _KERNEL_BACKWARD(grads[0][:, :, q], *states, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
-                total[:, :, place] += part
+                total[:, :, place] += part.unflatten(1, (total.shape[1], -1)).sum(2)
         return *(x.to(query.dtype) for x in sums), *[None] * 5
 
 
+HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
+"""Whether the kernel takes fewer heads of keys than of queries. Earlier versions are not known to."""
+
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _of_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Keys and values with the heads that the kernel takes."""
+    copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
+    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in states)
 
 
 def _parts(
