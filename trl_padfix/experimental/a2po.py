@@ -29,7 +29,7 @@ class A2POTrainer(GeneratingTrainer, trl_a2po.A2POTrainer):
         with self.padding.part(ContextParallel).drawing_alike():
             super()._estimate_optimal_values()
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+    def _calculate_rewards(self, *args: object, **kwargs: object) -> Any:
         return self.padding.part(ContextParallel).broadcast_from_first(super()._calculate_rewards(*args, **kwargs))
 
     def _get_sequence_logps(self, *args: Any, **kwargs: Any) -> Any:

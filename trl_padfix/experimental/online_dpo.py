@@ -30,11 +30,11 @@ class OnlineDPOTrainer(GeneratingTrainer, trl_online_dpo.OnlineDPOTrainer):
 
     task_class = PromptTask
 
-    def _generate(self, model: "torch.nn.Module", prompts: list[Any], *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, model: "torch.nn.Module", prompts: list[object], *args: object, **kwargs: object) -> Any:
         with self.padding.part(ContextParallel).generating({"prompt": prompts}):
             return super()._generate(model, prompts, *args, **kwargs)
 
-    def _calculate_rewards_from_functions(self, *args: Any, **kwargs: Any) -> Any:
+    def _calculate_rewards_from_functions(self, *args: object, **kwargs: object) -> Any:
         rewards = super()._calculate_rewards_from_functions(*args, **kwargs)
         return self.padding.part(ContextParallel).broadcast_from_first(rewards)
 

@@ -51,7 +51,7 @@ class ExperimentalTrainer(PaddingFreeMixin):
 class GeneratingTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] that generates in its steps: processes that share rows complete them alike."""
 
-    def _prepare_inputs(self, inputs: Any) -> Any:
+    def _prepare_inputs(self, inputs: list[dict[str, Any]] | dict[str, Any]) -> Any:
         with self.padding.part(ContextParallel).generating(inputs):
             return super()._prepare_inputs(inputs)
 

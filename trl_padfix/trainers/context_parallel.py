@@ -274,7 +274,7 @@ class ContextParallel(Part):
         assert self.group is not None
         size, processes = self.group.size, self.trainer.accelerator.num_processes
 
-        def gather_of_groups(values: Any, *args: Any, **kwargs: Any) -> Any:
+        def gather_of_groups(values: object, *args: object, **kwargs: object) -> Any:
             def first_of_each(x: torch.Tensor) -> torch.Tensor:
                 gathered = gather_all(x, *args, **kwargs)
                 # A block within such a block has taken them, and the metrics of a micro-batch stay on each process,
