@@ -22,22 +22,27 @@ build_pairs = partial(trainer_runs.build_pairs, common=None)
 
 
 def build_rows(count: int = 40, seed: int = 0, kind: str = "completions") -> Dataset:
-    """Rows for SFT, some of which begin alike: texts, some of them long, prompts with completions, or chats."""
+    """Rows for SFT, some of which begin alike: texts, prompts with completions, or chats."""
     draw = random.Random(seed)
     systems = [words(draw, 3, 12) for _ in range(max(1, count // 4))]
     rows = []
-    for i in range(count):
+    for _ in range(count):
         prompt, completion = draw.choice(systems) + words(draw, 1, 6), words(draw, 1, 10)
         turns = [("user", prompt), ("assistant", completion), ("user", "w3 w4"), ("assistant", words(draw, 1, 4))]
         rows.append(
             {
                 "texts": {"text": prompt + completion},
-                "long": {"text": words(draw, 60, 70) if i % 5 == 0 else words(draw, 9, 10)},
                 "completions": {"prompt": prompt, "completion": completion},
                 "chats": {"messages": [{"role": role, "content": content} for role, content in turns]},
             }[kind]
         )
     return Dataset.from_list(rows)
+
+
+def build_long_rows(count: int, seed: int = 0) -> Dataset:
+    """Texts for SFT of about ten tokens, every fifth one of about seventy."""
+    draw = random.Random(seed)
+    return Dataset.from_list([{"text": words(draw, *((9, 10) if i % 5 else (60, 70)))} for i in range(count)])
 
 
 def build_examples(count: int, seed: int = 0) -> Dataset:

@@ -2,7 +2,7 @@
 
 import torch
 import trl
-from kit.rows import build_rows
+from kit.rows import build_long_rows, build_rows
 from kit.trainer_runs import SHORT, lora
 from peft import PromptTuningConfig, TaskType
 
@@ -56,7 +56,12 @@ SET_UPS = {
 }
 TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
 CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": TUNED}
-SPLIT = {"a long row in five": (SHORT | {"max_length": None, "per_device_train_batch_size": 5}, rows_of("long"))}
+SPLIT = {
+    "a long row in five": (
+        SHORT | {"max_length": None, "per_device_train_batch_size": 5},
+        lambda: {"train_dataset": build_long_rows(40), "eval_dataset": build_long_rows(10, 1)},
+    ),
+}
 """For processes that compute a row together."""
 CASES |= OBJECTIVES | SET_UPS | SPLIT
 

@@ -3,16 +3,18 @@ Counts the bytes of a training step without a GPU and without allocating them.
 
 A step of the model runs on tensors with shapes and types but without values (torch's `FakeTensorMode`). Transformers,
 PEFT and autograd allocate and free as in a training. A stand-in for attention saves the tensors that FlashAttention
-saves. Stand-ins for 4-bit layers create a layer's weights for each product and free them, as bitsandbytes does.
+saves, those for gated delta nets what the kernels of flash-linear-attention save. Stand-ins for 4-bit layers create a
+layer's weights for each product and free them, as bitsandbytes does.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..core.mixers.mixers import FORKED, PACKED, Mixers
+from ..core.mixers.primitives import CHUNK, LEFT_OUT, primitives_of
 from ..trainers.temporary_attributes import temporarily_set
 from .reading import package_of, reason
 
@@ -35,7 +39,7 @@ except ImportError:  # before transformers 5
     moe = None
 
 
-__all__ = ["CountedStep", "StepSettings", "count_step", "experts_of"]
+__all__ = ["CountedStep", "StepSettings", "count_step", "experts_of", "uncounted_mixers"]
 
 TOKENS = (256, 65536)
 """
@@ -109,7 +113,7 @@ def _count(config: PretrainedConfig, settings: StepSettings) -> tuple[float, flo
         warnings.simplefilter("ignore")  # warnings about training, which does not happen
         model = _build(config, settings)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # logs the traceback of errors that are raised, too
-    with FakeTensorMode(), _counted(), temporarily_set(log, "disabled", True):
+    with FakeTensorMode(), _counted(), _counted_recurrences(model), temporarily_set(log, "disabled", True):
         _put_on_cpu(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         for parameter in trained:
@@ -271,6 +275,96 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def uncounted_mixers(decoder: nn.Module) -> list[str]:
+    """Classes of mixers of which nobody has read what their kernels save."""
+    others = [mixer for mixer in Mixers.of(decoder).mixers if mixer.mode != PACKED]
+    return sorted(
+        {
+            type(mixer.module).__name__
+            for mixer in others
+            if mixer.mode != FORKED or primitives_of(mixer.module) - LEFT_OUT - _STAND_INS.keys()
+        }
+    )
+
+
+@contextmanager
+def _counted_recurrences(model: nn.Module) -> Iterator[None]:
+    """Replace the functions that mixers call by stand-ins."""
+    with ExitStack() as stack:
+        for module in {sys.modules[type(m).__module__] for m in model.modules()}:
+            for name in _STAND_INS.keys() & vars(module).keys():
+                stack.enter_context(temporarily_set(module, name, _STAND_INS[name]))
+        yield
+
+
+def _convolve(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None, **_: Any
+) -> torch.Tensor:
+    return _Convolution.apply(x, weight, bias)
+
+
+def _delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    return _DeltaRule.apply(query, key, value, g, beta), None
+
+
+class _Convolution(torch.autograd.Function):
+    """Saves what causal-conv1d saves: its input `(B, C, T)`, the weight and the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
+
+
+class _DeltaRule(torch.autograd.Function):
+    """
+    Saves what flash-linear-attention saves (read in fla-core 0.6.0, not measured): normalised queries and keys
+    `(B, T, H, D)` with a float32 factor each, values `(B, T, V, E)`, summed decays, betas, and a row of its chunk's
+    matrix for each token and head. In between there are the states of chunks, and their products with each token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> torch.Tensor:
+        normalised = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
+        factors = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (query, key)]
+        chunk_rows = value.new_empty(*value.shape[:3], CHUNK)
+        ctx.save_for_backward(*normalised, *factors, value.contiguous(), torch.empty_like(g), beta, chunk_rows)
+        working = _states_and_products(key, value)
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        del working
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, _, _, value, g, beta, _ = ctx.saved_tensors
+        working = _states_and_products(key, value), _states_and_products(key, value)  # again, and their gradients
+        result = tuple(torch.empty_like(x) for x in (query, key, value, g, beta))
+        del working
+        return result
+
+
+def _states_and_products(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The state before each chunk, and for each token its row of `w`, `u` and the new values."""
+    B, T, V, E = value.shape
+    D = key.shape[-1]
+    return (
+        value.new_empty(B, -(-T // CHUNK), V, D, E),
+        value.new_empty(B, T, V, D),
+        *(value.new_empty(value.shape) for _ in range(2)),
+    )
+
+
+_STAND_INS = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _delta_rule}
 
 
 class _FourBit(nn.Linear):

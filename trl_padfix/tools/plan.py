@@ -23,7 +23,8 @@ import yaml
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from .counted_step import CountedStep, StepSettings, count_step, experts_of
+from ..core.model.find import find_decoder
+from .counted_step import CountedStep, StepSettings, count_step, experts_of, uncounted_mixers
 from .reading import reading
 
 
@@ -86,20 +87,16 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: PretrainedConfig, name: str = "") -> ModelSizes:
-        """Sizes of a text model whose layers are all attention; its weights take no memory."""
+        """Sizes of a text model whose layers attend, or are gated delta nets; its weights take no memory."""
         text = config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or [])
-        mixers = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
-        if not getattr(text, "num_attention_heads", None):  # RWKV and xLSTM name no kinds
-            mixers.append("recurrence")
-        if mixers:
-            raise NotImplementedError(
-                f"A plan counts models whose layers attend, and `{text.model_type}` has layers of {mixers}: what "
-                "their kernels keep is not known without a GPU. `trl-padfix bench --trainer sft --shape hybrid` "
-                "prints what the steps of a small model of such layers hold."
-            )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(text)
+        if mixers := uncounted_mixers(find_decoder(model)):
+            raise NotImplementedError(
+                f"A plan counts layers that attend, gated delta nets and short convolutions. `{text.model_type}` has "
+                f"{mixers}: what their kernels keep is not known. `trl-padfix bench --trainer sft --shape hybrid` "
+                "prints what the steps of a small hybrid hold."
+            )
         head = model.get_output_embeddings()
         layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == text.num_hidden_layers)
         parameters = sum(p.numel() for p in model.parameters())

@@ -1,0 +1,33 @@
+"""What the stand-ins for kernels save, and hybrids that are counted with them."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Qwen3NextConfig
+
+from trl_padfix.tools.counted_step import _STAND_INS, StepSettings, _LiveBytes
+from trl_padfix.tools.plan import ModelSizes
+
+
+def test_a_delta_rule_keeps_what_its_kernel_saves():
+    """Per token in bfloat16: normalised queries and keys, chunk rows; in float32 two factors and the summed decays."""
+    T, H, D, V, E = 128, 2, 8, 4, 16
+    with FakeTensorMode():
+        key = torch.empty(1, T, H, D, dtype=torch.bfloat16, requires_grad=True)
+        value = torch.empty(1, T, V, E, dtype=torch.bfloat16)
+        g, beta = torch.empty(1, T, V), torch.empty(1, T, V, dtype=torch.bfloat16)
+        with _LiveBytes([key, value, g, beta]) as live:
+            out, _ = _STAND_INS["torch_chunk_gated_delta_rule"](key, key, value, g=g, beta=beta)
+        kept = live.now - out.numel() * 2
+    assert kept == T * (2 * (2 * H * D + 64 * V) + 4 * (2 * H + V))
+    assert live.peak > kept + T * 2 * (D * E * V // 64 + V * D + 2 * V * E)  # and in between states and products
+
+
+def test_a_hybrid_is_counted_by_its_kinds_of_layers():
+    """Three delta nets and an attention; more heads of values are kept, and checkpoints are as those of attention."""
+    shape = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_experts=0)
+    few, many = (ModelSizes.of(Qwen3NextConfig(**shape, linear_num_value_heads=16 * n)) for n in (1, 2))
+    assert few._counted_layers() == (1, 5)
+    kept = [sizes.step(StepSettings()).kept_by_layer for sizes in (few, many)]
+    # Of three of four layers: chunk rows, values, the output of the net before and after its norm, and its gate.
+    assert kept[1] - kept[0] > 0.75 * 16 * (2 * 64 + 2 * 128 * 4)
+    assert few.step(StepSettings(checkpointing=True)).kept_by_layer == 4 * 64
