@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
@@ -267,13 +268,13 @@ class _Attention(torch.autograd.Function):
     """Saves what FlashAttention saves: queries, keys, values, outputs `(B, T, N, D)` and a log-sum-exp per query."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
@@ -300,13 +301,17 @@ def _counted_recurrences(model: nn.Module) -> Iterator[None]:
 
 
 def _convolve(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str | None = None, **_: Any
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
 ) -> torch.Tensor:
     return _Convolution.apply(x, weight, bias)
 
 
 def _delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     return _DeltaRule.apply(query, key, value, g, beta), None
 
@@ -315,12 +320,12 @@ class _Convolution(torch.autograd.Function):
     """Saves what causal-conv1d saves: its input `(B, C, T)`, the weight and the bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
 
 
@@ -333,7 +338,12 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+        ctx: FunctionCtx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
     ) -> torch.Tensor:
         normalised = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
         factors = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (query, key)]
@@ -345,8 +355,8 @@ class _DeltaRule(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, _, _, value, g, beta, _ = ctx.saved_tensors
+    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, _, _, value, g, beta, _ = [*ctx.saved_tensors]
         working = _states_and_products(key, value), _states_and_products(key, value)  # again, and their gradients
         result = tuple(torch.empty_like(x) for x in (query, key, value, g, beta))
         del working
