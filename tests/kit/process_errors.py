@@ -47,7 +47,7 @@ def _broken_loss(step: int) -> contextlib.AbstractContextManager[Any]:
     record, numbers = FiniteValues._record, []
 
     def broken(self: FiniteValues, value: PendingValue) -> None:
-        numbers.append(value.around_step)
+        numbers.append(value.step)
         if numbers[-1] == step and numbers.count(step) == 1:
             value = value._replace(value=torch.tensor(float("nan")))
         record(self, value)

@@ -1,10 +1,21 @@
-"""What the stand-ins for kernels save, and hybrids that are counted with them."""
+"""What the stand-ins for kernels save, hybrids that are counted with them, and torch's count as a second opinion."""
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import Qwen3NextConfig
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig
 
-from trl_padfix.tools.counted_step import _STAND_INS, StepSettings, _LiveBytes
+from trl_padfix.tools.counted_step import (
+    _STAND_INS,
+    StepSettings,
+    _build,
+    _counted,
+    _counted_recurrences,
+    _LiveBytes,
+    _put_on_cpu,
+    _run,
+)
 from trl_padfix.tools.plan import ModelSizes
 
 
@@ -22,6 +33,7 @@ def test_a_delta_rule_keeps_what_its_kernel_saves():
     assert live.peak > kept + T * 2 * (D * E * V // 64 + V * D + 2 * V * E)  # and in between states and products
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_counted_by_its_kinds_of_layers():
     """Three delta nets and an attention; more heads of values are kept, and checkpoints are as those of attention."""
     shape = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_experts=0)
@@ -31,3 +43,40 @@ def test_a_hybrid_is_counted_by_its_kinds_of_layers():
     # Of three of four layers: chunk rows, values, the output of the net before and after its norm, and its gate.
     assert kept[1] - kept[0] > 0.75 * 16 * (2 * 64 + 2 * 128 * 4)
     assert few.step(StepSettings(checkpointing=True)).kept_by_layer == 4 * 64
+
+
+def counts(config: PretrainedConfig, settings: StepSettings, tokens: int) -> list[tuple[int, int]]:
+    """Bytes that a step keeps, and its peak, beside weights and gradients: by our count, and by torch's tracker."""
+    with torch.device("meta"), _counted():
+        model = _build(config, settings)
+    with FakeTensorMode(), _counted(), _counted_recurrences(model):
+        _put_on_cpu(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        ids, tracker = torch.zeros(1, tokens, dtype=torch.long), MemTracker()
+        tracker.track_external(model)
+
+        def total(when: str) -> int:
+            return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+
+        with tracker:
+            before = total("current")
+            with torch.autocast("cpu", torch.bfloat16):
+                out = model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            loss = out.logits.float().sum()
+            del out
+            kept = total("current") - before
+            loss.backward()
+        return [_run(model, settings, tokens), (kept, total("peak") - before)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["attention", pytest.param("hybrid", marks=pytest.mark.slow)])
+def test_torchs_tracker_counts_the_same_bytes(kind, checkpointing):
+    shape = dict(vocab_size=64, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    hybrid = Qwen3NextConfig(**shape, num_hidden_layers=4, num_experts=0)
+    config = Qwen2Config(**shape, num_hidden_layers=2) if kind == "attention" else hybrid
+    settings = StepSettings(checkpointing=checkpointing)
+    ours, torchs = counts(config, settings, 1024)
+    assert ours == torchs
+    assert ours != counts(config, settings, 1025)[1]
