@@ -1,12 +1,16 @@
 """A checkpoint of another model is refused in words before it is loaded; TRL loads weights of the same names."""
 
+import shutil
+
 import pytest
+import torch
 import trl
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model, lora
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_padfix
+from trl_padfix.trainers.checkpoints.checkpoints import require_same_model
 
 
 SAME = {
@@ -109,3 +113,15 @@ def test_a_reward_model_does_not_go_on_as_a_language_model(checkpoint, tmp_path)
     make(tmp_path / "reward", kind="Reward").train()
     with pytest.raises(ValueError, match="its class is Qwen2ForSequenceClassification, and Qwen2ForCausalLM here"):
         make(tmp_path, kind="DPO", max_steps=2).train(resume_from_checkpoint=str(tmp_path / "reward" / "checkpoint-1"))
+
+
+def test_what_is_the_same_model_is_not_refused(checkpoint, tmp_path):
+    """A compiled model, and adapters that somebody has put beside a model."""
+    whole = tmp_path / "checkpoint-1"
+    shutil.copytree(checkpoint("whole"), whole)
+    shutil.copytree(checkpoint("adapters"), whole / "of a callback")
+    model = build_model()
+    for same in (model, torch.compile(model)):
+        require_same_model(whole, same)
+    with pytest.raises(ValueError, match="3 here"):  # the checks see through the wrapper
+        require_same_model(whole, torch.compile(deeper()))

@@ -86,7 +86,8 @@ def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
     """
     folder, beside = Path(checkpoint), "adapter_config.json"
     config, ours = _read_json(folder / "config.json"), getattr(model, "config", None)
-    holds_adapters = (folder / beside).exists() or any(folder.glob(f"*/{beside}"))
+    # PEFT saves adapters of other names in folders; beside a whole model they are something else.
+    holds_adapters = (folder / beside).exists() or (not config and any(folder.glob(f"*/{beside}")))
     adapters = getattr(model, "peft_config", None)  # a dictionary by names, of a PEFT model
     named = f"`resume_from_checkpoint={folder}`"
     if holds_adapters and not adapters:
@@ -103,7 +104,9 @@ def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
     if holds_adapters:
         differences, of = _of_adapters(_read_json(folder / beside), adapters or {}), "adapters"
     elif config and isinstance(ours, PretrainedConfig):
-        differences = _of_models(config, ours, type(model).__name__.removeprefix("FSDP"))
+        # `torch.compile` wraps a model, and FSDP2 gives it a class of its own.
+        class_name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
+        differences = _of_models(config, ours, class_name)
     if differences:
         raise ValueError(
             f"{named} was saved from another model than the one that is trained: {'; '.join(differences)}. Name the "
