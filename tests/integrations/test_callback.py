@@ -448,9 +448,10 @@ def test_it_serves_environments_without_trl(tmp_path):
     assert done.stdout.splitlines()[-1:] == ["16 8 1"], done.stderr[-3000:]
 
 
-def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(tmp_path):
-    """ms-swift embeds images in a hook before the forward, which then gets no ids to compare."""
-    callback = PaddingRemovalCallback()
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(sharing, tmp_path, caplog):
+    """ms-swift embeds images in a hook before the forward, which then gets no ids to compare, nor to share."""
+    callback = PaddingRemovalCallback(prefix_sharing=sharing)
     trainer = build_trainer(tmp_path, Trainer, [callback], max_steps=1)
     embeddings = trainer.model.get_input_embeddings()
 
@@ -460,7 +461,12 @@ def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(tmp_path):
     trainer.model.register_forward_pre_hook(embed, with_kwargs=True)
     hooks = len(trainer.model._forward_pre_hooks)
     trainer.train()
+    assert len(trainer.model._forward_pre_hooks) == hooks
+    if sharing:
+        assert not callback.reports
+        assert "compares token ids" in caplog.text
+        assert 0 < callback.handles[0].stats.packed_tokens < callback.handles[0].stats.padded_tokens
+        return
     (report,) = callback.reports
     assert report.ok
     assert 0 < report.packed_tokens < report.padded_tokens
-    assert len(trainer.model._forward_pre_hooks) == hooks

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..core.call.labels import FIRST_TOKENS_DROPPED, SCORED_FROM_PADDING
 from ..core.call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
-from ..core.errors import PaddingRemovalError
+from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
@@ -244,6 +244,11 @@ class PaddingRemovalCallback(TrainerCallback):
             with in_words(self.words):
                 compare(trainer, models, call, self.reports, gradients=True)
             print_reports(trainer, self.reports)
+        except UnpackableCallError as error:
+            if error.kind != "prefix sharing":  # packed all the same, as the line of the first step says
+                self.remove()
+                raise
+            logger.warning(f"Not compared on the first batch: {error}")
         except BaseException:
             self.remove()  # Trainer calls no further event after an error
             raise
