@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...files import UnwritableError, why_unwritable
 
@@ -105,8 +105,8 @@ def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
         differences, of = _of_adapters(_read_json(folder / beside), adapters or {}), "adapters"
     elif config and isinstance(ours, PretrainedConfig):
         # `torch.compile` wraps a model, and FSDP2 gives it a class of its own.
-        class_name = type(getattr(model, "_orig_mod", model)).__name__.removeprefix("FSDP")
-        differences = _of_models(config, ours, class_name)
+        pretrained = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+        differences = _of_models(config, ours, type(pretrained).__name__.removeprefix("FSDP"))
     if differences:
         raise ValueError(
             f"{named} was saved from another model than the one that is trained: {'; '.join(differences)}. Name the "
