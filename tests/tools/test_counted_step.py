@@ -40,8 +40,10 @@ def test_a_hybrid_is_counted_by_its_kinds_of_layers():
     few, many = (ModelSizes.of(Qwen3NextConfig(**shape, linear_num_value_heads=16 * n)) for n in (1, 2))
     assert few._counted_layers() == (1, 5)
     kept = [sizes.step(StepSettings()).kept_by_layer for sizes in (few, many)]
-    # Of three of four layers: chunk rows, values, the output of the net before and after its norm, and its gate.
-    assert kept[1] - kept[0] > 0.75 * 16 * (2 * 64 + 2 * 128 * 4)
+    # Of three of four layers: chunk rows, values, the output of the net before and after its norm, and its gate. With
+    # what the norm keeps in float32 it is 2.8 times that, and without stand-ins, in torch's own functions, 10.8 times.
+    least = 0.75 * 16 * (2 * 64 + 2 * 128 * 4)
+    assert least < kept[1] - kept[0] < 3 * least
     assert few.step(StepSettings(checkpointing=True)).kept_by_layer == 4 * 64
 
 

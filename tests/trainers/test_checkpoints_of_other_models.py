@@ -116,12 +116,14 @@ def test_a_reward_model_does_not_go_on_as_a_language_model(checkpoint, tmp_path)
 
 
 def test_what_is_the_same_model_is_not_refused(checkpoint, tmp_path):
-    """A compiled model, and adapters that somebody has put beside a model."""
+    """A compiled model, a subclass, and adapters that somebody has put beside a model."""
     whole = tmp_path / "checkpoint-1"
     shutil.copytree(checkpoint("whole"), whole)
     shutil.copytree(checkpoint("adapters"), whole / "of a callback")
     model = build_model()
     for same in (model, torch.compile(model)):
         require_same_model(whole, same)
+    model.__class__ = type("OfAUser", (type(model),), {})
+    require_same_model(whole, model)
     with pytest.raises(ValueError, match="3 here"):  # the checks see through the wrapper
         require_same_model(whole, torch.compile(deeper()))

@@ -67,7 +67,7 @@ class Task:
     """Whether processes that share packed rows (context parallelism) generate the same rows before a step."""
 
     generates_within_step = False
-    """Whether they do so in the middle of `training_step` and `prediction_step`."""
+    """Whether a step itself generates its rows, and not the preparation of its batch."""
 
     generates_rows: bool | None = None
     """Whether a step has rows that its process has generated. `None`: unless the collator computes the layouts."""
