@@ -117,9 +117,9 @@ def attend_by_segment(
         layout.key_positions.split(layout.key_lengths),
         strict=True,
     )
-    # transformers' `sdpa` function copies keys and values for each query head of their group, and takes masks. On a
-    # CPU torch's kernel is called instead. It has no dropout, no sizes of values of their own, and no arguments
-    # `position_bias` and `cache`.
+    # transformers' `sdpa` function copies keys and values for each query head of their group, and needs masks. On a
+    # CPU torch's kernel is called instead. It takes no dropout, no values of another size than the keys, and no
+    # arguments `position_bias` and `cache`.
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
     has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
     uses_kernel = is_plain_sdpa and has_kernel and masks is None
@@ -188,8 +188,9 @@ class CausalAttention(torch.autograd.Function):
     Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
 
     The keys before the segment are seen by all of its queries, its own causally: neither needs a mask. Each part is
-    computed by torch's kernel, and the log-sum-exp of its scores (`lse`) weights it. Backward needs those of the whole
-    alone. Windows and chunks have a mask for each block of queries, which backward makes again.
+    computed by torch's kernel, and weighted by the log-sum-exp of its scores (`lse`). The backward of a part needs
+    only the output and the log-sum-exp of all keys. Windows and chunks have a mask for each block of queries, which
+    backward makes again.
     """
 
     @staticmethod
@@ -201,7 +202,7 @@ class CausalAttention(torch.autograd.Function):
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
         output = torch.zeros_like(query, dtype=lse.dtype)
         for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], *_of_kernel(query, key[:, :, k], value[:, :, k])
+            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k])
             part, part_lse = _KERNEL(*states, is_causal=is_causal, attn_mask=mask, scale=scale)
             total = torch.logaddexp(lse[:, :, q], part_lse)
             output[:, :, q] *= (lse[:, :, q] - total).exp()[..., None]
@@ -216,7 +217,7 @@ class CausalAttention(torch.autograd.Function):
         query, key, value, output, lse = ctx.saved_tensors
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], *_of_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
+            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
             parts = _KERNEL_BACKWARD(grads[0][:, :, q], *states, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
                 total[:, :, place] += part.unflatten(1, (total.shape[1], -1)).sum(2)
@@ -230,8 +231,8 @@ _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _of_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Keys and values with the heads that the kernel takes."""
+def _for_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Keys and values, with their heads repeated where the kernel does not take groups."""
     copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
     return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in states)
 
