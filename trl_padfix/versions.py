@@ -33,7 +33,7 @@ TESTED = (
     Stack("4.52.4", "0.17.0"),
     Stack("4.57.6", "1.0.0"),
     Stack("5.0.0", "1.9.2"),
-    Stack("5.23.0", "1.16.0"),
+    Stack("5.24.0", "1.16.0"),
 )
 """Every pair that `nox` builds and tests, oldest first."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from types import ModuleType
@@ -275,7 +276,7 @@ def masks_given(module, implementation, monkeypatch) -> list[torch.Tensor | None
     """The masks that the attention function of a module is given from now on."""
     masks, space, name = [], ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa"
     if implementation == "eager":
-        space, name = type(module).forward.__globals__, "eager_attention_forward"
+        space, name = inspect.unwrap(type(module).forward).__globals__, "eager_attention_forward"
     function = space[name]
 
     def spy(module, query, key, value, attention_mask, **kwargs):

@@ -39,7 +39,7 @@ REPRESENTATIVES += ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepsee
 INTRODUCTION = """\
 # Families
 
-Causal language model types of transformers 5.23: `remove_padding` computes them **exactly**, or **refuses** them with
+Causal language model types of transformers 5.24: `remove_padding` computes them **exactly**, or **refuses** them with
 the reason. `trl-padfix doctor --model ID` says it of your model, layer by layer.
 
 Each type was a tiny random model in float32 with every kind of layer of its configuration class (no cross-attention to
@@ -59,7 +59,7 @@ Made by `python tests/core/test_families.py --write` from `tests/core/families.j
 edit."""
 
 pytestmark = pytest.mark.skipif(
-    transformers.__version__ != "5.23.0", reason="the record is that of transformers 5.23.0"
+    transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
 )
 
 

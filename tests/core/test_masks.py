@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit.observe import CACHE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -39,7 +40,7 @@ def described(create, **config):
     states, positions = torch.zeros(1, 6, 4), torch.tensor([[0, 1, 2, 0, 1, 2]])
     given = {"position_ids": positions} if create is not create_bidirectional_mask else {}
     register_packed_attention()
-    return create(ConfigView(config), states, attention_mask=None, past_key_values=None, **given)
+    return create(ConfigView(config), states, attention_mask=None, **{CACHE: None}, **given)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_masks_of_other_models_are_tensors():
     described(create_causal_mask)
     config = AutoConfig.for_model("llama")
     config._attn_implementation_internal = "eager"
-    mask = create_causal_mask(config, torch.zeros(1, 6, 4), attention_mask=None, past_key_values=None)
+    mask = create_causal_mask(config, torch.zeros(1, 6, 4), attention_mask=None, **{CACHE: None})
     assert mask.shape == (1, 1, 6, 6)
 
 

@@ -68,6 +68,11 @@ def global_names(owner: Any, name: str) -> bool:
     return name in inspect.unwrap(getattr(owner, "forward", owner)).__code__.co_names
 
 
+def keywords_in(function: Any) -> list[str]:
+    """Names of the keyword arguments in the calls of a function."""
+    return [n for c in inspect.unwrap(function).__code__.co_consts if isinstance(c, tuple) for n in c]
+
+
 def local_names(owner: Any, name: str) -> bool:
     return name in inspect.unwrap(owner.forward).__code__.co_varnames
 
@@ -113,10 +118,10 @@ TRANSFORMERS = [
              is_parameter, "transformers>=5.0"),
     Upstream("allow_is_bidirectional_skip", f"{MASKS}.create_bidirectional_mask",
              "tells a bidirectional mask from a causal one",
-             lambda owner, name: name in owner.__code__.co_names or name in str(owner.__code__.co_consts),
+             lambda owner, name: name in (*inspect.unwrap(owner).__code__.co_names, *keywords_in(owner)),
              "transformers>=5.0"),
     Upstream("create_masks_for_generate", MASKS, "the masks that a decoder makes of a two-dimensional one",
-             takes("config", "attention_mask", "past_key_values"), "transformers>=4.53"),
+             takes("config", "attention_mask"), "transformers>=4.53"),
     Upstream("ALL_ATTENTION_FUNCTIONS", f"{MODELS}.qwen2.modeling_qwen2.Qwen2Attention", INTERFACE, global_names),
     Upstream("ALL_ATTENTION_FUNCTIONS", f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention", INTERFACE, global_names),
     Upstream("_local_mapping", "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",

@@ -32,7 +32,7 @@ NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl"
 INTRODUCTION = """\
 # Vision-language families
 
-Image-text-to-text types of transformers 5.23: `remove_padding` computes them **exactly**, on batches with images and
+Image-text-to-text types of transformers 5.24: `remove_padding` computes them **exactly**, on batches with images and
 on batches of text, or **refuses** them with the reason.
 
 Each was tested as a tiny random model in float32, on rows with one image, two or none, some with the same ids and
@@ -45,7 +45,7 @@ Made by `python tests/core/test_vision_families.py --write` from `tests/core/vis
 figures and reasons; do not edit."""
 
 pytestmark = pytest.mark.skipif(
-    transformers.__version__ != "5.23.0", reason="the record is that of transformers 5.23.0"
+    transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
 )
 
 

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import Qwen2Model
 
 from trl_padfix.core.decoder import DecoderPatch
 from trl_padfix.core.model.patching import ForwardPatch
+
+
+CACHE = "cache" if "cache" in inspect.signature(Qwen2Model.forward).parameters else "past_key_values"
+"""Name of the argument for a cache; the second until transformers 5.23."""
+
+
+def has_cache(kwargs: dict[str, Any]) -> bool:
+    """Whether a decoder or a layer was called to continue cached tokens, as in generation."""
+    return kwargs.get(CACHE) is not None
 
 
 class EnteredTokens(list[int]):

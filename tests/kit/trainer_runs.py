@@ -17,7 +17,7 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.loss_watchers import before_loss
-from kit.observe import accept_hooks
+from kit.observe import accept_hooks, has_cache
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -173,7 +173,7 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
     entered, batches, counting = [], [], [True]
 
     def count(layer, args, kwargs):
-        if counting[0] and kwargs.get("past_key_values") is None:
+        if counting[0] and not has_cache(kwargs):
             entered.append(args[0].shape[:2].numel())
 
     def uncounted(*args, **kwargs):
@@ -289,7 +289,7 @@ def watch_decoder(trainer: Any, batches: list) -> None:
     """Watch with which ids and masks the decoder of the policy is called, but for calls with a cache."""
 
     def keep(module, args, kwargs):
-        if kwargs.get("past_key_values") is None and kwargs.get("attention_mask") is not None:
+        if not has_cache(kwargs) and kwargs.get("attention_mask") is not None:
             batches.append((kwargs["input_ids"], kwargs["attention_mask"]))
 
     decoder = next(m for m in trainer.model.modules() if type(m).__name__ == "Qwen2Model")

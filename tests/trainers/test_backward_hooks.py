@@ -57,7 +57,7 @@ def theirs(run):
 def test_hooks_act_on_the_gradient_of_a_step(name, hook, run, theirs):
     figures, weights, forwards = run(name, hook, True)
     if name == "grpo":  # which logs more figures than one with recorded rewards has in common
-        assert_same(weights, theirs(name, hook)[1])
+        assert_same(weights, theirs(name, hook)[1], atol=3e-5)  # one of 18,208 is 1.3e-5 off on some processors
         return
     assert_same(figures, theirs(name, hook)[0])
     assert_same(weights, theirs(name, hook)[1])

@@ -14,6 +14,7 @@ from kit import generation_run
 from kit.cells import every_pair, every_second, slow_but
 from kit.generation_run import build_pairs
 from kit.methods import make_trainer
+from kit.observe import has_cache
 from kit.processes import logged
 from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, lora
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
@@ -350,7 +351,7 @@ def test_everything_is_as_it_was(side, where, tmp_path):
         )
 
     def fail(layer, args, kwargs):
-        if where == "generation" and kwargs.get("past_key_values") is not None:
+        if where == "generation" and has_cache(kwargs):
             raise RuntimeError("stop")
 
     hook = model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)

@@ -11,7 +11,7 @@ import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.observe import accept_hooks
+from kit.observe import accept_hooks, has_cache
 from kit.trainer_runs import MODES, assert_same, break_mode, trained
 from kit.vision_runs import build_captions, build_processor, build_vlm, make_vision_trainer
 
@@ -114,9 +114,7 @@ def test_a_token_budget_splits_rows_with_images(family, kind, mode, tmp_path, mo
     computed = []
     decoder = trainer.model.get_decoder()
     decoder.layers[0].register_forward_pre_hook(
-        lambda layer, args, kwargs: (
-            computed.append(args[0].shape[:2].numel()) if kwargs.get("past_key_values") is None else None
-        ),
+        lambda layer, args, kwargs: None if has_cache(kwargs) else computed.append(args[0].shape[:2].numel()),
         with_kwargs=True,
     )
     accept_hooks(trainer.model)

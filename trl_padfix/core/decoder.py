@@ -29,7 +29,7 @@ from .layout.tree_arguments import tree_arguments_in
 from .mixers.dry_run import DryRun
 from .mixers.mixers import ROWS
 from .mixers.row_buckets import calls_of_layers, over_whole_rows
-from .model.older import older_attributes
+from .model.older import CACHES, has_cache, older_attributes
 from .model.patching import BatchPatch, ForwardPatch
 from .model.sharded import gathers_in_parts
 from .parallel.layout import ContextParallelLayout
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
 
 
-ROW_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "cache_params", "state")
+ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
 
 
@@ -295,8 +295,9 @@ class NumberingPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         mask = call.get("attention_mask")
-        cached = call.get("past_key_values") is not None or call.get("use_cache") is True
-        if cached or call.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if has_cache(call) or call.get("position_ids") is not None:
+            return self.wrapped(*args, **kwargs)
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return self.wrapped(*args, **kwargs)
         column = torch.arange(mask.shape[1], device=mask.device)
         # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .model.find import find_decoder, find_pretrained
+from .model.older import CACHES
 from .model.positions import position_embeddings, takes_positions
 
 
@@ -156,9 +157,9 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
             f"A batch of {ids.shape[0]} prompts has no `attention_mask`, so its padding is unknown. Pass the mask "
             "of the tokenizer, or ones if the prompts are equally long."
         )
-    if call.get("past_key_values") is not None:
+    if caches := [name for name in CACHES if call.get(name) is not None]:
         raise ValueError(
-            "The call carries `past_key_values`, a cache for the columns of an earlier batch: this batch cannot be "
+            f"The call carries `{caches[0]}`, a cache for the columns of an earlier batch: this batch cannot be "
             "aligned any more. Generate from the whole prompts, or call `model.generate` on a left-padded batch."
         )
     mask = torch.ones(ids.shape[:2], dtype=torch.int64, device=ids.device) if mask is None else mask

@@ -37,6 +37,7 @@ from .context import within
 from .errors import UnpackableCallError
 from .layout.flat_maps import inverse_permutation
 from .layout.layout import Layout, pack, unpack
+from .model.older import has_cache
 from .model.patching import Attachment, BatchPatch, ForwardPatch
 from .model.sharded import gathered_head
 from .parallel.layout import ContextParallelLayout
@@ -176,7 +177,7 @@ class LMHeadPatch(BatchPatch):
         if self.attachment.multimodal is None:
             return layout is not None and tuple(labels.shape) == layout.batch_shape
         ids = call.get("input_ids")
-        return ids is not None and ids.shape == labels.shape and call.get("past_key_values") is None
+        return ids is not None and ids.shape == labels.shape and not has_cache(call)
 
     def _layout_of(self, call: dict[str, Any]) -> Layout | None:
         """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
@@ -233,9 +234,8 @@ class LMHeadPatch(BatchPatch):
 def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
     """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
     mask: Any = call.get("attention_mask")
-    cached = call.get("past_key_values") is not None or call.get("use_cache") is True
     has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
-    return None if cached or not has_both or not attachment.packs_padded else mask
+    return None if has_cache(call) or not has_both or not attachment.packs_padded else mask
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from .call.calls import ModelCall, model_call
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
 from .context import context, set_until_reset, within
+from .model.older import has_cache
 from .model.patching import BatchPatch, ForwardPatch
 
 
@@ -49,9 +50,8 @@ class MultimodalPatch(BatchPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        cached = call.get("use_cache") is not None or call.get("past_key_values") is not None
         takes_use_cache = "use_cache" in inspect.signature(self.wrapped).parameters or takes_any_argument(self.module)
-        if takes_use_cache and not cached:
+        if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
         current = outer or ModelCall(self.attachment.decoder)

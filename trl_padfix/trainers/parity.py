@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from ..core.errors import UnpackableCallError
 from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
+from ..core.model.older import has_cache
 from ..core.model.patching import Attachment, ForwardPatch
 from ..core.parity.check import check_parity
 from ..core.parity.report import ParityError, ParityReport
@@ -240,7 +241,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
         if call:  # recorded by the hook already
             return
         tensors = tensor_arguments(module, args, kwargs)
-        if handle is None or (kwargs.get("past_key_values") is None and will_pack(handle, tensors)):
+        if handle is None or (not has_cache(kwargs) and will_pack(handle, tensors)):
             call.update(outer | tensors)
 
     recording, called = Attachment(), module_called_by_trainer(model)

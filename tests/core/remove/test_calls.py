@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kit.observe import CACHE
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
@@ -247,12 +248,12 @@ def test_a_compiled_model_gives_the_same_numbers_or_is_refused(sharing):
         lambda ids, mask: {
             "input_ids": ids,
             "attention_mask": mask,
-            "past_key_values": transformers.DynamicCache(),
+            CACHE: transformers.DynamicCache(),
         },
         lambda ids, mask: {"input_ids": ids[:1]},
         lambda ids, mask: {"input_ids": ids[:1], "position_ids": torch.arange(COLUMNS)[None]},
     ],
-    ids=["use_cache", "past_key_values", "one row without mask", "one row with positions"],
+    ids=["use_cache", "cache", "one row without mask", "one row with positions"],
 )
 def test_other_calls_go_through_untouched(kwargs, sharing):
     model, given = build("qwen2"), batch("left")

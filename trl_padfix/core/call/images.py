@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..layout.flat_maps import to_device_async
-from ..model.older import masks_of_decoder
+from ..model.older import has_cache, masks_of_decoder
 from .prepared_masks import PreparedMasks, as_bool_mask, by_kind
 
 
@@ -88,9 +88,8 @@ def plain_mask(
         see each other. If the attention is not causal without a mask, the prepared masks are always returned.
     """
     prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
-    cached = call.get("past_key_values") is not None or call.get("use_cache") is True
     is_prepared = isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4)
-    if cached or not is_prepared or embeds is None:
+    if has_cache(call) or not is_prepared or embeds is None:
         return call, None
     if mask is None:
         mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)

@@ -20,6 +20,7 @@ from ..errors import PaddingRemovalError, UnpackableBatchError, UnpackableCallEr
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
 from ..layout.tree_arguments import tree_arguments_in, tree_layout
+from ..model.older import CACHES, has_cache
 from .batch_metadata import ForwardMetadata, KnownBatch
 from .calls import LAYOUT, ModelCall
 from .images import content_keys, token_keys
@@ -245,8 +246,7 @@ def layout_of(
     """
     if LAYOUT not in call and (tree := tree_arguments_in(call)):
         return _layout_of_tree(call, tree, handle, model_call)
-    has_cache = any(call.get(name) is not None for name in ("past_key_values", "cache"))  # "cache": paged generation
-    if has_cache or call.get("use_cache") is True or LAYOUT in call:
+    if has_cache(call) or LAYOUT in call:
         return None  # generation, or a caller that wants the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
         raise UnpackableCallError(
@@ -347,7 +347,7 @@ def _tree_obstacle(
         return f"a tree is one row, the batch has {'none' if batch is None else len(batch)}: pass `input_ids` `(1, N)`"
     if (around if around else call).get("attention_mask") is not None:
         return "with an attention mask. A tree row holds no padding: leave the mask out"
-    caches = [k for k in ("past_key_values", "cache", "use_cache") if call.get(k) not in (None, False)]
+    caches = [k for k in (*CACHES, "use_cache") if call.get(k) not in (None, False)]
     pixels = [k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
     if extra := caches + [k for k in pixels if k != "inputs_embeds"]:
         return f"with {extra}. A tree row has neither a cache nor images: leave them out"

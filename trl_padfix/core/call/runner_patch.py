@@ -10,6 +10,7 @@ from torch import nn
 
 from ..context import ForwardRunner, context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
+from ..model.older import has_cache
 from ..model.patching import Attachment, ForwardPatch, in_backward
 from .arguments import bind
 
@@ -53,8 +54,8 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
     """Why the arguments of a model are no padded batch whose rows can be computed apart; `None` if they are one."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     tokens = ids if ids is not None else call.get("inputs_embeds")
-    if call.get("past_key_values") is not None or call.get("use_cache") is True:
-        return "it has a cache (`use_cache=True` or `past_key_values`). Leave the cache out of a loss"
+    if has_cache(call):
+        return "it has a cache (`use_cache=True`, or an earlier one). Leave the cache out of a loss"
     if tokens is None or tokens.dim() != (2 if tokens is ids else 3):
         return (
             "it has neither `input_ids` of shape `(B, L)` nor `inputs_embeds` of shape `(B, L, H)`. Pass one of them"

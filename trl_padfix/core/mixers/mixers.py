@@ -41,6 +41,7 @@ _MIXING = {
     "alibi",
     "attention_mask",
     "attn_mask",
+    "cache",
     "cache_params",
     "cache_position",
     "conv_mask",

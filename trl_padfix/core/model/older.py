@@ -12,7 +12,7 @@ import inspect
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -29,10 +29,12 @@ from .masks import PackedMask
 
 
 __all__ = [
+    "CACHES",
     "REMOVABLE_WITH",
     "checkpoints_in_forward",
     "decoder_of",
     "flash_arguments",
+    "has_cache",
     "mask_of_rows",
     "masks_of_decoder",
     "older_attributes",
@@ -56,8 +58,12 @@ REMOVABLE_WITH = {
     "silence_packing_warning": "trl>=1.16",
     "masks_of_decoder": "transformers>=5.2",  # the other spelling
     "mask_of_rows": "transformers>=5.0",
+    "has_cache": "transformers>=5.40",  # then all caches are called `cache`; the function stays
 }
 """The first version that does not need each function: once `versions.BOUNDS` begins there, it can be deleted."""
+
+CACHES = ("cache", "past_key_values", "cache_params", "state")
+"""Arguments of a forward that hold a cache: the first from transformers 5.24 on, which renames the others."""
 
 _masking: Any = import_module("transformers.masking_utils") if find_spec("transformers.masking_utils") else None
 """transformers' module that makes masks; before 4.53 decoders made them themselves."""
@@ -69,6 +75,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     # Up to 4.55 many models have no `get_decoder`. In 4.56 and 4.57 all have one, and it returns the model itself if
     # the decoder's attribute is neither `model` nor `decoder` (GPT-2's `transformer`).
     return model.base_model if decoder is model else decoder
+
+
+def has_cache(call: Mapping[str, Any]) -> bool:
+    """Whether a call of a model reads a cache, or returns one."""
+    return call.get("use_cache") is True or any(call.get(name) is not None for name in CACHES)
 
 
 def older_attributes(decoder: nn.Module, extra: dict[str, Any]) -> dict[str, Any]:
@@ -175,11 +186,14 @@ def silence_packing_warning() -> Iterator[None]:
 
 def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
     """The masks that a decoder makes from a two-dimensional one: one mask, or a `dict` by type of layer."""
-    arguments: dict[str, Any] = {"inputs_embeds": embeds}
+    parameters = inspect.signature(_masking.create_masks_for_generate).parameters
+    arguments: dict[str, Any] = {name: None for name in CACHES if name in parameters}
     # Up to 5.1 one argument has another name, and positions in the cache are an argument, too.
-    if "input_embeds" in inspect.signature(_masking.create_masks_for_generate).parameters:
-        arguments = {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
-    return _masking.create_masks_for_generate(config=config, attention_mask=mask, past_key_values=None, **arguments)
+    if "input_embeds" in parameters:
+        arguments |= {"input_embeds": embeds, "cache_position": mask.new_ones(mask.shape[1]).cumsum(0) - 1}
+    else:
+        arguments["inputs_embeds"] = embeds
+    return _masking.create_masks_for_generate(config=config, attention_mask=mask, **arguments)
 
 
 def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from ...core.call.prefix_states import ForwardStates, PrefixStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder
+from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.batch_metadata import image_tensors
 from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
@@ -42,6 +43,9 @@ __all__ = ["SubBatches", "balancing_loss", "joins_balancing_losses"]
 
 
 logger = get_logger(__name__)
+
+_FEATURES = {"image_hidden_states", "image_outputs", "video_outputs", "audio_outputs"}
+"""Outputs of multimodal models that hold what a tower computed: the first one until transformers 5.23."""
 
 RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""
@@ -287,7 +291,7 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":
             continue
-        elif name in ("past_key_values", "image_hidden_states"):
+        elif name in (*CACHES, *_FEATURES):
             output[name] = None  # no loss reads them; the caches of sub-batches are none of the batch
         elif name == "loss" and has_balancing_loss:
             output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
