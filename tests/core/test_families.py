@@ -34,7 +34,7 @@ RECORD = Path(__file__).with_name("families.json")
 TABLE = Path(__file__).parents[2] / "docs" / "families.md"
 EVIDENCE = TABLE.parent / "numbers.md"
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
-REPRESENTATIVES += ["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]
+REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]
 
 INTRODUCTION = """\
 # Families

@@ -108,7 +108,7 @@ def test_the_table_is_that_of_the_record():
     assert TABLE.read_text() == table(record())
 
 
-FAST = {"gemma4", "paligemma", "lfm2_vl"}
+FAST = {"blip-2", "gemma4", "paligemma", "lfm2_vl"}
 
 
 @pytest.mark.parametrize(

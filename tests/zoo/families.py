@@ -80,6 +80,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dory": {
+        "num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1,
+        "layer_types": [*_ATTENTION, _ATTENTION[0]], "initializer_range": 1.0,
+    },
     "falcon_h1": _SSD,
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {

@@ -49,6 +49,7 @@ _WINDOWED = {"fullatt_block_indexes": [1], "window_size": 16}
 _FIRST_LAYER = {"insert_layer_id": 0, "vision_config": {"insert_layer_id": 0}}
 _TOKENS_OF_QUERIES = {"image_token_index": IMAGE, "image_token_id": IMAGE, "num_query_tokens": 4}
 _MUSE = {"out_hidden_size": 128, "projector_hidden_size": 32}
+_INKLING = {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32}}
 _GEMMA4_VISION = dict(
     model_type="gemma4_vision", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=4, head_dim=8, patch_size=4, pooling_kernel_size=2, position_embedding_size=16,
@@ -84,7 +85,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_docling": {
         "vision_config": {"out_hidden_size": 32, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]}
     },
-    "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32}},
+    **dict.fromkeys(("inkling2", "inkling2_loop"), _INKLING),
     "glm5_next": {"text_config": {"index_kpool": 2}},
     **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _FIRST_LAYER),
     "dots3_note": {"vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32}},
@@ -99,8 +100,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 _TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
 _PARTS = "The recipe for tiny models does not know the fields by which the parts of its configuration fit one another."
+_VOCABULARY = "Its images become tokens by a vocabulary that only its tokenizer has."
 NOT_BUILT: dict[str, str] = {
-    **dict.fromkeys(("chameleon", "emu3"), "Its images become tokens by a vocabulary that only its tokenizer has."),
+    **dict.fromkeys(("apertus1p5", "chameleon", "emu3"), _VOCABULARY),
     **dict.fromkeys(("fast_vlm", "gemma3n", "perception_lm"), _TIMM),
     **dict.fromkeys(("deepseek_ocr2", "ernie4_5_vl_moe", "granite4_vision", "molmo2"), _PARTS),
     "diffusion_gemma": "It denoises blocks of tokens in both directions, and is no causal language model.",
@@ -116,6 +118,7 @@ NOT_RUN: dict[str, str] = {
     "git": "Its decoder itself puts the features of an image before every row.",
     **dict.fromkeys(("idefics", "mllama"), "Its layers look at the image by cross-attention."),
     **dict.fromkeys(("kosmos-2", "kosmos-2.5"), "A mask gives the positions of the features of an image."),
+    "llama4": "Its own forward fails in transformers 5.24: its decoder returns no `image_outputs`.",
     "mistral4": "It takes text only.",
     "granite_docling": "It takes the crops of an image, and a plan of them, from its processor.",
     "instructblipvideo": "It takes videos.",

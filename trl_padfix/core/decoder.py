@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .attention.attention import attends_within_tokens
 from .call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
 from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call
 from .call.images import plain_mask
@@ -59,7 +60,7 @@ class DecoderPatch(BatchPatch):
         super().__init__(module, attachment)
         self.numbering = attachment.anatomy.numbering
         self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
-        self.is_causal = all(getattr(m, "is_causal", True) for m in module.modules())
+        self.is_causal = all(getattr(m, "is_causal", True) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(inspect.signature(module.forward).parameters)
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
-from .attention.attention import implementation_obstacle
+from .attention.attention import attends_within_tokens, implementation_obstacle
 from .call.layers import takes_any_argument
 from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
@@ -54,7 +54,7 @@ def refusal(anatomy: Anatomy) -> str | None:
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
-    if reason := _encoder_decoder_obstacle(model):
+    if reason := _encoder_decoder_obstacle(anatomy):
         return reason
     if {"start_positions", "end_positions"} <= inspect.signature(type(model).forward).parameters.keys():
         return (
@@ -90,15 +90,19 @@ def encoder_obstacle(model: nn.Module) -> str | None:
     will do.
     """
     anatomy = Anatomy.of(model)
-    if reason := _encoder_decoder_obstacle(anatomy.pretrained):
+    if reason := _encoder_decoder_obstacle(anatomy):
         return reason
     return None if anatomy.whole_rows or not anatomy.mixers.mixers else _direction_obstacle(anatomy)
 
 
-def _encoder_decoder_obstacle(model: nn.Module) -> str | None:
+def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
+    decoder = anatomy.decoder
+    around = [m for m in anatomy.pretrained.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
+    # The innermost model around the decoder: BLIP-2 takes `decoder_input_ids`, too, and hands them to a T5 only.
+    model = next((m for m in reversed(around) if decoder in m.modules()), anatomy.pretrained)
     # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), and the forward is not.
     takes_two = "decoder_input_ids" in inspect.signature(type(model).forward).parameters
-    if not (takes_two or getattr(model.config, "is_encoder_decoder", False)):
+    if not (takes_two or getattr(anatomy.pretrained.config, "is_encoder_decoder", False)):
         return None
     return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
 
@@ -127,7 +131,8 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     is_set = bidirectional not in (None, False, "vision") or getattr(config, "causal", True) is False
     if is_set or ("is_decoder" in names and not getattr(config, "is_decoder", True)):
         return "its tokens see later ones"
-    if "create_causal_mask" in names and "create_bidirectional_mask" not in names:
+    makes_causal_masks = "create_causal_mask" in names and "create_bidirectional_mask" not in names
+    if makes_causal_masks and not any(map(attends_within_tokens, decoder.modules())):
         return None  # the code is proof enough: the probe below needs the weights
     if change := change_of_earlier_states(decoder):
         return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"

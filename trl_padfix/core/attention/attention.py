@@ -46,6 +46,7 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 __all__ = [
     "ViewPatch",
+    "attends_within_tokens",
     "counts_columns",
     "implementation_obstacle",
     "names_attention",
@@ -70,11 +71,27 @@ def register_packed_attention() -> None:
 
 
 def uses_attention_interface(module: nn.Module) -> bool:
-    """Whether `module` is an attention module that takes its function from transformers' attention interface."""
+    """Whether tokens attend to each other in `module` by a function of transformers' attention interface."""
+    return _reads_interface(module) and not attends_within_tokens(module)
+
+
+def _reads_interface(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     name = "ALL_ATTENTION_FUNCTIONS"
     # The second condition: some models define an interface of their own under the same name.
     return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+
+
+def attends_within_tokens(module: nn.Module) -> bool:
+    """
+    Whether an attention module attends to several states of one token (Inkling 2: those of earlier layers).
+
+    Such a module is not causal, and gets no mask: it could not keep tokens apart.
+    """
+    if getattr(module, "is_causal", True) or not _reads_interface(module):
+        return False
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    return not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def names_attention(module: nn.Module) -> bool:
