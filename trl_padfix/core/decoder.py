@@ -92,7 +92,11 @@ class DecoderPatch(BatchPatch):
         # What can refuse a call comes before any computation, which would be done twice.
         try:
             call, layout, prepared = self._with_layout(call, outer)
-            row = self._packed_arguments(call, layout, prepared)
+            cp_layout = self.attachment.cp_layout_of(layout)
+            if layout is None or (layout.is_trivial and cp_layout is None):
+                row = None  # nothing to pack
+            else:
+                row = self._packed_arguments(call, layout, prepared)
         except UnpackableCallError as error:
             self.attachment.run_padded(error)
             return self._padded(outer, call, args, kwargs)
@@ -102,14 +106,13 @@ class DecoderPatch(BatchPatch):
             return self.wrapped(*args, **kwargs)
         # Decoders cache by default, and a packed row has no rows that a later call could continue.
         call["use_cache"] = False
-        cp_layout = self.attachment.cp_layout_of(layout)
-        if layout.is_trivial and cp_layout is None:
+        if row is None:
             # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
             if prepared is not None:
                 call["attention_mask"] = prepared.original
             self.attachment.stats.add(layout)
             self._match_other_processes(call)
-            return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
+            return padded_output(self.wrapped(**self._accepted(call)), outer)
         try:
             if isinstance(layout, PrefixedLayout):
                 output = self._over_prefixed_rows(call, layout, row)
@@ -160,11 +163,9 @@ class DecoderPatch(BatchPatch):
         return {k: v for k, v in call.items() if k not in tree}, layout, prepared  # the layout has the tree now
 
     def _packed_arguments(
-        self, call: dict[str, Any], layout: Layout | None, prepared: PreparedMasks | None
+        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None
     ) -> dict[str, Any]:
-        """The arguments for the packed row; empty for a call that has none."""
-        if layout is None or (layout.is_trivial and self.attachment.cp_layout_of(layout) is None):
-            return {}
+        """The arguments for the packed row; empty if the call computes whole rows, or no token."""
         check_call(self.attachment, call, layout, prepared is not None)
         new = layout.new if isinstance(layout, PrefixedLayout) else layout
         return {} if new is None or self.takes_whole_rows else pack_arguments(call, new, self.numbering)
@@ -177,7 +178,7 @@ class DecoderPatch(BatchPatch):
             set_until_reset(model=replace(outer, layout=None))
         self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})
         mask = (outer.outer_arguments if outer is not None and outer.outer_arguments else call).get("attention_mask")
-        return padded_output(self.wrapped(*args, **kwargs), mask, outer)
+        return padded_output(self.wrapped(*args, **kwargs), outer, mask)
 
     def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
         """The output of the decoder for the new tokens of a micro-batch, behind those of its shared prefixes."""

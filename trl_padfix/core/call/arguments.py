@@ -147,30 +147,31 @@ def unpack_output(
     return tree_unflatten([states, *(_unpack_value(value, layout, cp_layout) for value in others)], spec)
 
 
-def padded_output(output: Any, mask: Any, call: ModelCall | None) -> Any:
+def padded_output(output: Any, call: ModelCall | None, mask: Any = None) -> Any:
     """
-    The output of a decoder that ran padded, with the states that the model around it needs.
+    The output of a decoder that ran on padded rows, with the states that the model around it needs.
 
     Args:
         output (`ModelOutput` or `tuple`):
             The output, `(B, L, ...)`.
-        mask:
-            The attention mask. Only one of shape `(B, L)` tells which token is the last one of a row.
         call ([`ModelCall`], *optional*):
             The call of the model, which may need only the states that its head scores.
+        mask (*optional*):
+            The attention mask; `None` if all tokens are real. Only one of shape `(B, L)` tells which token is the last
+            one of a row.
     """
-    if call is None or not (call.pools_last or call.scored_index is not None):
-        return output
     hidden = output[0]  # the last hidden states are the first output of any decoder
-    if call.scored_index is not None:
+    if call is not None and call.scored_index is not None:
         states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
         states = states if len(call.scored_index) else hidden[:1, :1]
-    elif not isinstance(mask, torch.Tensor) or mask.shape != hidden.shape[:2]:
-        return output
-    else:
+    elif call is not None and call.pools_last and mask is None:
+        states = hidden[:, -1:].expand_as(hidden)
+    elif call is not None and call.pools_last and isinstance(mask, torch.Tensor) and mask.shape == hidden.shape[:2]:
         last = ((mask != 0) * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         row = torch.arange(len(mask), device=mask.device)
-        states = hidden[row, last].unsqueeze(1).expand(-1, mask.shape[1], -1)
+        states = hidden[row, last].unsqueeze(1).expand_as(hidden)
+    else:
+        return output
     if isinstance(output, tuple):
         return (states, *output[1:])
     output[next(iter(output))] = states
@@ -186,17 +187,11 @@ def _states(
     If the model pools the last token, its state stands in all columns of a row. If a head scores `n` states, only
     these are returned, `(1, n, H)`.
     """
-    if call is not None and call.pools_last:
-        index = layout.last_index
-    elif call is not None and call.scored_index is not None:
-        index = call.scored_index
-    else:
+    if call is None or not (call.pools_last or call.scored_index is not None):
         return _unpack_value(hidden, layout, cp_layout)
-    # A trivial layout runs on the padded batch itself, whose order differs from that of the layout: prefix sharing
-    # sorts the rows. With context parallelism the packed row is used in any case.
-    index = index if layout.is_trivial and cp_layout is None else layout.packed_index_of(index)
+    index = layout.packed_index_of(layout.last_index if call.scored_index is None else call.scored_index)
     if cp_layout is None:
-        states = hidden.flatten(0, 1).index_select(0, index)
+        states = hidden[0].index_select(0, index)
     elif call.pools_last:
         states = cp_layout.all_gather_at(hidden[0], index)
     elif not len(index):
@@ -207,8 +202,8 @@ def _states(
     return states.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else states
 
 
-def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None = None) -> Any:
-    if not isinstance(value, torch.Tensor) or (layout.is_trivial and cp_layout is None):
+def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None) -> Any:
+    if not isinstance(value, torch.Tensor):
         return value
     # Hidden states are `(1, T, H)`. Router logits are `(T, experts)`; losses expect `(B * L, experts)`.
     tokens = layout.packed_tokens if cp_layout is None else cp_layout.local_tokens
