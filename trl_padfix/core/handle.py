@@ -228,19 +228,8 @@ class PaddingRemoval(Attachment):
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
-        """
-        Compute one forward of the block as it came, padded, because it has `reason`: said once, and counted.
-
-        Raises:
-            UnpackableCallError: If the handle is `strict`.
-        """
-        if self.strict:
-            raise UnpackableCallError("labels", f"The call has {reason}.")
-        self.say_once(
-            f"This call of {type(self.anatomy.pretrained).__name__} is computed padded, as it came, since it has "
-            f"{reason}. Said once; `stats.padded_forwards` counts such calls."
-        )
-        self.stats.add_padded()
+        """Compute one forward of a block padded, because it has `reason`; see [`PaddingRemoval.run_padded`]."""
+        self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
         with self.disabled():
             yield
 
