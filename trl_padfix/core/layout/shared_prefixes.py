@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .build import prefix_sharing_layout
-from .layout import Layout, packed_length
+from .layout import Layout
 
 
 if TYPE_CHECKING:
@@ -74,26 +74,25 @@ class PrefixedLayout(Layout):
 
     def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
         """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
-        new = self._only_filler(packed_length(0, multiple)) if self.new is None else self.new.filled(multiple)
+        new = (self._one_filler_token() if self.new is None else self.new).filled(multiple)
         tokens = self.packed_index[: self.packed_tokens - (self.filler or 0)]
         packed_index = torch.cat([tokens, new.packed_index[new.computed_tokens :]])
         return replace(self, new=new, packed_index=packed_index, filler=new.filler)
 
-    def _only_filler(self, filler: int) -> Layout:
-        """New tokens of a forward that has none of its own: copies of the first token, each of which sees itself."""
-        positions = self.positions[:1].expand(filler)
+    def _one_filler_token(self) -> Layout:
+        """New tokens of a forward that has none of its own: a copy of the first token, which sees itself."""
         return Layout.of_segments(
-            [1] * filler,
-            [1] * filler,
+            [1],
+            [1],
             batch_shape=self.batch_shape,
             real_index=self.real_index,
             source=None,
-            packed_index=self.packed_index[:1].expand(filler),
-            positions=positions,
-            key_index=torch.arange(filler, device=positions.device) + self.packed_tokens,
-            spans=(1,) * filler,
-            key_source_positions=torch.cat([self.positions, positions]),
-            filler=filler,
+            packed_index=self.packed_index[:1],
+            positions=self.positions[:1],
+            key_index=torch.full_like(self.packed_index[:1], self.packed_tokens),
+            spans=(1,),
+            key_source_positions=torch.cat([self.positions, self.positions[:1]]),
+            filler=1,
         )
 
 
@@ -399,13 +398,13 @@ class _StepPrefixTree:
         if prefix < 0:
             return paths, flat_index
         # Rows up to and including their last token in the prefix; rows without such a token are left out.
-        ends = [np.flatnonzero(owner[path] == prefix)[-1:] + 1 for path in paths]
-        cut = [
-            (path[: end[0]], index[: end[0]])
-            for path, index, end in zip(paths, flat_index, ends, strict=True)
-            if len(end)
-        ]
-        return [path for path, _ in cut], [index for _, index in cut]
+        cut_paths, cut_index = [], []
+        for path, index in zip(paths, flat_index, strict=True):
+            in_prefix = np.flatnonzero(owner[path] == prefix)
+            if len(in_prefix):
+                cut_paths.append(path[: in_prefix[-1] + 1])
+                cut_index.append(index[: in_prefix[-1] + 1])
+        return cut_paths, cut_index
 
     def _numbering(self, paths: list[np.ndarray], read_tokens: list[np.ndarray]) -> _Numbering:
         """
@@ -413,22 +412,19 @@ class _StepPrefixTree:
 
         `read_tokens` are the tokens of each prefix that the forward reads.
         """
-        tokens = [NO_TOKENS, *read_tokens]
-        next_free = sum(map(len, tokens))
+        read = np.concatenate([NO_TOKENS, *read_tokens])
+        tokens = np.concatenate([read, np.setdiff1d(np.concatenate(paths), read)])
         number = np.full(self.tokens, -1)
-        number[np.concatenate(tokens)] = np.arange(next_free)
-        segment_paths, query_lengths = [], []
+        number[tokens] = np.arange(len(tokens))
+        segment_paths, query_lengths, end = [], [], len(read)
         # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. Tokens
-        # that have a number, of a prefix or of a row before, are then the begin of a path.
+        # with smaller numbers than `end`, of a prefix or of a row before, are then the begin of a path.
         for path in sorted(paths, key=lambda path: path[-1]):
-            new = path[number[path] < 0]
-            if len(new):
-                number[new] = np.arange(next_free, next_free + len(new))
-                next_free += len(new)
-                tokens.append(new)
+            if queries := int((number[path] >= end).sum()):
                 segment_paths.append(path)
-                query_lengths.append(len(new))
-        return _Numbering(number, np.concatenate(tokens), segment_paths, query_lengths)
+                query_lengths.append(queries)
+                end += queries
+        return _Numbering(number, tokens, segment_paths, query_lengths)
 
     def _segments(self, numbering: _Numbering, index_maps: dict[str, Any]) -> Layout | None:
         """Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens."""
