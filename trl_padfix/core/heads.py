@@ -309,7 +309,7 @@ class HeadPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        layout = call.layout if call is not None and not call.selects_columns else None
+        layout = None if call.selects_columns else call.layout
         # An integer `logits_to_keep` slices columns off the states, so their shape is no longer that of the batch.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
