@@ -284,12 +284,7 @@ class PaddingRemoval(Attachment):
     @property
     def has_changed(self) -> bool:
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
-        try:
-            if self.changes is not None:
-                self.changes.check()
-        except UnpackableCallError:
-            return True
-        return False
+        return self.changes is not None and self.changes.has_changed
 
     @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:

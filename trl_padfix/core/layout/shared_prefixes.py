@@ -229,24 +229,6 @@ def _recompute_dependents(users: list[tuple[int, int]], recompute: list[bool]) -
     return recompute
 
 
-class _Numbering(NamedTuple):
-    """
-    Packed tokens of one forward.
-
-    Attributes:
-        number (`np.ndarray` of shape `(tokens of the tree,)`): Packed token of each token of the tree; -1 for tokens
-            that the forward neither reads nor computes.
-        tokens (`np.ndarray` of shape `(T,)`): Token of the tree of each packed token: the inverse of `number`.
-        paths (`list[np.ndarray]`): Path of each segment, as tokens of the tree.
-        query_lengths (`list[int]`): New tokens of each segment.
-    """
-
-    number: np.ndarray
-    tokens: np.ndarray
-    paths: list[np.ndarray]
-    query_lengths: list[int]
-
-
 class _StepPrefixTree:
     """
     The prefix tree of all rows of a step, whose tokens are numbered depth first.
@@ -359,21 +341,25 @@ class _StepPrefixTree:
         """
         is_dummy = prefix >= 0 and not len(spans[prefix].tokens)
         paths, flat_index = self._paths_of(batch, owner, prefix, is_dummy)
-        tokens = np.concatenate(paths)
+        path_tokens = np.concatenate(paths)
         # A dummy forward reads nothing: its prefixes may not have been computed.
-        read = [] if is_dummy else [n for n in np.unique(owner[tokens]).tolist() if n not in (-1, prefix)]
-        numbering = self._numbering(paths, [spans[n].tokens for n in read])
-        T = len(numbering.tokens)
+        prefixes = [] if is_dummy else [n for n in np.unique(owner[path_tokens]).tolist() if n not in (-1, prefix)]
+        read = np.concatenate([NO_TOKENS, *(spans[n].tokens for n in prefixes)])
+        # The packed tokens, as tokens of the tree: first those that the forward reads, then the new ones, depth first.
+        tokens = np.concatenate([read, np.setdiff1d(path_tokens, read)])
+        T = len(tokens)
+        number = np.full(self.tokens, -1)
+        number[tokens] = np.arange(T)
         # A prefix may hold tokens that this micro-batch does not need: their index stays 0, and nothing reads it.
         packed_index = np.zeros(T, dtype=np.int64)
-        packed_index[numbering.number[tokens]] = np.concatenate(flat_index)
+        packed_index[number[path_tokens]] = np.concatenate(flat_index)
         # -1 marks tokens of the batch outside of this prefix forward. Nothing reads their output; 0 is a valid index.
-        source = torch.from_numpy(numbering.number[np.concatenate(self.paths[batch])]).clamp(min=0)
+        source = torch.from_numpy(number[np.concatenate(self.paths[batch])]).clamp(min=0)
         index_maps: dict[str, Any] = {
             "batch_shape": self.masks[batch].shape,
             "real_index": torch.from_numpy(np.flatnonzero(self.masks[batch])),
             "packed_index": torch.from_numpy(packed_index),
-            "positions": torch.from_numpy(self.positions[numbering.tokens]),
+            "positions": torch.from_numpy(self.positions[tokens]),
         }
         return PrefixedLayout.of_segments(
             [T],
@@ -382,8 +368,8 @@ class _StepPrefixTree:
             source=source,
             key_index=None,
             spans=(T,),
-            new=self._segments(numbering, index_maps),
-            prefixes=tuple(read),
+            new=self._new_tokens(paths, number, len(read), index_maps),
+            prefixes=tuple(prefixes),
             is_prefix=prefix >= 0,
         )
 
@@ -406,17 +392,15 @@ class _StepPrefixTree:
                 cut_index.append(index[: in_prefix[-1] + 1])
         return cut_paths, cut_index
 
-    def _numbering(self, paths: list[np.ndarray], read_tokens: list[np.ndarray]) -> _Numbering:
+    def _new_tokens(
+        self, paths: list[np.ndarray], number: np.ndarray, read: int, index_maps: dict[str, Any]
+    ) -> Layout | None:
         """
-        Number the packed tokens of a forward: first the tokens that it reads, then the new ones of its `paths`.
+        Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens.
 
-        `read_tokens` are the tokens of each prefix that the forward reads.
+        `number` is the packed token of each token of the tree. The first `read` packed tokens are not new.
         """
-        read = np.concatenate([NO_TOKENS, *read_tokens])
-        tokens = np.concatenate([read, np.setdiff1d(np.concatenate(paths), read)])
-        number = np.full(self.tokens, -1)
-        number[tokens] = np.arange(len(tokens))
-        segment_paths, query_lengths, end = [], [], len(read)
+        segment_paths, query_lengths, end = [], [], read
         # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. Tokens
         # with smaller numbers than `end`, of a prefix or of a row before, are then the begin of a path.
         for path in sorted(paths, key=lambda path: path[-1]):
@@ -424,15 +408,9 @@ class _StepPrefixTree:
                 segment_paths.append(path)
                 query_lengths.append(queries)
                 end += queries
-        return _Numbering(number, tokens, segment_paths, query_lengths)
-
-    def _segments(self, numbering: _Numbering, index_maps: dict[str, Any]) -> Layout | None:
-        """Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens."""
-        number, tokens, paths, query_lengths = numbering
-        if not paths:
+        if not segment_paths:
             return None
-        key_lengths = [len(path) for path in paths]
-        read = len(tokens) - sum(query_lengths)
+        key_lengths = [len(path) for path in segment_paths]
         keys_are_queries = not read and query_lengths == key_lengths
         return Layout.of_segments(
             query_lengths,
@@ -440,7 +418,7 @@ class _StepPrefixTree:
             **index_maps
             | {"packed_index": index_maps["packed_index"][read:], "positions": index_maps["positions"][read:]},
             source=None,
-            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(paths)]),
-            spans=tuple((self.positions[[path[-1] for path in paths]] + 1).tolist()),
+            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(segment_paths)]),
+            spans=tuple((self.positions[[path[-1] for path in segment_paths]] + 1).tolist()),
             key_source_positions=None if keys_are_queries else index_maps["positions"],
         )
