@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 import transformers
-from zoo.models import PAD, ROWS, batch, build
+from zoo.models import ROWS, batch, build
 from zoo.stack_models import EOS
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import remove_padding
 from trl_padfix.core.heads import LMHeadPatch
 
 
@@ -94,22 +94,3 @@ def test_where_the_last_token_is_another_one_it_is_said_once(caplog):
     said = [r.getMessage() for r in caplog.records if "pool_last_token=True" in r.getMessage()]
     assert len(said) == 1
     assert "In 4 of 7 rows" in said[0]
-
-
-def test_padding_is_never_scored_packed():
-    """The model takes another id for padding than the batch is padded with, so it would score a padded column."""
-    model = classifier(pad_token_id=3)
-    ids, mask = ending_in_eos("right", PAD)
-    with (
-        remove_padding(model, strict=True),
-        pytest.raises(PaddingRemovalError, match=r"rows \[0, 1, 2, 4, 5, 6\].*pool_last_token"),
-    ):
-        model(ids, attention_mask=mask)
-    with torch.no_grad():
-        padded = model(ids, attention_mask=mask).logits
-        with remove_padding(model) as handle:
-            assert torch.equal(model(ids, attention_mask=mask).logits, padded)
-        assert (handle.stats.padded_forwards, handle.stats.packed_tokens) == (1, 0)
-        with remove_padding(model, pool_last_token=True) as handle:
-            assert not torch.allclose(model(ids, attention_mask=mask).logits, padded)
-        assert handle.stats.padded_forwards == 0

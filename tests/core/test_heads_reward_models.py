@@ -160,6 +160,9 @@ def test_a_call_that_scores_padding_is_computed_padded_once_said_and_counted(sid
         assert handle.stats.padded_forwards == 2 * scores_padding
         assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum()) * (1 if scores_padding else 3)
         assert sum("padding by the attention mask" in message for message in caplog.messages) == scores_padding
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True) as handle, torch.no_grad():
+        assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05) or not scores_padding
+    assert handle.stats.padded_forwards == 0
     if scores_padding:
         error = pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding")
         with remove_padding(model, prefix_sharing=sharing, strict=True), error:

@@ -48,14 +48,6 @@ def test_padding_free_layout_keeps_every_real_token_in_order():
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (16, 9, 9)
 
 
-def test_a_hole_keeps_its_place():
-    layout = padding_free_layout(torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 1]]))
-
-    assert layout.positions.tolist() == [0, 2, 3, 0, 1, 2, 0, 4]
-    assert layout.query_lengths == (3, 3, 2)
-    assert layout.spans == (4, 3, 5)
-
-
 def test_prefix_sharing_layout_is_a_prefix_tree():
     layout = prefix_sharing_layout(IDS, MASK)
 
@@ -108,12 +100,6 @@ def test_what_a_masked_token_is_does_not_matter():
         assert torch.equal(one, two), name
 
 
-def test_without_anything_to_share_keys_are_queries():
-    layout = prefix_sharing_layout(torch.tensor([[1, 2, 3], [4, 5, _]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
-    assert layout.key_index is None
-    assert layout.query_lengths == layout.key_lengths == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("layout", "trivial"),
     [
@@ -133,16 +119,6 @@ def test_masks_of_any_dtype_are_read(dtype):
     assert (
         prefix_sharing_layout(IDS, MASK.to(dtype)).source.tolist() == prefix_sharing_layout(IDS, MASK).source.tolist()
     )
-
-
-def test_pack_and_unpack_are_inverse_where_tokens_are_real():
-    values = torch.arange(24.0).view(6, 4, 1).expand(6, 4, 3)
-    layout = padding_free_layout(MASK)
-
-    packed = pack(values, layout)
-
-    assert packed.shape == (1, layout.packed_tokens, 3)
-    assert torch.equal(unpack(packed, layout), values * MASK[:, :, None])
 
 
 def test_gradients_of_a_shared_token_are_summed():

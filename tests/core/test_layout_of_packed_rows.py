@@ -143,19 +143,6 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
 
 
 @SHARING
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_packed_row_is_recomputed_packed(reentrant, sharing):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = padded_numbers("qwen2", model, ids, mask)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    with remove_padding(model, prefix_sharing=sharing):
-        assert_same_numbers(numbers(model, packed(ids, mask), ids, mask), expected)
-
-
-@SHARING
 def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
     utils = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utils, "add_fused_lm_head"):

@@ -236,31 +236,6 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("name", ADAPTED)
-def test_adapters_are_switched_between_forwards(name, tmp_path, monkeypatch):
-    model = with_two_adapters(ADAPTED[name](tmp_path)).eval()
-
-    def switched():
-        results = []
-        for adapter in ("default", "other", "default"):
-            model.set_adapter(adapter)
-            results.append(outputs(model)[:2])
-        return results
-
-    theirs = switched()
-    values = [out for out, _ in theirs]
-    assert min((a - b).abs().max() for a, b in pairwise(values)) > 1e-2
-    with remove_padding(model, prefix_sharing=True) as handle:
-        for ours, their in zip(switched(), theirs, strict=True):
-            assert (ours[0] - their[0]).abs().max() < 1e-5
-            assert (ours[1] - their[1]).norm() / their[1].norm() < 1e-5
-    assert handle.stats.packed_tokens < handle.stats.real_tokens < handle.stats.padded_tokens
-    assert (handle.stats.forwards, handle.stats.padded_forwards) == (3, 0)
-    break_mode(monkeypatch, "prefix sharing")
-    with remove_padding(model, prefix_sharing=True):
-        assert all((ours[0] - their[0]).abs().max() > 1e-3 for ours, their in zip(switched(), theirs, strict=True))
-
-
-@pytest.mark.parametrize("name", ADAPTED)
 def test_an_adapter_that_is_added_or_loaded_later_is_packed(name, tmp_path):
     saved = with_two_adapters(ADAPTED[name](tmp_path / "saved"), "other")[0].model
     for weights in (p for n, p in saved.named_parameters() if ".other." in n):
@@ -276,7 +251,9 @@ def test_an_adapter_that_is_added_or_loaded_later_is_packed(name, tmp_path):
         model.load_adapter(str(tmp_path / "adapter"), "loaded")
         model.set_adapter("loaded")
         ours["loaded"] = outputs(model)
-    assert (handle.stats.forwards, handle.stats.padded_forwards) == (4, 0)
+        model.set_adapter("default")
+        assert torch.equal(outputs(model)[0], ours["default"][0])
+    assert (handle.stats.forwards, handle.stats.padded_forwards) == (5, 0)
     assert handle.stats.packed_tokens < handle.stats.real_tokens
     for adapter, (out, gradients, _) in ours.items():
         model.set_adapter(adapter)
