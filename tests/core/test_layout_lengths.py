@@ -101,18 +101,6 @@ def test_filler_that_rows_see_gives_other_numbers(monkeypatch):
     assert (got[0] - want[0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_batch_without_padding_has_one_of_the_lengths_too(rows):
-    model = build("qwen2")
-    ids = torch.tensor([ROWS[3]] * rows)
-    with remove_padding(model, packed_multiple_of=8) as handle, entered_tokens(model) as entered, torch.no_grad():
-        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        with handle.disabled():
-            want = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    assert entered[0] == -(-rows * COLUMNS // 8) * 8
-    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
-
-
 def test_experts_are_balanced_over_the_tokens_of_the_batch():
     model = build("qwen3_moe").train()
     ids, mask = batch("right")
@@ -156,21 +144,6 @@ def test_images_are_exact(family):
         torch.testing.assert_close(got.detach(), expected, rtol=0, atol=2e-5)
         assert gradient_difference(gradients_of(vision.model, weighted(got)), gradients) <= TOLERANCE
     assert handle.stats.filler_tokens > 0
-
-
-def test_every_matrix_of_a_layer_gets_multiples_of_sixteen_tokens():
-    """Matrix products in eight bits (FP8) need them, in forward and, for the gradient of a weight, in backward."""
-    found: dict[int | None, set[int]] = {}
-    ids, mask = batch("left")
-    for multiple in (None, 16):
-        model, rows = build("qwen2"), found.setdefault(multiple, set())
-        for module in model.model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_full_backward_hook(lambda _, into, out, rows=rows: rows.add(out[0].shape[1]))
-        with remove_padding(model, packed_multiple_of=multiple):
-            numbers(model, ids, mask)
-    assert {n % 16 for n in found[16]} == {0}
-    assert {n % 16 for n in found[None]} != {0}
 
 
 @SHARING

@@ -12,17 +12,14 @@ import torch
 from kit.embedding_runs import INSTRUCTION, build_embedder, build_reranker, build_trainer, triplets, with_lora
 from kit.observe import entered_tokens
 from kit.processes import logged
-from kit.trainer_runs import assert_same, break_mode, lora, trained
+from kit.trainer_runs import assert_same, break_mode, lora, train_beside_plain, trained
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import CNN
 from transformers import BertConfig, BertModel
 
 from trl_padfix import (
-    PaddingRemovalCallback,
     PaddingRemovalError,
-    ParityError,
     check_parity,
-    padding_free_trainer,
     remove_padding,
 )
 
@@ -138,25 +135,10 @@ def test_ten_steps_of_its_trainer_are_those_of_the_padded_model(name, loss, tmp_
 )
 @pytest.mark.parametrize("way", ["callback", "trainer"])
 def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, loss, tmp_path, monkeypatch):
-    short = {"max_steps": 2}
-    theirs = trained(build(name, loss, tmp_path, **short))
+    def make(**given):
+        return build(name, loss, tmp_path, max_steps=2, **given)
 
-    def ours():
-        callback = PaddingRemovalCallback(prefix_sharing=True)
-        given = {"callbacks": [callback]} if way == "callback" else {}
-        own = {} if way == "callback" else {"trainer_class": padding_free_trainer(type(plain), prefix_sharing=True)}
-        return build(name, loss, tmp_path, **short, **given, **own), callback
-
-    plain = build(name, loss, tmp_path, **short)
-    trainer, callback = ours()
-    assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
-    reports = callback.reports if way == "callback" else trainer.padding.parity["train"]
-    assert [report.ok for report in reports] == [True]
-    assert reports[0].packed_tokens < reports[0].padded_tokens
-    assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0
-    break_mode(monkeypatch, "prefix sharing")
-    with pytest.raises(ParityError):
-        ours()[0].train()
+    train_beside_plain(way, make, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["mean, left", "reranker, score head", "reranker, logits of yes and no"])
