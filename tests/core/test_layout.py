@@ -63,6 +63,7 @@ def test_prefix_sharing_layout_is_a_prefix_tree():
     assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6, 8]
     assert layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 11, 13]
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (24, 16, 8)
+    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
 
 
 def test_rows_share_only_what_has_the_same_places():
@@ -128,22 +129,6 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
     with pytest.warns(DeprecationWarning, match="use `Layout.packed_index_of`"):
         assert padding_free_layout(MASK).packed_positions_of(index).tolist() == [12, 6, 0, 15]
-
-
-def test_the_dense_mask_is_that_of_the_segments():
-    layout = prefix_sharing_layout(IDS, MASK)
-    # The packed row is 1-2-3-4, 5 (behind 1-2), 6 (behind 1), 7-2.
-    assert layout.dense_mask().int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0, 0],
-        [1, 0, 0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 0, 1, 1],
-    ]
-    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
 
 
 def test_keys_of_other_tokens_than_the_packed_ones_are_columns_of_the_dense_mask():

@@ -10,7 +10,7 @@ from kit.cells import MATRIX, slow_but
 from kit.observe import entered_tokens
 from zoo.families import build as build_family
 from zoo.family_outcomes import TOLERANCE, alone, batched, gradient_difference, gradients_of, stable_topk, weighted
-from zoo.model_numbers import SHARING, assert_same_numbers, numbers, padded_numbers
+from zoo.model_numbers import SHARING, assert_same_numbers, merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 from zoo.vision_families import build_vision, collate
 from zoo.vision_outcomes import ROWS as ROWS_WITH_IMAGES
@@ -71,31 +71,12 @@ def test_log_probabilities_and_gradients_are_those_of_padding(name, side, sharin
         assert stats.packed_tokens <= stats.real_tokens == mask.sum()
 
 
-def test_filler_that_rows_see_gives_other_numbers(monkeypatch):
-    """The control: filler in front of the row, within its first segment."""
+def test_filler_in_a_segment_with_the_rows_gives_other_numbers(monkeypatch):
+    """The control: one segment of all rows and the filler."""
     model, (ids, mask) = build("qwen2"), batch("left")
     want = padded_numbers("qwen2", model, ids, mask)
     with_filler = Layout._with_filler
-
-    def in_front(layout: Layout, filler: int) -> Layout:
-        filled = with_filler(layout, filler)
-        first, *others = layout.query_lengths
-        lengths = [first + filler, *others]
-        index = torch.cat([filled.packed_index[-filler:], layout.packed_index])
-        return Layout.of_segments(
-            lengths,
-            lengths,
-            batch_shape=layout.batch_shape,
-            real_index=layout.real_index,
-            source=torch.arange(layout.real_tokens) + filler,
-            packed_index=index,
-            positions=filled.positions.roll(filler),
-            key_index=None,
-            spans=tuple(lengths),
-            filler=filler,
-        )
-
-    monkeypatch.setattr(Layout, "_with_filler", in_front)
+    monkeypatch.setattr(Layout, "_with_filler", lambda layout, filler: merge_segments(with_filler(layout, filler)))
     with remove_padding(model, packed_multiple_of=16):
         got = numbers(model, ids, mask)
     assert (got[0] - want[0]).abs().max() > 1e-2

@@ -330,7 +330,10 @@ class _StepPrefixTree:
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
-        forks = [path[:-1][(owner[path[:-1]] == prefix) & (owner[path[1:]] != prefix)] for path in chain(*self.paths)]
+        forks = []
+        for path in chain(*self.paths):
+            in_prefix = owner[path] == prefix
+            forks.append(path[:-1][in_prefix[:-1] & ~in_prefix[1:]])
         return tuple(np.searchsorted(tokens, np.unique(np.concatenate(forks))).tolist())
 
     def layout(self, batch: int, owner: np.ndarray, spans: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
