@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -165,30 +165,33 @@ def plan_shared_prefixes(
     """
     tree = _StepPrefixTree(batches)
     spans = tree.find_shared_prefixes()
-    recompute = tree.choose_recomputed(spans, budget)
+    tree.choose_recomputed(spans, budget)
     if gather is not None:
-        spans, recompute = _union_over_processes(spans, recompute, gather)
+        spans = _union_over_processes(spans, gather)
     if not spans:
         return None
+    _recompute_dependents(spans)
     owner = _prefix_of_token(tree.tokens, spans)
     prefixes: dict[int, SharedPrefix] = {}
-    for n, (first_user, last_user, tokens) in enumerate(spans):
-        fork_tokens = tree.fork_tokens(owner, n, tokens)
-        users = (first_user, last_user) if recompute[n] else (first_user,)
+    for n, span in enumerate(spans):
+        fork_tokens = tree.fork_tokens(owner, n, span.tokens)
+        users = (span.first_user, span.last_user) if span.recompute else (span.first_user,)
         layouts = {i: replace(tree.layout(i, owner, spans, prefix=n), fork_tokens=fork_tokens) for i in users}
-        prefixes[n] = SharedPrefix(first_user, last_user, len(tokens), recompute[n], layouts)
+        prefixes[n] = SharedPrefix(span.first_user, span.last_user, len(span.tokens), span.recompute, layouts)
     micro_batches = {i: tree.layout(i, owner, spans) for i in range(len(batches))}
     if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
         micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
     return PrefixPlan(micro_batches, prefixes)
 
 
-class _PrefixSpan(NamedTuple):
-    """A shared prefix before it has layouts: its first and last user, and its tokens in the tree."""
+@dataclass(eq=False)
+class _PrefixSpan:
+    """A shared prefix before it has layouts: its users, its tokens in the tree, and whether it is recomputed."""
 
     first_user: int
     last_user: int
     tokens: np.ndarray
+    recompute: bool = False
 
 
 def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
@@ -199,34 +202,29 @@ def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
     return owner
 
 
-def _union_over_processes(
-    spans: list[_PrefixSpan], recompute: list[bool], gather: Callable[[list], list]
-) -> tuple[list[_PrefixSpan], list[bool]]:
+def _union_over_processes(spans: list[_PrefixSpan], gather: Callable[[list], list]) -> list[_PrefixSpan]:
     """
-    Union of the shared prefixes of all processes, and which of them are recomputed.
+    Union of the shared prefixes of all processes. A prefix is recomputed if any process recomputes it.
 
     A prefix that this process lacks has no tokens here: a dummy forward keeps the collectives matched.
     """
-    tokens = {(first_user, last_user): tokens for first_user, last_user, tokens in spans}
-    is_recomputed: dict[tuple[int, int], bool] = {}
-    for users, is_recomputed_there in gather([*zip(tokens, recompute, strict=True)]):
-        is_recomputed[users] = is_recomputed.get(users, False) or is_recomputed_there
+    union: dict[tuple[int, int], bool] = {}
+    for users, recompute in gather([((span.first_user, span.last_user), span.recompute) for span in spans]):
+        union[users] = union.get(users, False) or recompute
+    tokens = {(span.first_user, span.last_user): span.tokens for span in spans}
     # The order of `find_shared_prefixes`.
-    all_users = sorted(is_recomputed, key=lambda users: (users[0], -users[1]))
-    union = [_PrefixSpan(*users, tokens.get(users, NO_TOKENS)) for users in all_users]
-    return union, _recompute_dependents(all_users, [is_recomputed[users] for users in all_users])
+    all_users = sorted(union, key=lambda users: (users[0], -users[1]))
+    return [_PrefixSpan(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
 
 
-def _recompute_dependents(users: list[tuple[int, int]], recompute: list[bool]) -> list[bool]:
+def _recompute_dependents(spans: list[_PrefixSpan]) -> None:
     """
     Recompute each prefix that ends with the same micro-batch as a recomputed prefix before it.
 
-    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both. `users`
-    are the first and the last user of each prefix.
+    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both.
     """
-    for n, (_, last_user) in enumerate(users):
-        recompute[n] = recompute[n] or any(recompute[m] and users[m][1] == last_user for m in range(n))
-    return recompute
+    for n, span in enumerate(spans):
+        span.recompute |= any(other.recompute and other.last_user == span.last_user for other in spans[:n])
 
 
 class _StepPrefixTree:
@@ -310,23 +308,21 @@ class _StepPrefixTree:
                         is_read[path[: on_path[-1]]] = True
         return spans[::-1]
 
-    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> list[bool]:
-        """Whether each prefix is recomputed, because its activations do not fit beside its users but the last one."""
+    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> None:
+        """Recompute each prefix whose activations do not fit beside its users but the last one."""
         owner = _prefix_of_token(self.tokens, spans)
-        lengths = [len(span.tokens) for span in spans]
-        recompute = [False] * len(spans)
         for i, tokens in enumerate(self.tokens_of_batch):
             # Memory while micro-batch `i` runs, in tokens with activations: its new tokens and the prefixes alive.
             load = int((owner[tokens] < 0).sum())
-            alive = [n for n, span in enumerate(spans) if span.first_user <= i <= span.last_user]
-            is_reduced = {n: recompute[n] and spans[n].last_user > i for n in alive}
-            load += sum(lengths[n] * (KV_MEMORY_FRACTION if is_reduced[n] else 1) for n in alive)
+            alive = [span for span in spans if span.first_user <= i <= span.last_user]
+            for span in alive:
+                is_reduced = span.recompute and span.last_user > i
+                load += len(span.tokens) * (KV_MEMORY_FRACTION if is_reduced else 1)
             # Greedy: the largest prefixes first, until the activations fit the budget.
-            for n in sorted(alive, key=lambda n: -lengths[n]):
-                if load > budget and spans[n].last_user > i and not recompute[n]:
-                    recompute[n] = True
-                    load -= lengths[n] * (1 - KV_MEMORY_FRACTION)
-        return _recompute_dependents([(span.first_user, span.last_user) for span in spans], recompute)
+            for span in sorted(alive, key=lambda span: -len(span.tokens)):
+                if load > budget and span.last_user > i and not span.recompute:
+                    span.recompute = True
+                    load -= len(span.tokens) * (1 - KV_MEMORY_FRACTION)
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
