@@ -44,20 +44,18 @@ def alone(model, ids, mask):
     return each_row_alone(compute, ids, mask)
 
 
+def continued(model, ids, mask, **settings):
+    """What `generate` appends to each prompt of a batch."""
+    found = generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS | settings)
+    return new_tokens(found, ids.shape[1])
+
+
 def new_tokens(sequences, columns):
     new = sequences[:, columns:]
     return nn.functional.pad(new, (0, 6 - new.shape[1]), value=PAD)
 
 
 # Aligning
-
-
-def test_real_tokens_are_moved_to_the_right_end_in_their_order():
-    ids = torch.tensor([[9, 1, 2, 9, 9], [3, 9, 4, 9, 9], [9, 9, 9, 5, 9]])
-    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 1, 0, 0], [0, 0, 0, 1, 0]])
-    aligned, aligned_mask = left_align(ids, mask)
-    assert aligned_mask.tolist() == [[1, 1], [1, 1], [0, 1]]
-    assert aligned.tolist() == [[1, 2], [3, 4], [9, 5]]
 
 
 @hypothesis.given(
@@ -101,8 +99,7 @@ def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     model = build(name, implementation)
     ids, mask = batch(side)
     expected = alone(model, ids, mask)
-    found = generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS)
-    assert torch.equal(new_tokens(found, ids.shape[1]), expected)
+    assert torch.equal(continued(model, ids, mask), expected)
     assert len(set(map(tuple, expected.tolist()))) > 3  # the prompts matter
 
 
@@ -123,8 +120,7 @@ def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sha
     ids, mask = batch("right")
     expected = alone(model, ids, mask)
     with remove_padding(model, prefix_sharing=sharing) as handle:
-        found = generate(model, {"input_ids": ids, "attention_mask": mask}, use_cache=use_cache, **SETTINGS)
-        assert torch.equal(new_tokens(found, ids.shape[1]), expected)
+        assert torch.equal(continued(model, ids, mask, use_cache=use_cache), expected)
         assert (handle.stats.packed_tokens > 0) is not use_cache
         assert attachment_of(model) is handle
         assert handle.enabled
@@ -141,7 +137,7 @@ def test_lora_merged_or_not_continues_as_alone(side, merged):
     unmerged = alone(model, ids, mask)
     if merged:
         model.merge_adapter()
-    found = new_tokens(generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS), ids.shape[1])
+    found = continued(model, ids, mask)
     assert torch.equal(found, unmerged)
     assert not torch.equal(found, without)
 
@@ -227,8 +223,7 @@ def test_the_model_is_as_it_was(error):
 
     hook = model.model.layers[0].register_forward_pre_hook(watch, with_kwargs=True)
     with pytest.raises(error) if error else nullcontext():
-        found = generate(model, {"input_ids": ids, "attention_mask": mask}, **SETTINGS)
-        assert torch.equal(new_tokens(found, ids.shape[1]), expected)  # without dropout
+        assert torch.equal(continued(model, ids, mask), expected)  # without dropout
     assert entered[1:] == [1] * (len(entered) - 1)  # with a cache
     assert state_of(model) == before
     hook.remove()

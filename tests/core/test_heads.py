@@ -1,16 +1,12 @@
-"""Heads on packed states: which labels are predicted, and which token a classifier scores."""
+"""LM heads on packed states: which labels are predicted."""
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
-import transformers
-from zoo.models import PAD, ROWS, batch, build
-from zoo.stack_models import EOS
+from zoo.models import batch, build
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import remove_padding
 from trl_padfix.core.heads import LMHeadPatch
 
 
@@ -51,65 +47,3 @@ def test_labels_given_by_the_caller_stay_as_they_are():
     with remove_padding(model):
         model(**given)
     assert torch.equal(given["labels"], kept)
-
-
-# -- the token that a classifier scores
-
-
-def classifier(**config) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    settings = build("qwen2").config.to_dict() | {"pad_token_id": EOS, "num_labels": 2} | config
-    return transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**settings)).eval()
-
-
-def ending_in_eos(side: str, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, mask = batch(side)
-    for row in range(0, len(ROWS), 2):
-        ids[row, mask[row].nonzero().max()] = EOS
-    return ids.masked_fill(mask == 0, pad_id), mask
-
-
-@pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_by_default_the_score_is_that_of_the_padded_computation(side, sharing):
-    model = classifier()
-    ids, mask = ending_in_eos(side, EOS)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, rtol=0, atol=1e-5)
-    assert handle.stats.packed_tokens < mask.numel()
-    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
-        last = model(ids, attention_mask=mask).logits
-    assert ((last - expected).abs().amax(1) > 0.01).tolist() == [row % 2 == 0 for row in range(len(ROWS))]
-
-
-def test_where_the_last_token_is_another_one_it_is_said_once(caplog):
-    model = classifier()
-    ids, mask = ending_in_eos("right", EOS)
-    transformers.logging.enable_propagation()
-    with caplog.at_level(logging.WARNING), remove_padding(model):
-        model(ids, attention_mask=mask)
-        model(ids, attention_mask=mask)
-    transformers.logging.disable_propagation()
-    said = [r.getMessage() for r in caplog.records if "pool_last_token=True" in r.getMessage()]
-    assert len(said) == 1
-    assert "In 4 of 7 rows" in said[0]
-
-
-def test_padding_is_never_scored_packed():
-    """The model takes another id for padding than the batch is padded with, so it would score a padded column."""
-    model = classifier(pad_token_id=3)
-    ids, mask = ending_in_eos("right", PAD)
-    with (
-        remove_padding(model, strict=True),
-        pytest.raises(PaddingRemovalError, match=r"rows \[0, 1, 2, 4, 5, 6\].*pool_last_token"),
-    ):
-        model(ids, attention_mask=mask)
-    with torch.no_grad():
-        padded = model(ids, attention_mask=mask).logits
-        with remove_padding(model) as handle:
-            assert torch.equal(model(ids, attention_mask=mask).logits, padded)
-        assert (handle.stats.padded_forwards, handle.stats.packed_tokens) == (1, 0)
-        with remove_padding(model, pool_last_token=True) as handle:
-            assert not torch.allclose(model(ids, attention_mask=mask).logits, padded)
-        assert handle.stats.padded_forwards == 0

@@ -63,6 +63,24 @@ def test_scores_and_gradients_equal_rows_alone_where_pad_is_eos(name, implementa
         assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum())
 
 
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "sharing"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_by_default_the_score_is_that_of_the_padded_model_and_this_is_said_once(side, sharing, caplog):
+    model = classifier()
+    ids, mask = pad(ROWS, side, pad_id=EOS)
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        for _ in range(2):
+            torch.testing.assert_close(model(ids, attention_mask=mask).logits, expected, atol=1e-5, rtol=1e-5)
+    assert handle.stats.packed_tokens == 2 * (DISTINCT if sharing else mask.sum())
+    said = [message for message in caplog.messages if "pool_last_token=True" in message]
+    assert len(said) == 1
+    assert "In 3 of 4 rows" in said[0]
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
+        last = model(ids, attention_mask=mask).logits
+    assert ((last - expected).abs().amax(1) > 0.01).tolist() == [True, True, False, True]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_negative_control_transformers_scores_another_token(side):
     model = classifier()
@@ -160,6 +178,9 @@ def test_a_call_that_scores_padding_is_computed_padded_once_said_and_counted(sid
         assert handle.stats.padded_forwards == 2 * scores_padding
         assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum()) * (1 if scores_padding else 3)
         assert sum("padding by the attention mask" in message for message in caplog.messages) == scores_padding
+    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True) as handle, torch.no_grad():
+        assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05) or not scores_padding
+    assert handle.stats.padded_forwards == 0
     if scores_padding:
         error = pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding")
         with remove_padding(model, prefix_sharing=sharing, strict=True), error:

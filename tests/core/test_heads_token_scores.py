@@ -6,17 +6,14 @@ import pytest
 import torch
 from datasets import Dataset
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_same, break_mode, make_plain_trainer, our_warnings, trained
+from kit.trainer_runs import break_mode, make_plain_trainer, our_warnings, train_beside_plain
 from torch import nn
 from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForTokenClassification, Trainer
 from zoo import models
 
 from trl_padfix import (
-    PaddingRemovalCallback,
     PaddingRemovalError,
-    ParityError,
     check_parity,
-    padding_free_trainer,
     remove_padding,
 )
 
@@ -122,21 +119,8 @@ def test_trainers_train_such_heads_and_compare_them_on_the_first_batch(way, kind
             tmp_path, trainer_class, model=build(), train_dataset=questions(), **collator, **given
         )
 
-    def ours():
-        callback = PaddingRemovalCallback(prefix_sharing=True)
-        if way == "callback":
-            return make(callbacks=[callback]), callback
-        return make(padding_free_trainer(Trainer, prefix_sharing=True)), callback
-
-    theirs = trained(make())
-    trainer, callback = ours()
-    assert_same(trained(trainer), theirs, atol=1e-4)
-    reports = callback.reports if way == "callback" else trainer.padding.parity["train"]
-    assert [report.ok and report.packed_tokens < report.padded_tokens for report in reports] == [True]
+    trainer = train_beside_plain(way, make, monkeypatch)
     assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0.2
-    break_mode(monkeypatch, "prefix sharing")
-    with pytest.raises(ParityError):
-        ours()[0].train()
 
 
 def test_the_parity_check_compares_the_decoder_of_a_module_that_needs_more_than_ids(monkeypatch):

@@ -48,14 +48,6 @@ def test_padding_free_layout_keeps_every_real_token_in_order():
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (16, 9, 9)
 
 
-def test_a_hole_keeps_its_place():
-    layout = padding_free_layout(torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 1]]))
-
-    assert layout.positions.tolist() == [0, 2, 3, 0, 1, 2, 0, 4]
-    assert layout.query_lengths == (3, 3, 2)
-    assert layout.spans == (4, 3, 5)
-
-
 def test_prefix_sharing_layout_is_a_prefix_tree():
     layout = prefix_sharing_layout(IDS, MASK)
 
@@ -71,6 +63,7 @@ def test_prefix_sharing_layout_is_a_prefix_tree():
     assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6, 8]
     assert layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 11, 13]
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (24, 16, 8)
+    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
 
 
 def test_rows_share_only_what_has_the_same_places():
@@ -100,20 +93,6 @@ def test_rows_share_only_what_has_the_same_given_positions(position_ids, packed)
     assert prefix_sharing_layout(ids, torch.ones_like(ids), position_ids).packed_tokens == packed
 
 
-def test_what_a_masked_token_is_does_not_matter():
-    ids, other = IDS.clone(), IDS.clone()
-    other[MASK == 0] = 77
-    for name in ("packed_index", "positions", "source", "key_index", "cu_seqlens_q", "cu_seqlens_k"):
-        one, two = (getattr(prefix_sharing_layout(i, MASK), name) for i in (ids, other))
-        assert torch.equal(one, two), name
-
-
-def test_without_anything_to_share_keys_are_queries():
-    layout = prefix_sharing_layout(torch.tensor([[1, 2, 3], [4, 5, _]]), torch.tensor([[1, 1, 1], [1, 1, 0]]))
-    assert layout.key_index is None
-    assert layout.query_lengths == layout.key_lengths == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("layout", "trivial"),
     [
@@ -135,16 +114,6 @@ def test_masks_of_any_dtype_are_read(dtype):
     )
 
 
-def test_pack_and_unpack_are_inverse_where_tokens_are_real():
-    values = torch.arange(24.0).view(6, 4, 1).expand(6, 4, 3)
-    layout = padding_free_layout(MASK)
-
-    packed = pack(values, layout)
-
-    assert packed.shape == (1, layout.packed_tokens, 3)
-    assert torch.equal(unpack(packed, layout), values * MASK[:, :, None])
-
-
 def test_gradients_of_a_shared_token_are_summed():
     layout = prefix_sharing_layout(IDS, MASK)
     packed = torch.zeros(1, layout.packed_tokens, requires_grad=True)
@@ -160,22 +129,6 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
     with pytest.warns(DeprecationWarning, match="use `Layout.packed_index_of`"):
         assert padding_free_layout(MASK).packed_positions_of(index).tolist() == [12, 6, 0, 15]
-
-
-def test_the_dense_mask_is_that_of_the_segments():
-    layout = prefix_sharing_layout(IDS, MASK)
-    # The packed row is 1-2-3-4, 5 (behind 1-2), 6 (behind 1), 7-2.
-    assert layout.dense_mask().int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0, 0],
-        [1, 0, 0, 0, 0, 1, 0, 0],
-        [0, 0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 0, 1, 1],
-    ]
-    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
 
 
 def test_keys_of_other_tokens_than_the_packed_ones_are_columns_of_the_dense_mask():
@@ -264,12 +217,6 @@ def test_a_layout_costs_one_synchronisation(gpu, build):
 
     assert sum(gpu.synchronisations.values()) == 1
     assert {layout.real_index.device, layout.packed_index.device, layout.cu_seqlens_q.device} == {mask.device}
-
-
-def test_unpacking_in_place_keeps_gradients():
-    layout = prefix_sharing_layout(*pairs(8))
-    states = torch.randn(1, layout.packed_tokens, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: unpack(x, layout), states, fast_mode=True)
 
 
 def unpacking_copies_no_batch(gpu, unpack) -> None:

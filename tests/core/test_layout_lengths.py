@@ -10,7 +10,7 @@ from kit.cells import MATRIX, slow_but
 from kit.observe import entered_tokens
 from zoo.families import build as build_family
 from zoo.family_outcomes import TOLERANCE, alone, batched, gradient_difference, gradients_of, stable_topk, weighted
-from zoo.model_numbers import SHARING, assert_same_numbers, numbers, padded_numbers
+from zoo.model_numbers import SHARING, assert_same_numbers, merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 from zoo.vision_families import build_vision, collate
 from zoo.vision_outcomes import ROWS as ROWS_WITH_IMAGES
@@ -71,46 +71,15 @@ def test_log_probabilities_and_gradients_are_those_of_padding(name, side, sharin
         assert stats.packed_tokens <= stats.real_tokens == mask.sum()
 
 
-def test_filler_that_rows_see_gives_other_numbers(monkeypatch):
-    """The control: filler in front of the row, within its first segment."""
+def test_filler_in_a_segment_with_the_rows_gives_other_numbers(monkeypatch):
+    """The control: one segment of all rows and the filler."""
     model, (ids, mask) = build("qwen2"), batch("left")
     want = padded_numbers("qwen2", model, ids, mask)
     with_filler = Layout._with_filler
-
-    def in_front(layout: Layout, filler: int) -> Layout:
-        filled = with_filler(layout, filler)
-        first, *others = layout.query_lengths
-        lengths = [first + filler, *others]
-        index = torch.cat([filled.packed_index[-filler:], layout.packed_index])
-        return Layout.of_segments(
-            lengths,
-            lengths,
-            batch_shape=layout.batch_shape,
-            real_index=layout.real_index,
-            source=torch.arange(layout.real_tokens) + filler,
-            packed_index=index,
-            positions=filled.positions.roll(filler),
-            key_index=None,
-            spans=tuple(lengths),
-            filler=filler,
-        )
-
-    monkeypatch.setattr(Layout, "_with_filler", in_front)
+    monkeypatch.setattr(Layout, "_with_filler", lambda layout, filler: merge_segments(with_filler(layout, filler)))
     with remove_padding(model, packed_multiple_of=16):
         got = numbers(model, ids, mask)
     assert (got[0] - want[0]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_batch_without_padding_has_one_of_the_lengths_too(rows):
-    model = build("qwen2")
-    ids = torch.tensor([ROWS[3]] * rows)
-    with remove_padding(model, packed_multiple_of=8) as handle, entered_tokens(model) as entered, torch.no_grad():
-        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        with handle.disabled():
-            want = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    assert entered[0] == -(-rows * COLUMNS // 8) * 8
-    torch.testing.assert_close(logits, want, rtol=0, atol=1e-5)
 
 
 def test_experts_are_balanced_over_the_tokens_of_the_batch():
@@ -156,21 +125,6 @@ def test_images_are_exact(family):
         torch.testing.assert_close(got.detach(), expected, rtol=0, atol=2e-5)
         assert gradient_difference(gradients_of(vision.model, weighted(got)), gradients) <= TOLERANCE
     assert handle.stats.filler_tokens > 0
-
-
-def test_every_matrix_of_a_layer_gets_multiples_of_sixteen_tokens():
-    """Matrix products in eight bits (FP8) need them, in forward and, for the gradient of a weight, in backward."""
-    found: dict[int | None, set[int]] = {}
-    ids, mask = batch("left")
-    for multiple in (None, 16):
-        model, rows = build("qwen2"), found.setdefault(multiple, set())
-        for module in model.model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_full_backward_hook(lambda _, into, out, rows=rows: rows.add(out[0].shape[1]))
-        with remove_padding(model, packed_multiple_of=multiple):
-            numbers(model, ids, mask)
-    assert {n % 16 for n in found[16]} == {0}
-    assert {n % 16 for n in found[None]} != {0}
 
 
 @SHARING

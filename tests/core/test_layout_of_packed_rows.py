@@ -1,16 +1,13 @@
-"""Rows that arrive packed: each sequence by itself, under every backend, in memory that grows with the row."""
+"""Rows that arrive packed: each sequence by itself, under every backend."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from kit.cells import every_pair, every_second
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2Config, Qwen2ForCausalLM
 from zoo.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
 from zoo.models import SUPPORTED, batch, build, real_logps
 
@@ -143,19 +140,6 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
 
 
 @SHARING
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_packed_row_is_recomputed_packed(reentrant, sharing):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = padded_numbers("qwen2", model, ids, mask)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    with remove_padding(model, prefix_sharing=sharing):
-        assert_same_numbers(numbers(model, packed(ids, mask), ids, mask), expected)
-
-
-@SHARING
 def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
     utils = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utils, "add_fused_lm_head"):
@@ -213,49 +197,3 @@ def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
     assert 0 < report.packed_tokens < report.padded_tokens
     monkeypatch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
     assert not check_parity(build("qwen2"), packed(ids, mask)).ok
-
-
-# -- memory
-
-SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
-LENGTHS = (2048, 8192, 32768)
-
-
-def packed_step(model, tokens: int, sequence: int = 256) -> None:
-    """Forward and backward of one packed row."""
-    positions = torch.arange(tokens)[None] % sequence
-    hidden = model.model(torch.arange(tokens)[None] % 64, position_ids=positions, use_cache=False)
-    hidden.last_hidden_state.square().mean().backward()
-
-
-class LargestTensor(TorchDispatchMode):
-    """The largest tensor that is made, and all bytes of those that are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.total = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor) and not x._is_view():
-                self.largest, self.total = max(self.largest, x.nbytes), self.total + x.nbytes
-        return out
-
-
-def test_memory_grows_linearly_with_the_packed_row():
-    model = Qwen2ForCausalLM(Qwen2Config(**SMALL))
-    measured = []
-    with remove_padding(model):
-        for tokens in LENGTHS:
-            with LargestTensor() as memory:
-                packed_step(model, tokens)
-            measured.append((memory.largest, memory.total))
-    for (largest, total), (four_largest, four_total) in pairwise(measured):
-        assert four_largest <= 4.01 * largest
-        assert four_total <= 4.1 * total
-    with LargestTensor() as memory:  # transformers alone: a mask of all tokens by all tokens
-        packed_step(model, LENGTHS[0])
-    assert memory.largest >= LENGTHS[0] ** 2
-    assert memory.largest > 4 * measured[0][0]

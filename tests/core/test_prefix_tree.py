@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.core.layout.prefix_tree import sort_by_keys, source_of_real_tokens
+from trl_padfix.core.layout.prefix_tree import sort_by_keys
 
 
 def common(a: list, b: list) -> int:
@@ -32,12 +32,6 @@ def test_several_keys_tell_tokens_apart():
     ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
     assert sort_by_keys([ids], [2, 2]).shared == [0, 2]
     assert sort_by_keys([places, ids], [2, 2]).shared == [0, 1]
-
-
-def test_paths_follow_the_row_before():
-    # In sorted order: the second row (four tokens), the first (shares two), and one that shares three with that.
-    rows = [(4, 0, 4), (0, 2, 4), (8, 3, 4)]
-    assert source_of_real_tokens(rows, 12).tolist() == [0, 1, 4, 5, 0, 1, 2, 3, 0, 1, 4, 6]
 
 
 @pytest.mark.parametrize("rows", [64, 256])

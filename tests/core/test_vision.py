@@ -103,7 +103,7 @@ def test_every_attention_gives_the_same(family, implementation, sharing):
 
 
 @SHARING
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "gemma3"])
 def test_training_with_lora_and_gradient_checkpointing(family, sharing):
     vision = build_vision(family)
     torch.manual_seed(0)

@@ -33,7 +33,14 @@ from transformers import (
 )
 from zoo import models
 
-from trl_padfix import check_parity, padding_free_layout, prefix_sharing_layout
+from trl_padfix import (
+    PaddingRemovalCallback,
+    ParityError,
+    check_parity,
+    padding_free_layout,
+    padding_free_trainer,
+    prefix_sharing_layout,
+)
 
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
@@ -274,6 +281,39 @@ def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step notice that a layout is wrong for its batch."""
     fits = torch.zeros(1, dtype=torch.bool)
     monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: fits)
+
+
+def train_beside_plain(way: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """
+    Raise unless the callback, or a class of `padding_free_trainer`, trains as the plain trainer, with a comparison.
+
+    Args:
+        way (`str`):
+            `"callback"`, or `"trainer"` for the class.
+        make (`Callable`):
+            Builds a trainer with the arguments `callbacks` and `trainer_class`, and the plain one without them.
+
+    Returns:
+        The trainer with prefix sharing, after its training.
+    """
+    plain = make()
+    theirs = trained(plain)
+
+    def ours() -> tuple[Any, PaddingRemovalCallback]:
+        callback = PaddingRemovalCallback(prefix_sharing=True)
+        if way == "callback":
+            return make(callbacks=[callback]), callback
+        return make(trainer_class=padding_free_trainer(type(plain), prefix_sharing=True)), callback
+
+    trainer, callback = ours()
+    assert_same(trained(trainer), theirs, atol=1e-4)
+    reports = callback.reports if way == "callback" else trainer.padding.parity["train"]
+    assert [report.ok and report.packed_tokens < report.padded_tokens for report in reports] == [True]
+    assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):
+        ours()[0].train()
+    return trainer
 
 
 def is_bare(model: Any) -> bool:

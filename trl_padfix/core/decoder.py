@@ -9,7 +9,6 @@ gives positions to decoders that take none, and [`RopePatch`] gives rotary embed
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import nn
 
 from .attention.attention import attends_within_tokens
 from .call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
-from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, rows_call
+from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
 from .call.images import plain_mask
 from .call.layers import hands_arguments_on, takes_any_argument
 from .call.prefix_states import PrefixStates
 from .call.prepared_masks import PreparedMasks, with_added_masks
-from .context import context, outside_calls, set_until_reset, within
+from .context import context, outside_calls, within
 from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout, pack
 from .layout.shared_prefixes import PrefixedLayout
@@ -86,14 +85,16 @@ class DecoderPatch(BatchPatch):
             _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
             raise
 
-    def _packed_or_padded(
-        self, call: dict[str, Any], outer: ModelCall | None, args: tuple, kwargs: dict[str, Any]
-    ) -> Any:
+    def _packed_or_padded(self, call: dict[str, Any], outer: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a `call` within the call `outer` of its model; `args` and `kwargs` are those of the caller."""
         # What can refuse a call comes before any computation, which would be done twice.
         try:
             call, layout, prepared = self._with_layout(call, outer)
-            row = self._packed_arguments(call, layout, prepared)
+            cp_layout = self.attachment.cp_layout_of(layout)
+            if layout is None or (layout.is_trivial and cp_layout is None):
+                row = None  # nothing to pack
+            else:
+                row = self._packed_arguments(call, layout, prepared)
         except UnpackableCallError as error:
             self.attachment.run_padded(error)
             return self._padded(outer, call, args, kwargs)
@@ -103,14 +104,13 @@ class DecoderPatch(BatchPatch):
             return self.wrapped(*args, **kwargs)
         # Decoders cache by default, and a packed row has no rows that a later call could continue.
         call["use_cache"] = False
-        cp_layout = self.attachment.cp_layout_of(layout)
-        if layout.is_trivial and cp_layout is None:
+        if row is None:
             # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
             if prepared is not None:
                 call["attention_mask"] = prepared.original
             self.attachment.stats.add(layout)
             self._match_other_processes(call)
-            return unpack_output(self.wrapped(**self._accepted(call)), layout, outer)
+            return padded_output(self.wrapped(**self._accepted(call)), outer)
         try:
             if isinstance(layout, PrefixedLayout):
                 output = self._over_prefixed_rows(call, layout, row)
@@ -126,9 +126,7 @@ class DecoderPatch(BatchPatch):
         self.attachment.stats.add(layout)
         return self._unpacked(output, layout, outer, cp_layout)
 
-    def _unpacked(
-        self, output: Any, layout: Layout, outer: ModelCall | None, cp_layout: ContextParallelLayout | None
-    ) -> Any:
+    def _unpacked(self, output: Any, layout: Layout, outer: ModelCall, cp_layout: ContextParallelLayout | None) -> Any:
         """The output for the padded batch. The modules after the decoder get the layout, to pack its states again."""
         if isinstance(layout, PrefixedLayout) and layout.is_prefix:
             # Its states are recorded. Under FSDP2 the model around it would compute a load-balancing loss, of the
@@ -137,48 +135,44 @@ class DecoderPatch(BatchPatch):
                 output["router_logits"] = None
             return output
         # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
-        if not self.takes_whole_rows and outer is not None and not outer.pools_last and outer.scored_index is None:
-            set_until_reset(model=replace(outer, layout=layout))
+        if not self.takes_whole_rows and not outer.pools_last and outer.scored_index is None:
+            record_layout(outer, layout)
         return unpack_output(output, layout, outer, cp_layout)
 
     def _with_layout(
-        self, call: dict[str, Any], outer: ModelCall | None
+        self, call: dict[str, Any], outer: ModelCall
     ) -> tuple[dict[str, Any], Layout | None, PreparedMasks | None]:
         """The arguments that describe the rows of a call, its layout (`None`: run unchanged), and prepared masks."""
         prepared = None
         call, tree = _with_tree_of(call, outer)
-        if tree:
-            if outer is not None and outer.outer_arguments:
-                call["attention_mask"] = None  # made by the module around, which takes the row for packed rows
-        elif outer is not None and outer.outer_arguments:
+        if tree and outer.outer_arguments:
+            call["attention_mask"] = None  # made by the module around, which takes the row for packed rows
+        elif outer.outer_arguments:
             call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
-        elif outer is not None and all(call.get(k) is None for k in ROW_ARGUMENTS):
+        elif not tree and all(call.get(k) is None for k in ROW_ARGUMENTS):
             # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
             call = call | {k: v for k, v in outer.model_arguments.items() if k not in call or call[k] is None}
-        if outer is not None and outer.model_arguments and outer.model_arguments.get("use_cache") is None:
+        if outer.model_arguments and outer.model_arguments.get("use_cache") is None:
             call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
         layout = self.attachment.layout_of(call, outer, prepared)
         return {k: v for k, v in call.items() if k not in tree}, layout, prepared  # the layout has the tree now
 
     def _packed_arguments(
-        self, call: dict[str, Any], layout: Layout | None, prepared: PreparedMasks | None
+        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None
     ) -> dict[str, Any]:
-        """The arguments for the packed row; empty for a call that has none."""
-        if layout is None or (layout.is_trivial and self.attachment.cp_layout_of(layout) is None):
-            return {}
+        """The arguments for the packed row; empty if the call computes whole rows, or no token."""
         check_call(self.attachment, call, layout, prepared is not None)
         new = layout.new if isinstance(layout, PrefixedLayout) else layout
         return {} if new is None or self.takes_whole_rows else pack_arguments(call, new, self.numbering)
 
-    def _padded(self, outer: ModelCall | None, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _padded(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
-        if outer is not None:
-            outer.restore_labels()
-            # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
-            set_until_reset(model=replace(outer, layout=None))
+        outer.restore_labels()
+        # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
+        record_layout(outer, None)
         self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})
-        mask = (outer.outer_arguments if outer is not None and outer.outer_arguments else call).get("attention_mask")
-        return padded_output(self.wrapped(*args, **kwargs), mask, outer)
+        mask = (outer.outer_arguments or call).get("attention_mask")
+        return padded_output(self.wrapped(*args, **kwargs), outer, mask)
 
     def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
         """The output of the decoder for the new tokens of a micro-batch, behind those of its shared prefixes."""
@@ -306,13 +300,12 @@ class NumberingPatch(ForwardPatch):
         return self.wrapped(**call)
 
 
-def _with_tree_of(call: dict[str, Any], outer: ModelCall | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_tree_of(call: dict[str, Any], outer: ModelCall) -> tuple[dict[str, Any], dict[str, Any]]:
     """The call of a decoder with its `tree_*` arguments, some of which the modules around it drop; and these alone."""
-    around = outer.model_arguments | outer.outer_arguments if outer is not None else {}
+    around = outer.model_arguments | outer.outer_arguments
     tree = tree_arguments_in(around | call)
-    if tree and outer is not None and call.get("position_ids") is None:
-        tree_positions = around.get("position_ids")  # Mamba's model passes only ids
-        call = call | ({} if tree_positions is None else {"position_ids": tree_positions})
+    if tree and call.get("position_ids") is None and around.get("position_ids") is not None:
+        call = call | {"position_ids": around["position_ids"]}  # Mamba's model passes only ids
     return call | tree, tree
 
 

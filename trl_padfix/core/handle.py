@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -228,19 +228,8 @@ class PaddingRemoval(Attachment):
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
-        """
-        Compute one forward of the block as it came, padded, because it has `reason`: said once, and counted.
-
-        Raises:
-            UnpackableCallError: If the handle is `strict`.
-        """
-        if self.strict:
-            raise UnpackableCallError("labels", f"The call has {reason}.")
-        self.say_once(
-            f"This call of {type(self.anatomy.pretrained).__name__} is computed padded, as it came, since it has "
-            f"{reason}. Said once; `stats.padded_forwards` counts such calls."
-        )
-        self.stats.add_padded()
+        """Compute one forward of a block padded, because it has `reason`; see [`PaddingRemoval.run_padded`]."""
+        self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
         with self.disabled():
             yield
 
@@ -295,12 +284,7 @@ class PaddingRemoval(Attachment):
     @property
     def has_changed(self) -> bool:
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
-        try:
-            if self.changes is not None:
-                self.changes.check()
-        except UnpackableCallError:
-            return True
-        return False
+        return self.changes is not None and self.changes.has_changed
 
     @contextmanager
     def separate_stats(self) -> Iterator[PaddingStats]:
@@ -370,15 +354,16 @@ class PaddingRemoval(Attachment):
         if layout is None:
             return layout
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
-        lengths = self.packed_multiple_of
-        needs_filler = lengths is not None
+        needs_filler = self.packed_multiple_of is not None
         if isinstance(layout, PrefixedLayout):
             # Every process takes part in every forward, of a prefix, too, and has a state for its head.
             needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
         if not needs_filler:
             return layout
+        lengths = self.packed_multiple_of or 1
+        lengths = [lengths] if isinstance(lengths, int) else lengths
         # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
-        return layout.filled([n * processes for n in (lengths if isinstance(lengths, Sequence) else [lengths or 1])])
+        return layout.filled([n * processes for n in lengths])
 
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """

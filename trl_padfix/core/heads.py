@@ -35,7 +35,7 @@ from .call.labels import (
 )
 from .context import within
 from .errors import UnpackableCallError
-from .layout.flat_maps import inverse_permutation
+from .layout.flat_maps import inverse_permutation, to_device_async
 from .layout.layout import Layout, pack, unpack
 from .model.older import has_cache
 from .model.patching import Attachment, BatchPatch, ForwardPatch
@@ -164,13 +164,11 @@ class LMHeadPatch(BatchPatch):
         if (mask := _mask_of(self.attachment, call, labels)) is None:
             return target.flatten().nonzero().squeeze(1), {}  # the host waits here, to learn how many there are
         first, others = find_labels_after_padding(labels, mask)
-        flags = torch.stack([first.any(), others.any(), others.any()])
-        # One wait tells the host three things: behind the positions, each flag adds more entries than there can be.
-        too_many = target.numel() + 1
-        index = torch.cat([(target & ~first[:, 1:]).flatten(), flags.repeat_interleave(too_many)]).nonzero().squeeze(1)
-        code, count = divmod(len(index), too_many)
-        arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(code % 2 == 1, code > 1), first)
-        return None if arguments is None else (index[:count], arguments)
+        # One copy to the host, which waits once: for the positions, and for whether any labels follow padding.
+        values = torch.cat([(target & ~first[:, 1:]).flatten(), first.any()[None], others.any()[None]]).cpu()
+        positions = to_device_async(values[:-2].nonzero().squeeze(1), labels.device)
+        arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(*values[-2:].tolist()), first)
+        return None if arguments is None else (positions, arguments)
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only."""
@@ -195,16 +193,14 @@ class LMHeadPatch(BatchPatch):
         `None` if the call must be computed padded.
         """
         labels: Any = call.get("labels")
-        mask = _mask_of(self.attachment, call, labels)
-        if mask is None or mask.dim() != 2:  # other calls run as they came, padded
+        if (mask := _mask_of(self.attachment, call, labels)) is None:  # other calls run as they came, padded
             return {}
-        metadata = metadata_of(call.get("input_ids"), mask)
-        after_padding = metadata.labels_after_padding if metadata is not None else None
         first, others = find_labels_after_padding(labels, mask)
-        if after_padding is not None and not any(after_padding):
+        metadata = metadata_of(call.get("input_ids"), mask)
+        if metadata is not None and metadata.labels_after_padding == (False, False):
             defer_check("No label of the batch is predicted from padding", (first | others).any(1))
             return {}
-        after_padding = LabelsAfterPadding.of(labels, mask)  # the host waits here
+        after_padding = LabelsAfterPadding(*torch.stack([first.any(), others.any()]).tolist())  # the host waits here
         return self._arguments_without_first(call, labels, after_padding, first)
 
     def _arguments_without_first(
@@ -234,8 +230,10 @@ class LMHeadPatch(BatchPatch):
 def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
     """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
     mask: Any = call.get("attention_mask")
-    has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor) and mask.shape == labels.shape
-    return None if has_cache(call) or not has_both or not attachment.packs_padded else mask
+    if has_cache(call) or not attachment.packs_padded:
+        return None
+    has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)
+    return mask if has_both and mask.dim() == 2 and mask.shape == labels.shape else None
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +309,7 @@ class HeadPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        layout = call.layout if call is not None and not call.selects_columns else None
+        layout = None if call.selects_columns else call.layout
         # An integer `logits_to_keep` slices columns off the states, so their shape is no longer that of the batch.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
@@ -329,9 +327,10 @@ class TokenLabelsPatch(BatchPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        mask = _mask_of(self.attachment, call, labels := call.get("labels"))
+        labels: Any = call.get("labels")
+        mask = _mask_of(self.attachment, call, labels)
         # The host waits here: no collator of ours has compared these labels with the mask before.
-        if mask is None or mask.dim() != 2 or not ((labels != -100) & (mask == 0)).any():  # type: ignore[operator]
+        if mask is None or not ((labels != -100) & (mask == 0)).any():
             return self.wrapped(*args, **kwargs)
         with self.attachment.padded(SCORED_AT_PADDING):
             return self.wrapped(*args, **kwargs)

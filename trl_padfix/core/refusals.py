@@ -62,7 +62,7 @@ def refusal(anatomy: Anatomy) -> str | None:
             "batch; a token classifier with labels at the first and the last token of the answer does not"
         )
     for table in anatomy.position_tables:
-        if "padding_idx" in inspect.unwrap(type(table).forward).__code__.co_names:
+        if "padding_idx" in _names_in_forward(table):
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
     if anatomy.whole_rows:
         return _device_obstacle(decoder)
@@ -112,7 +112,9 @@ def _direction_obstacle(anatomy: Anatomy) -> str | None:
     decoder = anatomy.decoder
     config = getattr(decoder, "config", anatomy.pretrained.config)
     # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
-    if _gets_masks(anatomy) or not (evidence := _why_not_causal(decoder, config, anatomy.mixers)):
+    if anatomy.multimodal is not None and "create_causal_mask" in _names_in_forward(anatomy.multimodal):
+        return None
+    if (evidence := _why_not_causal(decoder, config, anatomy.mixers)) is None:
         return None
     return f"{evidence}{_setting(decoder, config)}, and a packed batch is attended causally"
 
@@ -125,7 +127,7 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
         if not all(getattr(m, "is_causal", True) for m in modules):
             layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
             return f"{layer} attends in both directions or to another sequence"
-    names = inspect.unwrap(type(decoder).forward).__code__.co_names
+    names = _names_in_forward(decoder)
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
     is_set = bidirectional not in (None, False, "vision") or getattr(config, "causal", True) is False
@@ -267,11 +269,9 @@ def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has
         handle.changes.check()
 
 
-def _gets_masks(anatomy: Anatomy) -> bool:
-    """Whether the multimodal module makes the masks of the decoder; they show which tokens are not causal."""
-    if anatomy.multimodal is None:
-        return False
-    return "create_causal_mask" in inspect.unwrap(type(anatomy.multimodal).forward).__code__.co_names
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    """The names of functions and attributes that the forward of a module uses."""
+    return inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _device_obstacle(decoder: nn.Module) -> str | None:

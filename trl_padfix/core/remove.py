@@ -110,7 +110,7 @@ def remove_padding(
     check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
     decoder = anatomy.decoder
-    if _padding_removal_of(decoder) is not None:
+    if attachment_of(model) is not None:
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
@@ -195,7 +195,7 @@ def attachments_of(model: nn.Module) -> list[Attachment]:
 
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
-    return _padding_removal_of(find_decoder(find_pretrained(model)))
+    return next((a for a in attachments_of(model) if isinstance(a, PaddingRemoval)), None)
 
 
 def packs_now(model: nn.Module) -> bool:
@@ -212,7 +212,3 @@ def attachments_on(decoder: nn.Module) -> list[Attachment]:
         attachments.append(patch.attachment)
         patch = patch.below
     return attachments
-
-
-def _padding_removal_of(decoder: nn.Module) -> PaddingRemoval | None:
-    return next((a for a in attachments_on(decoder) if isinstance(a, PaddingRemoval)), None)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from .attention.compiled import CompiledLayerPatch
-from .errors import PaddingRemovalError, UnpackableCallError
+from .errors import PaddingRemovalError
 from .generation import evaluating
 from .handle import PaddingRemoval
 from .model.changes import ModuleChanges
@@ -100,7 +100,8 @@ class TiledMLPPatch(ForwardPatch):
     def call(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Also in padded calls, and when a checkpoint recomputes after removal: it must compute what the forward did.
         flat = hidden_states.flatten(0, -2).unsqueeze(0)
-        if flat.shape[1] <= self.tokens or self._has_new_hook():
+        # A hook that was registered within the MLP since may go by place, and must not be given tiles.
+        if flat.shape[1] <= self.tokens or self.changes.has_changed:
             return self.wrapped(hidden_states, *args, **kwargs)
         tiles = flat.split(self.tokens, dim=1)
         if torch.is_grad_enabled():
@@ -108,14 +109,6 @@ class TiledMLPPatch(ForwardPatch):
         else:
             outputs = [self.wrapped(tile, *args, **kwargs) for tile in tiles]
         return torch.cat(outputs, dim=1).view(*hidden_states.shape[:-1], -1)
-
-    def _has_new_hook(self) -> bool:
-        """Whether a hook was registered within the MLP since: it may go by place, and must not be given tiles."""
-        try:
-            self.changes.check()
-        except UnpackableCallError:
-            return True
-        return False
 
 
 def _mlps(handle: PaddingRemoval) -> Iterator[tuple[str, nn.Module]]:

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from .call.arguments import bind
+from .call.arguments import bind, padded_output
 from .call.batch_metadata import VerifiedMetadata, metadata_of
-from .call.calls import ModelCall, model_call
+from .call.calls import model_call, record_layout
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
-from .context import context, set_until_reset, within
+from .context import context, within
 from .model.older import has_cache
 from .model.patching import BatchPatch, ForwardPatch
 
@@ -54,17 +54,13 @@ class MultimodalPatch(BatchPatch):
         if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
-        current = outer or ModelCall(self.attachment.decoder)
         # The states for the head are selected here, not in the decoder: modules in between may need all of them.
-        with within(model=replace(current, outer_arguments=call, scored_index=None)):
+        with within(model=replace(outer, outer_arguments=call, scored_index=None)):
             output = self.wrapped(**call)
-            inner = model_call(self.attachment.decoder)
-        if current.scored_index is not None:
-            states = output.last_hidden_state.flatten(0, 1)
-            output["last_hidden_state"] = states.index_select(0, current.scored_index).unsqueeze(0)
-        elif outer is not None and inner is not None:
-            # The `within` above restores the call of the model: hand it the layout that the decoder recorded.
-            set_until_reset(model=replace(outer, layout=inner.layout))
+            layout = model_call(self.attachment.decoder).layout
+        if outer.scored_index is not None:
+            return padded_output(output, outer)
+        record_layout(outer, layout)  # the `within` above restores the call of the model
         return output
 
 
@@ -89,7 +85,7 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        doubled_features, inputs = (call.doubled_features, call.outer_arguments) if call is not None else ([], {})
+        doubled_features, inputs = call.doubled_features, call.outer_arguments
         metadata = metadata_of(inputs.get("input_ids"), inputs.get("attention_mask")) if inputs else None
         # If the metadata says that the halves differ, the device need not compare them.
         may_halve = self.separates_halves is not False and (metadata is None or metadata.halves_equal is not False)

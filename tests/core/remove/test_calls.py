@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -21,7 +20,7 @@ from zoo.model_numbers import (
 )
 from zoo.models import COLUMNS, batch, build, padded_positions, real_logps
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import remove_padding
 
 
 # -- every way to call the model
@@ -33,34 +32,24 @@ def without_cache(output: Any) -> Any:
     return output
 
 
+CALLS = {
+    "positional": lambda model, ids, mask: model(ids, mask).logits,
+    "bool mask": lambda model, ids, mask: model(ids, attention_mask=mask.bool()).logits,
+    "float mask": lambda model, ids, mask: model(ids, attention_mask=mask.float()).logits,
+    "tuple": lambda model, ids, mask: model(ids, mask, return_dict=False)[0],
+    "tuple without cache": lambda model, ids, mask: model(ids, mask, use_cache=False, return_dict=False)[0],
+    "logits_to_keep": lambda model, ids, mask: model(ids, mask, logits_to_keep=0).logits,
+    "columns in another order": lambda model, ids, mask: model(
+        ids, mask, logits_to_keep=torch.arange(ids.shape[1]).flip(0)
+    ).logits.flip(1),
+    "decoder": lambda model, ids, mask: model.lm_head(model.model(ids, mask).last_hidden_state),
+    "tuple of the decoder": lambda model, ids, mask: model.lm_head(model.model(ids, mask, return_dict=False)[0]),
+    "cache by default": lambda model, ids, mask: without_cache(model(ids, mask)).logits,
+}
+
+
 @SHARING
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model, ids, mask: model(ids, mask).logits,
-        lambda model, ids, mask: model(ids, attention_mask=mask.bool()).logits,
-        lambda model, ids, mask: model(ids, attention_mask=mask.float()).logits,
-        lambda model, ids, mask: model(ids, mask, return_dict=False)[0],
-        lambda model, ids, mask: model(ids, mask, use_cache=False, return_dict=False)[0],
-        lambda model, ids, mask: model(ids, mask, logits_to_keep=0).logits,
-        lambda model, ids, mask: model(ids, mask, logits_to_keep=torch.arange(ids.shape[1]).flip(0)).logits.flip(1),
-        lambda model, ids, mask: model.lm_head(model.model(ids, mask).last_hidden_state),
-        lambda model, ids, mask: model.lm_head(model.model(ids, mask, return_dict=False)[0]),
-        lambda model, ids, mask: without_cache(model(ids, mask)).logits,
-    ],
-    ids=[
-        "positional",
-        "bool mask",
-        "float mask",
-        "tuple",
-        "tuple without cache",
-        "logits_to_keep",
-        "columns in another order",
-        "decoder",
-        "tuple of the decoder",
-        "cache by default",
-    ],
-)
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_a_model_can_be_called_as_before(call, sharing):
     ids, mask = batch("mixed")
     model = build("qwen2")
@@ -226,35 +215,19 @@ def test_a_model_may_be_called_while_it_runs(inner, sharing):
     assert_equal_where_real(nested[0], inner_expected, inner_mask)
 
 
-@pytest.mark.slow
-@SHARING
-def test_a_compiled_model_gives_the_same_numbers_or_is_refused(sharing):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
-    with contextlib.suppress(PaddingRemovalError), remove_padding(model, prefix_sharing=sharing):
-        got = logits_of(torch.compile(model, backend="eager"), ids, mask)
-        assert_equal_where_real(got, expected, mask)
-
-
 # -- calls that are not ours
 
 
+OTHER_CALLS = {
+    "use_cache": lambda ids, mask: {"input_ids": ids, "attention_mask": mask, "use_cache": True},
+    "cache": lambda ids, mask: {"input_ids": ids, "attention_mask": mask, CACHE: transformers.DynamicCache()},
+    "one row without mask": lambda ids, mask: {"input_ids": ids[:1]},
+    "one row with positions": lambda ids, mask: {"input_ids": ids[:1], "position_ids": torch.arange(COLUMNS)[None]},
+}
+
+
 @SHARING
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        lambda ids, mask: {"input_ids": ids, "attention_mask": mask, "use_cache": True},
-        lambda ids, mask: {
-            "input_ids": ids,
-            "attention_mask": mask,
-            CACHE: transformers.DynamicCache(),
-        },
-        lambda ids, mask: {"input_ids": ids[:1]},
-        lambda ids, mask: {"input_ids": ids[:1], "position_ids": torch.arange(COLUMNS)[None]},
-    ],
-    ids=["use_cache", "cache", "one row without mask", "one row with positions"],
-)
+@pytest.mark.parametrize("kwargs", OTHER_CALLS.values(), ids=list(OTHER_CALLS))
 def test_other_calls_go_through_untouched(kwargs, sharing):
     model, given = build("qwen2"), batch("left")
     with torch.no_grad():
@@ -265,20 +238,6 @@ def test_other_calls_go_through_untouched(kwargs, sharing):
     assert torch.equal(got.logits, expected.logits)
     assert (got.past_key_values is None) == (expected.past_key_values is None)
     assert handle.stats.packed_tokens == 0
-
-
-@SHARING
-@pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2"])
-def test_generation_is_as_before(name, use_cache, sharing):
-    ids, mask = batch("left")
-    model = build(name)
-    settings = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache}
-    expected = model.generate(input_ids=ids, attention_mask=mask, **settings)
-
-    with remove_padding(model, prefix_sharing=sharing):
-        assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), expected)
-    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **settings), expected)
 
 
 def test_the_signature_of_forward_stays():

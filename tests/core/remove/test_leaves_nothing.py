@@ -40,10 +40,8 @@ def traces(model: transformers.PreTrainedModel) -> dict[str, Any]:
 
 @SHARING
 @pytest.mark.parametrize("times", [1, 100])
-def test_removing_restores_everything(times, sharing):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    logits = logits_of(model, ids, mask)
+def test_removing_restores_everything(mixed, times, sharing):
+    model, ids, mask, logits = mixed
     before = copy.deepcopy(traces(model))
 
     for _ in range(times):
@@ -60,10 +58,8 @@ def test_removing_restores_everything(times, sharing):
 @SHARING
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("training", [False, True])
-def test_removing_restores_everything_after_an_exception(training, error, sharing):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    logits = logits_of(model, ids, mask)
+def test_removing_restores_everything_after_an_exception(mixed, training, error, sharing):
+    model, ids, mask, logits = mixed
     before = copy.deepcopy(traces(model))
 
     def fail(*_: Any) -> None:
@@ -80,10 +76,8 @@ def test_removing_restores_everything_after_an_exception(training, error, sharin
     assert torch.equal(logits_of(model, ids, mask), logits)
 
 
-def test_after_an_exception_the_attached_model_goes_on():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
+def test_after_an_exception_the_attached_model_goes_on(mixed):
+    model, ids, mask, expected = mixed
 
     def fail(*_: Any) -> None:
         hook.remove()
@@ -133,10 +127,8 @@ def test_layouts_die_with_their_batch_without_waiting_for_the_garbage_collector(
         gc.enable()
 
 
-def test_a_patch_on_top_stays_when_ours_goes():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
+def test_a_patch_on_top_stays_when_ours_goes(mixed):
+    model, ids, mask, expected = mixed
     handle = remove_padding(model)
     ours, calls = model.model.forward, []
 
@@ -183,10 +175,8 @@ def test_a_forward_that_was_replaced_before_goes_along(hook):
     assert hook or len(calls) == 2
 
 
-def test_disabled_is_the_padded_computation():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
+def test_disabled_is_the_padded_computation(mixed):
+    model, ids, mask, expected = mixed
     with remove_padding(model) as handle:
         with handle.disabled(), handle.disabled():
             assert torch.equal(logits_of(model, ids, mask), expected)
@@ -234,10 +224,8 @@ def test_an_attached_model_can_be_saved_whole():
     assert torch.equal(logits_of(torch.load(file, weights_only=False), ids, mask), expected)
 
 
-def test_checkpoints_hold_nothing_of_ours(tmp_path):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
+def test_checkpoints_hold_nothing_of_ours(mixed, tmp_path):
+    model, ids, mask, expected = mixed
     model.save_pretrained(tmp_path / "before")
     with remove_padding(model):
         logits_of(model, ids, mask)

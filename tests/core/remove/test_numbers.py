@@ -293,7 +293,10 @@ def test_policy_and_reference_use_one_layout(sharing, built):
     policy, reference = build("qwen2"), build("qwen2", seed=1)
     with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
         with share_layouts():
-            for model in (policy, reference, policy):
+            logits_of(policy, ids, mask)
+            with pytest.raises(ValueError, match="inner"), share_layouts():
+                raise ValueError("inner")
+            for model in (reference, policy):
                 logits_of(model, ids, mask)
         assert len(built) == 1
         logits_of(policy, ids, mask)

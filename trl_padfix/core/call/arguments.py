@@ -44,19 +44,29 @@ def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) ->
     tokens.
     """
     T = cp_layout.layout.packed_tokens
-    visual = visual_mask(packed, (1, T))
-    features = None if visual is None else (visual.cumsum(1) - 1, int(visual.sum()))
+    features = _feature_index(visual_mask(packed, (1, T)), partial(cp_layout.local, dim=1))
 
     def local(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.dim() < 2:
             return x
-        if (dim := 1 if tuple(x.shape[:2]) == (1, T) else 2 if tuple(x.shape[1:]) == (1, T) else None) is not None:
-            return cp_layout.local(x, dim)
-        if visual is None or features is None or len(x) != features[1]:
-            return x
-        return x.index_select(0, cp_layout.local(features[0], 1)[cp_layout.local(visual, 1)])
+        if tuple(x.shape[:2]) == (1, T):
+            return cp_layout.local(x, dim=1)
+        if tuple(x.shape[1:]) == (1, T):
+            return cp_layout.local(x, dim=2)
+        return x if features is None or len(x) != features[0] else x.index_select(0, features[1])
 
     return tree_map(local, packed)
+
+
+def _feature_index(
+    visual: torch.Tensor | None, select: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[int, torch.Tensor] | None:
+    """The number of visual tokens, and the index among them of those that `select` keeps: that of their features."""
+    if visual is None:
+        return None
+    # Features are in the order of the visual tokens: a feature has as index the number of visual tokens before it.
+    index = (visual.flatten().cumsum(0) - 1).view(visual.shape)
+    return int(visual.sum()), select(index)[select(visual)]
 
 
 def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
@@ -77,13 +87,7 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
     Raises:
         UnpackableCallError: If a tensor among the arguments has no value per token.
     """
-    visual = visual_mask(call, layout.batch_shape)
-    features = None
-    if visual is not None:
-        # Visual features are in the order of the padded batch. The feature of a packed visual token has as index the
-        # number of visual tokens before it.
-        order = pack((visual.flatten().cumsum(0) - 1).view(visual.shape), layout)[pack(visual, layout)]
-        features = (int(visual.sum()), order)
+    features = _feature_index(visual_mask(call, layout.batch_shape), partial(pack, layout=layout))
     left_out = {"attention_mask", "position_ids", *_IMPLIED_BY_LAYOUT}
     packed = {k: tree_map(partial(_pack_value, k, layout, features), v) for k, v in call.items() if k not in left_out}
     if (positions := call.get("position_ids")) is None:
@@ -119,9 +123,7 @@ def _pack_value(name: str, layout: Layout, features: tuple[int, torch.Tensor] | 
     )
 
 
-def unpack_output(
-    output: Any, layout: Layout, call: ModelCall | None = None, cp_layout: ContextParallelLayout | None = None
-) -> Any:
+def unpack_output(output: Any, layout: Layout, call: ModelCall, cp_layout: ContextParallelLayout | None = None) -> Any:
     """
     Unpack the output of a decoder to the padded batch.
 
@@ -130,7 +132,7 @@ def unpack_output(
             The output for the packed row; with `cp_layout` for the local tokens.
         layout ([`Layout`]):
             Layout of the call.
-        call ([`ModelCall`], *optional*):
+        call ([`ModelCall`]):
             The call of the model, which may need only the states that its head scores.
         cp_layout ([`ContextParallelLayout`], *optional*):
             If given, values are all-gathered, except for states that the head scores: these stay local.
@@ -147,30 +149,31 @@ def unpack_output(
     return tree_unflatten([states, *(_unpack_value(value, layout, cp_layout) for value in others)], spec)
 
 
-def padded_output(output: Any, mask: Any, call: ModelCall | None) -> Any:
+def padded_output(output: Any, call: ModelCall, mask: Any = None) -> Any:
     """
-    The output of a decoder that ran padded, with the states that the model around it needs.
+    The output of a decoder that ran on padded rows, with the states that the model around it needs.
 
     Args:
         output (`ModelOutput` or `tuple`):
             The output, `(B, L, ...)`.
-        mask:
-            The attention mask. Only one of shape `(B, L)` tells which token is the last one of a row.
-        call ([`ModelCall`], *optional*):
+        call ([`ModelCall`]):
             The call of the model, which may need only the states that its head scores.
+        mask (*optional*):
+            The attention mask; `None` if all tokens are real. Only one of shape `(B, L)` tells which token is the last
+            one of a row.
     """
-    if call is None or not (call.pools_last or call.scored_index is not None):
-        return output
     hidden = output[0]  # the last hidden states are the first output of any decoder
     if call.scored_index is not None:
         states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
         states = states if len(call.scored_index) else hidden[:1, :1]
-    elif not isinstance(mask, torch.Tensor) or mask.shape != hidden.shape[:2]:
-        return output
-    else:
+    elif call.pools_last and mask is None:
+        states = hidden[:, -1:].expand_as(hidden)
+    elif call.pools_last and isinstance(mask, torch.Tensor) and mask.shape == hidden.shape[:2]:
         last = ((mask != 0) * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
         row = torch.arange(len(mask), device=mask.device)
-        states = hidden[row, last].unsqueeze(1).expand(-1, mask.shape[1], -1)
+        states = hidden[row, last].unsqueeze(1).expand_as(hidden)
+    else:
+        return output
     if isinstance(output, tuple):
         return (states, *output[1:])
     output[next(iter(output))] = states
@@ -178,7 +181,7 @@ def padded_output(output: Any, mask: Any, call: ModelCall | None) -> Any:
 
 
 def _states(
-    hidden: torch.Tensor, layout: Layout, call: ModelCall | None, cp_layout: ContextParallelLayout | None
+    hidden: torch.Tensor, layout: Layout, call: ModelCall, cp_layout: ContextParallelLayout | None
 ) -> torch.Tensor:
     """
     The last hidden states, `(B, L, H)`.
@@ -186,17 +189,11 @@ def _states(
     If the model pools the last token, its state stands in all columns of a row. If a head scores `n` states, only
     these are returned, `(1, n, H)`.
     """
-    if call is not None and call.pools_last:
-        index = layout.last_index
-    elif call is not None and call.scored_index is not None:
-        index = call.scored_index
-    else:
+    if not call.pools_last and call.scored_index is None:
         return _unpack_value(hidden, layout, cp_layout)
-    # A trivial layout runs on the padded batch itself, whose order differs from that of the layout: prefix sharing
-    # sorts the rows. With context parallelism the packed row is used in any case.
-    index = index if layout.is_trivial and cp_layout is None else layout.packed_index_of(index)
+    index = layout.packed_index_of(layout.last_index if call.scored_index is None else call.scored_index)
     if cp_layout is None:
-        states = hidden.flatten(0, 1).index_select(0, index)
+        states = hidden[0].index_select(0, index)
     elif call.pools_last:
         states = cp_layout.all_gather_at(hidden[0], index)
     elif not len(index):
@@ -207,8 +204,8 @@ def _states(
     return states.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else states
 
 
-def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None = None) -> Any:
-    if not isinstance(value, torch.Tensor) or (layout.is_trivial and cp_layout is None):
+def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None) -> Any:
+    if not isinstance(value, torch.Tensor):
         return value
     # Hidden states are `(1, T, H)`. Router logits are `(T, experts)`; losses expect `(B * L, experts)`.
     tokens = layout.packed_tokens if cp_layout is None else cp_layout.local_tokens

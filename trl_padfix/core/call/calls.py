@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..context import context
+from ..context import context, set_until_reset
 from ..layout.layout import Layout
 from ..parallel.layout import ContextParallelLayout
 from .prefix_states import PrefixStates
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..mixers.dry_run import LayerCalls
     from ..mixers.row_buckets import RowBuckets
 
-__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]
+__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "record_layout", "rows_call"]
 
 T = TypeVar("T")
 
@@ -145,11 +145,17 @@ class RowsCall:
     last_position: int | torch.Tensor = 0
 
 
-def model_call(decoder: nn.Module) -> ModelCall | None:
-    """The running call of the model around `decoder`, if there is one."""
+def model_call(decoder: nn.Module) -> ModelCall:
+    """The running call of the model around `decoder`; if there is none, a call without arguments."""
     # The running call may be that of another attached model.
     call = context().model
-    return call if call is not None and call.decoder is decoder else None
+    return call if call is not None and call.decoder is decoder else ModelCall(decoder)
+
+
+def record_layout(call: ModelCall, layout: Layout | None) -> None:
+    """Record the layout of the states that the decoder has returned, if the call is the running one."""
+    if context().model is call:
+        set_until_reset(model=replace(call, layout=layout))
 
 
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -165,26 +164,23 @@ class LayoutInputs:
         Prefixes are shared if that saves time, or if the packed row would otherwise exceed `token_budget`, whose rows
         were chosen with shared tokens counted once.
         """
+        if not self.shares:
+            return self._layout(shares=False)
+        shared = self._layout(shares=True)
+        exceeds_budget = token_budget is not None and shared.real_tokens > token_budget
+        return shared if shared.sharing_pays or exceeds_budget else self._layout(shares=False)
+
+    def _layout(self, shares: bool) -> Layout:
         ids, mask, positions, cu_seqlens = self.tensors
+        if mask is not None and not shares:
+            return padding_free_layout(mask)
+        assert ids is not None  # `read` has them for packed batches, and where prefixes may be shared
         if self.is_packed:
-            assert ids is not None
             columns = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            plain = partial(packed_layout, columns.expand(ids.shape[:2]), cu_seqlens=cu_seqlens)
-            shared = plain(input_ids=ids) if self.shares else None
-        else:
-            if mask is None:
-                assert ids is not None
-                mask = torch.ones_like(ids)
-            plain = partial(padding_free_layout, mask)
-            shared = None
-            if self.shares:
-                assert ids is not None
-                shared = prefix_sharing_layout(ids, mask, positions)
-        if shared is None or not (
-            shared.sharing_pays or (token_budget is not None and shared.real_tokens > token_budget)
-        ):
-            return plain()
-        return shared
+            columns = columns.expand(ids.shape[:2])
+            return packed_layout(columns, cu_seqlens=cu_seqlens, input_ids=ids if shares else None)
+        mask = torch.ones_like(ids) if mask is None else mask
+        return prefix_sharing_layout(ids, mask, positions) if shares else padding_free_layout(mask)
 
     def rows_that_differ(self, layout: Layout) -> torch.Tensor:
         """
@@ -244,8 +240,10 @@ def layout_of(
         UnpackableCallError: If the call cannot be packed.
         ValueError: If the mask is on another device, or requires a gradient.
     """
+    around = model_call.outer_arguments if model_call is not None else {}
+    ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
     if LAYOUT not in call and (tree := tree_arguments_in(call)):
-        return _layout_of_tree(call, tree, handle, model_call)
+        return _layout_of_tree(call, tree, ids, around, handle)
     if has_cache(call) or LAYOUT in call:
         return None  # generation, or a caller that wants the cache; or packed already
     if call.get("encoder_hidden_states") is not None:
@@ -254,8 +252,6 @@ def layout_of(
             "The decoder was called with `encoder_hidden_states`: its cross-attention reads another sequence "
             "for each row, and a packed batch has no rows. Run this call inside `with handle.disabled():`.",
         )
-    around = model_call.outer_arguments if model_call is not None else {}
-    ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
     if isinstance(ids, torch.Tensor) and ids.dim() != 2:
         raise UnpackableCallError(
             "shape of ids",
@@ -302,8 +298,11 @@ def sharing_obstacle(arguments: Mapping[str, Any]) -> str | None:
             "with `prefix_sharing=False`: padding is removed all the same."
         )
     # Floating-point tensors of any shape: features of images, say, differ for equal ids.
-    others = [k for k, v in _other_tensors(arguments) if v.is_floating_point() and v.dim() > 1]
-    others += [k for k, v in _other_tensors(arguments) if v.dim() > 2 and v.shape[:2] == ids.shape and k not in others]
+    others = [
+        name
+        for name, x in _other_tensors(arguments)
+        if (x.is_floating_point() and x.dim() > 1) or (x.dim() > 2 and x.shape[:2] == ids.shape)
+    ]
     if others:
         return (
             f"`prefix_sharing=True` compares token ids and positions, and the call also carries {others} for each "
@@ -323,11 +322,13 @@ def _other_tensors(arguments: Mapping[str, Any]) -> list[tuple[str, torch.Tensor
 
 
 def _layout_of_tree(
-    call: dict[str, Any], tree: dict[str, Any], handle: PaddingRemoval, model_call: ModelCall | None
+    call: dict[str, Any],
+    tree: dict[str, Any],
+    ids: torch.Tensor | None,
+    around: dict[str, Any],
+    handle: PaddingRemoval,
 ) -> Layout:
     """The layout of a call with the `tree_*` arguments `tree`; with prefix sharing, copies of a token are one."""
-    around = model_call.outer_arguments if model_call is not None else {}
-    ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
     batch = ids if ids is not None else call.get("inputs_embeds")
     if (reason := _tree_obstacle(call, around, batch, handle)) is not None or batch is None:
         raise PaddingRemovalError(f"The model was called with {sorted(tree)}, and {reason}.")
@@ -345,7 +346,7 @@ def _tree_obstacle(
     """Why a tree row cannot be computed. Unchanged, such a call would attend over the row without its tree."""
     if batch is None or len(batch) != 1:
         return f"a tree is one row, the batch has {'none' if batch is None else len(batch)}: pass `input_ids` `(1, N)`"
-    if (around if around else call).get("attention_mask") is not None:
+    if (around or call).get("attention_mask") is not None:
         return "with an attention mask. A tree row holds no padding: leave the mask out"
     caches = [k for k in (*CACHES, "use_cache") if call.get(k) not in (None, False)]
     pixels = [k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]

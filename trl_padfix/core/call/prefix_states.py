@@ -8,6 +8,7 @@ A [`PrefixStates`] belongs to one forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,9 +58,8 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
-        states = ForwardStates({name: tuple(map(change, values)) for name, values in self.items()})
-        states.output_spec, states.ids, states.fork_tokens = self.output_spec, self.ids, self.fork_tokens
-        states.ranges, states.outputs, states.index_of_keys = self.ranges, self.outputs, self.index_of_keys
+        states = copy(self)  # with its attributes
+        states.update({name: tuple(map(change, values)) for name, values in self.items()})
         return states
 
 

@@ -171,10 +171,21 @@ class Layout:
         return self.longest[1]
 
     @property
+    def indexed_positions(self) -> torch.Tensor:
+        """`positions` of the tokens that `key_index` indexes: by default the packed ones."""
+        return self.positions if self.key_source_positions is None else self.key_source_positions
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """`key_index`, also if the keys of each segment are its queries."""
+        if self.key_index is not None:
+            return self.key_index
+        return torch.arange(self.packed_tokens, device=self.positions.device)
+
+    @property
     def key_positions(self) -> torch.Tensor:
         """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
-        positions = self.positions if self.key_source_positions is None else self.key_source_positions
-        return positions if self.key_index is None else positions.index_select(0, self.key_index)
+        return self.positions if self.key_index is None else self.indexed_positions.index_select(0, self.key_index)
 
     @cached_property
     def key_sort_order(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,12 +210,11 @@ class Layout:
         ```
         """
         assert self.key_index is not None
-        positions = self.positions if self.key_source_positions is None else self.key_source_positions
         # Stable, so that a sum has one order and gradients are the same in each run. No inference tensors: a forward
         # with gradients may use the cached value later.
         with torch.inference_mode(False):
             tokens, order = self.key_index.sort(stable=True)
-            return order, torch.searchsorted(tokens, torch.arange(len(positions), device=tokens.device))
+            return order, torch.searchsorted(tokens, torch.arange(len(self.indexed_positions), device=tokens.device))
 
     @property
     def gathered_keys(self) -> int:
@@ -277,7 +287,6 @@ class Layout:
         def extend(x: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
             return None if x is None else torch.cat([x, values])
 
-        sources = self.packed_tokens if self.key_source_positions is None else len(self.key_source_positions)
         return self.of_segments(
             [*queries, *lengths],
             [*keys, *lengths],
@@ -286,7 +295,7 @@ class Layout:
             source=self.source,
             packed_index=extend(self.packed_index, self.packed_index[places]),
             positions=extend(self.positions, self.positions[places]),
-            key_index=extend(self.key_index, torch.arange(filler, device=places.device) + sources),
+            key_index=extend(self.key_index, torch.arange(filler, device=places.device) + len(self.indexed_positions)),
             spans=(*self.spans, *(n + holes for n in lengths)),
             key_source_positions=extend(self.key_source_positions, self.positions[places]),
             filler=filler + (self.filler or 0),
@@ -352,11 +361,9 @@ class Layout:
 
         ```
         """
-        columns = self.packed_tokens if self.key_source_positions is None else len(self.key_source_positions)
-        keys = torch.arange(columns, device=self.positions.device) if self.key_index is None else self.key_index
-        mask = self.positions.new_zeros(self.packed_tokens, columns, dtype=torch.bool)
+        mask = self.positions.new_zeros(self.packed_tokens, len(self.indexed_positions), dtype=torch.bool)
         end = 0
-        for queries, path in zip(self.query_lengths, keys.split(self.key_lengths), strict=True):
+        for queries, path in zip(self.query_lengths, self.keys.split(self.key_lengths), strict=True):
             end += queries
             for n in range(queries):
                 # Aligned to the bottom right: the last query sees the whole path, the query before it one key less.
@@ -388,9 +395,8 @@ class Layout:
         """
         if self.key_source_positions is not None:
             raise ValueError("Keys of this layout are tokens of other forwards, which a tree row does not hold.")
-        own_tokens = torch.arange(self.packed_tokens, device=self.positions.device)
         return {
-            "tree_kv_index": own_tokens if self.key_index is None else self.key_index,
+            "tree_kv_index": self.keys,
             "tree_cu_seqlens_q": self.cu_seqlens_q,
             "tree_cu_seqlens_k": self.cu_seqlens_k,
             "tree_max_seqlen_q": self.max_seqlen_q,

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from .build import prefix_sharing_layout
-from .layout import Layout, packed_length
+from .layout import Layout
 
 
 if TYPE_CHECKING:
@@ -74,26 +74,25 @@ class PrefixedLayout(Layout):
 
     def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
         """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
-        new = self._only_filler(packed_length(0, multiple)) if self.new is None else self.new.filled(multiple)
+        new = (self._one_filler_token() if self.new is None else self.new).filled(multiple)
         tokens = self.packed_index[: self.packed_tokens - (self.filler or 0)]
         packed_index = torch.cat([tokens, new.packed_index[new.computed_tokens :]])
         return replace(self, new=new, packed_index=packed_index, filler=new.filler)
 
-    def _only_filler(self, filler: int) -> Layout:
-        """New tokens of a forward that has none of its own: copies of the first token, each of which sees itself."""
-        positions = self.positions[:1].expand(filler)
+    def _one_filler_token(self) -> Layout:
+        """New tokens of a forward that has none of its own: a copy of the first token, which sees itself."""
         return Layout.of_segments(
-            [1] * filler,
-            [1] * filler,
+            [1],
+            [1],
             batch_shape=self.batch_shape,
             real_index=self.real_index,
             source=None,
-            packed_index=self.packed_index[:1].expand(filler),
-            positions=positions,
-            key_index=torch.arange(filler, device=positions.device) + self.packed_tokens,
-            spans=(1,) * filler,
-            key_source_positions=torch.cat([self.positions, positions]),
-            filler=filler,
+            packed_index=self.packed_index[:1],
+            positions=self.positions[:1],
+            key_index=torch.full_like(self.packed_index[:1], self.packed_tokens),
+            spans=(1,),
+            key_source_positions=torch.cat([self.positions, self.positions[:1]]),
+            filler=1,
         )
 
 
@@ -166,30 +165,33 @@ def plan_shared_prefixes(
     """
     tree = _StepPrefixTree(batches)
     spans = tree.find_shared_prefixes()
-    recompute = tree.choose_recomputed(spans, budget)
+    tree.choose_recomputed(spans, budget)
     if gather is not None:
-        spans, recompute = _union_over_processes(spans, recompute, gather)
+        spans = _union_over_processes(spans, gather)
     if not spans:
         return None
+    _recompute_dependents(spans)
     owner = _prefix_of_token(tree.tokens, spans)
     prefixes: dict[int, SharedPrefix] = {}
-    for n, (first_user, last_user, tokens) in enumerate(spans):
-        fork_tokens = tree.fork_tokens(owner, n, tokens)
-        users = (first_user, last_user) if recompute[n] else (first_user,)
+    for n, span in enumerate(spans):
+        fork_tokens = tree.fork_tokens(owner, n, span.tokens)
+        users = (span.first_user, span.last_user) if span.recompute else (span.first_user,)
         layouts = {i: replace(tree.layout(i, owner, spans, prefix=n), fork_tokens=fork_tokens) for i in users}
-        prefixes[n] = SharedPrefix(first_user, last_user, len(tokens), recompute[n], layouts)
+        prefixes[n] = SharedPrefix(span.first_user, span.last_user, len(span.tokens), span.recompute, layouts)
     micro_batches = {i: tree.layout(i, owner, spans) for i in range(len(batches))}
     if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
         micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
     return PrefixPlan(micro_batches, prefixes)
 
 
-class _PrefixSpan(NamedTuple):
-    """A shared prefix before it has layouts: its first and last user, and its tokens in the tree."""
+@dataclass(eq=False)
+class _PrefixSpan:
+    """A shared prefix before it has layouts: its users, its tokens in the tree, and whether it is recomputed."""
 
     first_user: int
     last_user: int
     tokens: np.ndarray
+    recompute: bool = False
 
 
 def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
@@ -200,52 +202,29 @@ def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
     return owner
 
 
-def _union_over_processes(
-    spans: list[_PrefixSpan], recompute: list[bool], gather: Callable[[list], list]
-) -> tuple[list[_PrefixSpan], list[bool]]:
+def _union_over_processes(spans: list[_PrefixSpan], gather: Callable[[list], list]) -> list[_PrefixSpan]:
     """
-    Union of the shared prefixes of all processes, and which of them are recomputed.
+    Union of the shared prefixes of all processes. A prefix is recomputed if any process recomputes it.
 
     A prefix that this process lacks has no tokens here: a dummy forward keeps the collectives matched.
     """
-    tokens = {(first_user, last_user): tokens for first_user, last_user, tokens in spans}
-    is_recomputed: dict[tuple[int, int], bool] = {}
-    for users, is_recomputed_there in gather([*zip(tokens, recompute, strict=True)]):
-        is_recomputed[users] = is_recomputed.get(users, False) or is_recomputed_there
+    union: dict[tuple[int, int], bool] = {}
+    for users, recompute in gather([((span.first_user, span.last_user), span.recompute) for span in spans]):
+        union[users] = union.get(users, False) or recompute
+    tokens = {(span.first_user, span.last_user): span.tokens for span in spans}
     # The order of `find_shared_prefixes`.
-    all_users = sorted(is_recomputed, key=lambda users: (users[0], -users[1]))
-    union = [_PrefixSpan(*users, tokens.get(users, NO_TOKENS)) for users in all_users]
-    return union, _recompute_dependents(all_users, [is_recomputed[users] for users in all_users])
+    all_users = sorted(union, key=lambda users: (users[0], -users[1]))
+    return [_PrefixSpan(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
 
 
-def _recompute_dependents(users: list[tuple[int, int]], recompute: list[bool]) -> list[bool]:
+def _recompute_dependents(spans: list[_PrefixSpan]) -> None:
     """
     Recompute each prefix that ends with the same micro-batch as a recomputed prefix before it.
 
-    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both. `users`
-    are the first and the last user of each prefix.
+    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both.
     """
-    for n, (_, last_user) in enumerate(users):
-        recompute[n] = recompute[n] or any(recompute[m] and users[m][1] == last_user for m in range(n))
-    return recompute
-
-
-class _Numbering(NamedTuple):
-    """
-    Packed tokens of one forward.
-
-    Attributes:
-        number (`np.ndarray` of shape `(tokens of the tree,)`): Packed token of each token of the tree; -1 for tokens
-            that the forward neither reads nor computes.
-        tokens (`np.ndarray` of shape `(T,)`): Token of the tree of each packed token: the inverse of `number`.
-        paths (`list[np.ndarray]`): Path of each segment, as tokens of the tree.
-        query_lengths (`list[int]`): New tokens of each segment.
-    """
-
-    number: np.ndarray
-    tokens: np.ndarray
-    paths: list[np.ndarray]
-    query_lengths: list[int]
+    for n, span in enumerate(spans):
+        span.recompute |= any(other.recompute and other.last_user == span.last_user for other in spans[:n])
 
 
 class _StepPrefixTree:
@@ -329,27 +308,28 @@ class _StepPrefixTree:
                         is_read[path[: on_path[-1]]] = True
         return spans[::-1]
 
-    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> list[bool]:
-        """Whether each prefix is recomputed, because its activations do not fit beside its users but the last one."""
+    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> None:
+        """Recompute each prefix whose activations do not fit beside its users but the last one."""
         owner = _prefix_of_token(self.tokens, spans)
-        lengths = [len(span.tokens) for span in spans]
-        recompute = [False] * len(spans)
         for i, tokens in enumerate(self.tokens_of_batch):
             # Memory while micro-batch `i` runs, in tokens with activations: its new tokens and the prefixes alive.
             load = int((owner[tokens] < 0).sum())
-            alive = [n for n, span in enumerate(spans) if span.first_user <= i <= span.last_user]
-            is_reduced = {n: recompute[n] and spans[n].last_user > i for n in alive}
-            load += sum(lengths[n] * (KV_MEMORY_FRACTION if is_reduced[n] else 1) for n in alive)
+            alive = [span for span in spans if span.first_user <= i <= span.last_user]
+            for span in alive:
+                is_reduced = span.recompute and span.last_user > i
+                load += len(span.tokens) * (KV_MEMORY_FRACTION if is_reduced else 1)
             # Greedy: the largest prefixes first, until the activations fit the budget.
-            for n in sorted(alive, key=lambda n: -lengths[n]):
-                if load > budget and spans[n].last_user > i and not recompute[n]:
-                    recompute[n] = True
-                    load -= lengths[n] * (1 - KV_MEMORY_FRACTION)
-        return _recompute_dependents([(span.first_user, span.last_user) for span in spans], recompute)
+            for span in sorted(alive, key=lambda span: -len(span.tokens)):
+                if load > budget and span.last_user > i and not span.recompute:
+                    span.recompute = True
+                    load -= len(span.tokens) * (1 - KV_MEMORY_FRACTION)
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
-        forks = [path[:-1][(owner[path[:-1]] == prefix) & (owner[path[1:]] != prefix)] for path in chain(*self.paths)]
+        forks = []
+        for path in chain(*self.paths):
+            in_prefix = owner[path] == prefix
+            forks.append(path[:-1][in_prefix[:-1] & ~in_prefix[1:]])
         return tuple(np.searchsorted(tokens, np.unique(np.concatenate(forks))).tolist())
 
     def layout(self, batch: int, owner: np.ndarray, spans: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
@@ -360,21 +340,25 @@ class _StepPrefixTree:
         """
         is_dummy = prefix >= 0 and not len(spans[prefix].tokens)
         paths, flat_index = self._paths_of(batch, owner, prefix, is_dummy)
-        tokens = np.concatenate(paths)
+        path_tokens = np.concatenate(paths)
         # A dummy forward reads nothing: its prefixes may not have been computed.
-        read = [] if is_dummy else [n for n in np.unique(owner[tokens]).tolist() if n not in (-1, prefix)]
-        numbering = self._numbering(paths, [spans[n].tokens for n in read])
-        T = len(numbering.tokens)
+        prefixes = [] if is_dummy else [n for n in np.unique(owner[path_tokens]).tolist() if n not in (-1, prefix)]
+        read = np.concatenate([NO_TOKENS, *(spans[n].tokens for n in prefixes)])
+        # The packed tokens, as tokens of the tree: first those that the forward reads, then the new ones, depth first.
+        tokens = np.concatenate([read, np.setdiff1d(path_tokens, read)])
+        T = len(tokens)
+        number = np.full(self.tokens, -1)
+        number[tokens] = np.arange(T)
         # A prefix may hold tokens that this micro-batch does not need: their index stays 0, and nothing reads it.
         packed_index = np.zeros(T, dtype=np.int64)
-        packed_index[numbering.number[tokens]] = np.concatenate(flat_index)
+        packed_index[number[path_tokens]] = np.concatenate(flat_index)
         # -1 marks tokens of the batch outside of this prefix forward. Nothing reads their output; 0 is a valid index.
-        source = torch.from_numpy(numbering.number[np.concatenate(self.paths[batch])]).clamp(min=0)
+        source = torch.from_numpy(number[np.concatenate(self.paths[batch])]).clamp(min=0)
         index_maps: dict[str, Any] = {
             "batch_shape": self.masks[batch].shape,
             "real_index": torch.from_numpy(np.flatnonzero(self.masks[batch])),
             "packed_index": torch.from_numpy(packed_index),
-            "positions": torch.from_numpy(self.positions[numbering.tokens]),
+            "positions": torch.from_numpy(self.positions[tokens]),
         }
         return PrefixedLayout.of_segments(
             [T],
@@ -383,8 +367,8 @@ class _StepPrefixTree:
             source=source,
             key_index=None,
             spans=(T,),
-            new=self._segments(numbering, index_maps),
-            prefixes=tuple(read),
+            new=self._new_tokens(paths, number, len(read), index_maps),
+            prefixes=tuple(prefixes),
             is_prefix=prefix >= 0,
         )
 
@@ -399,44 +383,33 @@ class _StepPrefixTree:
         if prefix < 0:
             return paths, flat_index
         # Rows up to and including their last token in the prefix; rows without such a token are left out.
-        ends = [np.flatnonzero(owner[path] == prefix)[-1:] + 1 for path in paths]
-        cut = [
-            (path[: end[0]], index[: end[0]])
-            for path, index, end in zip(paths, flat_index, ends, strict=True)
-            if len(end)
-        ]
-        return [path for path, _ in cut], [index for _, index in cut]
+        cut_paths, cut_index = [], []
+        for path, index in zip(paths, flat_index, strict=True):
+            in_prefix = np.flatnonzero(owner[path] == prefix)
+            if len(in_prefix):
+                cut_paths.append(path[: in_prefix[-1] + 1])
+                cut_index.append(index[: in_prefix[-1] + 1])
+        return cut_paths, cut_index
 
-    def _numbering(self, paths: list[np.ndarray], read_tokens: list[np.ndarray]) -> _Numbering:
+    def _new_tokens(
+        self, paths: list[np.ndarray], number: np.ndarray, read: int, index_maps: dict[str, Any]
+    ) -> Layout | None:
         """
-        Number the packed tokens of a forward: first the tokens that it reads, then the new ones of its `paths`.
+        Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens.
 
-        `read_tokens` are the tokens of each prefix that the forward reads.
+        `number` is the packed token of each token of the tree. The first `read` packed tokens are not new.
         """
-        tokens = [NO_TOKENS, *read_tokens]
-        next_free = sum(map(len, tokens))
-        number = np.full(self.tokens, -1)
-        number[np.concatenate(tokens)] = np.arange(next_free)
-        segment_paths, query_lengths = [], []
+        segment_paths, query_lengths, end = [], [], read
         # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. Tokens
-        # that have a number, of a prefix or of a row before, are then the begin of a path.
+        # with smaller numbers than `end`, of a prefix or of a row before, are then the begin of a path.
         for path in sorted(paths, key=lambda path: path[-1]):
-            new = path[number[path] < 0]
-            if len(new):
-                number[new] = np.arange(next_free, next_free + len(new))
-                next_free += len(new)
-                tokens.append(new)
+            if queries := int((number[path] >= end).sum()):
                 segment_paths.append(path)
-                query_lengths.append(len(new))
-        return _Numbering(number, np.concatenate(tokens), segment_paths, query_lengths)
-
-    def _segments(self, numbering: _Numbering, index_maps: dict[str, Any]) -> Layout | None:
-        """Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens."""
-        number, tokens, paths, query_lengths = numbering
-        if not paths:
+                query_lengths.append(queries)
+                end += queries
+        if not segment_paths:
             return None
-        key_lengths = [len(path) for path in paths]
-        read = len(tokens) - sum(query_lengths)
+        key_lengths = [len(path) for path in segment_paths]
         keys_are_queries = not read and query_lengths == key_lengths
         return Layout.of_segments(
             query_lengths,
@@ -444,7 +417,7 @@ class _StepPrefixTree:
             **index_maps
             | {"packed_index": index_maps["packed_index"][read:], "positions": index_maps["positions"][read:]},
             source=None,
-            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(paths)]),
-            spans=tuple((self.positions[[path[-1] for path in paths]] + 1).tolist()),
+            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(segment_paths)]),
+            spans=tuple((self.positions[[path[-1] for path in segment_paths]] + 1).tolist()),
             key_source_positions=None if keys_are_queries else index_maps["positions"],
         )

@@ -78,6 +78,15 @@ class ModuleChanges:
                     "register it before padding removal is attached, if it treats every token by itself.",
                 )
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether [`ModuleChanges.check`] raises an error."""
+        try:
+            self.check()
+        except UnpackableCallError:
+            return True
+        return False
+
     def _read_modules(self) -> None:
         """Record the modules, and the dictionaries of their children and hooks."""
         self.modules, self.children = [], [self.decoder._modules]

@@ -195,9 +195,8 @@ class ContextParallelLayout:
         A segment that ends outside of a local range is cut at the end of the range, and its keys with it.
         """
         layout, device = self.layout, self.layout.packed_index.device
-        sources = layout.positions if layout.key_source_positions is None else layout.key_source_positions
+        sources, keys = layout.indexed_positions, layout.keys.cpu()
         positions, read = sources.cpu(), len(sources) - layout.packed_tokens  # keys of other forwards come first
-        keys = torch.arange(layout.packed_tokens) if layout.key_index is None else layout.key_index.cpu()
         segment_ends = list(accumulate(layout.query_lengths))
         segments = list(zip(segment_ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
         query_lengths, paths = [], []
