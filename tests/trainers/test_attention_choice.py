@@ -221,7 +221,7 @@ def test_a_trainer_that_is_not_built_leaves_the_model_as_it_was(make, monkeypatc
     def fail(*args, **kwargs):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("trl_padfix.trainers.attach_models.remove_padding", fail)
+    monkeypatch.setattr("trl_padfix.trainers.packing.remove_padding", fail)
     model, ref_model = build_model(), build_model(seed=1)
     config = {"attn_implementation": "eager", "ref_attn_implementation": "eager", "padding_free": True}
     with pytest.raises(RuntimeError, match="on purpose"):

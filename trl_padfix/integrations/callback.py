@@ -22,6 +22,7 @@ from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
+from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
@@ -152,16 +153,20 @@ class PaddingRemovalCallback(TrainerCallback):
     def _attach_to(self, models: list[Any]) -> None:
         try:
             with in_words(self.words):
-                attach_to_models(
-                    self._trainer, self._register, models=models, prefix_sharing=self._prefix_sharing,
-                    pool_last_token=self.pool_last_token, packed_multiple_of=self.packed_multiple_of,
-                )  # fmt: skip
+                attach_to_models(self._trainer, self._remove_padding, models)
         except BaseException:
             self.remove()
             raise
 
-    def _register(self, handle: PaddingRemoval) -> None:
+    def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+        handle = remove_padding(
+            model,
+            prefix_sharing=self._prefix_sharing,
+            pool_last_token=self.pool_last_token,
+            packed_multiple_of=self.packed_multiple_of,
+        )
         self.handles.append(self._undo.enter_context(handle))
+        return handle
 
     def _score_no_padding(self, trainer: Trainer) -> None:
         """Keep labels that are predicted from padding out of the loss and its count, or compute their batch padded."""
