@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -289,5 +290,5 @@ def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
-    iterator = iter(values)
-    return [[next(iterator) for _ in range(size)] for size in sizes]
+    ends = accumulate(sizes)
+    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
