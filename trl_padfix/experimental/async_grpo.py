@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
@@ -22,6 +21,7 @@ from ..core.layout.tree_arguments import leaf_paths
 from ..trainers.attention_choice import AttentionChoice
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.checks import require_columns
+from ..trainers.parts import entered
 from ..trainers.settings import AttentionConfig, PackingConfig
 from ..trainers.task import Task
 from ..trainers.temporary_attributes import temporarily_set
@@ -144,9 +144,9 @@ class TreePolicy(AttentionChoice):
 
             # TRL passes its kernel's name itself: a second one in `model_init_kwargs` would be a `TypeError`.
             stack.enter_context(temporarily_set(config, "model_init_kwargs", kwargs))
-            stack.enter_context(patch.object(trl_async, "create_model_from_path", create_model_from_path))
+            stack.enter_context(temporarily_set(trl_async, "create_model_from_path", create_model_from_path))
             if not torch.cuda.is_available():  # TRL asks CUDA for the name of the device, whatever it is
-                stack.enter_context(patch.object(trl_async, "get_peak_flops_per_device", lambda *args: None))
+                stack.enter_context(temporarily_set(trl_async, "get_peak_flops_per_device", lambda *args: None))
             yield
 
     @contextlib.contextmanager
@@ -163,9 +163,7 @@ class TreePolicy(AttentionChoice):
             "FixedCountBatcher": FixedCountBatcher,
             "TokenBudgetBatcher": TokenBudgetBatcher,
         }
-        with contextlib.ExitStack() as stack:
-            for name, value in ours.items():
-                stack.enter_context(patch.object(trl_async, name, value))
+        with entered(temporarily_set(trl_async, name, value) for name, value in ours.items()):
             yield
 
 
@@ -260,5 +258,5 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
                     logger.warning(f"TRL cannot count the operations of this model ({error}): no MFU is logged.")
                 return float("nan")
 
-        with patch.object(trl_async, "compute_flops_per_token", count_or_skip):
+        with temporarily_set(trl_async, "compute_flops_per_token", count_or_skip):
             super()._log_step_metrics()
