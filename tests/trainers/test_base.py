@@ -1,6 +1,5 @@
 """`padding_free_trainer`: any trainer class, without padding."""
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +7,12 @@ import peft
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
+    build_ids,
     build_model,
     build_tokenizer,
     lora,
@@ -21,7 +20,6 @@ from kit.trainer_runs import (
     pass_on_without_hooks,
     trained,
     trajectory,
-    words,
 )
 from transformers import DataCollatorForSeq2Seq, Trainer
 
@@ -62,17 +60,12 @@ class Renamed(Weighted):
 
 CLASSES = {"transformers'": Trainer, "a loss of its own": Weighted, "names of its own": Renamed}
 
-
-def build_rows(count: int, seed: int = 0) -> Dataset:
-    draw, tokenizer = random.Random(seed), build_tokenizer()
-    system = "w1 w2 w3 w4 w5 w6 "
-    ids = [tokenizer(system + words(draw, 1, 14))["input_ids"] for _ in range(count)]
-    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+BEGIN = "w1 w2 w3 w4 w5 w6 "
 
 
 def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
-    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(10, seed=1)}
+    given = {"train_dataset": build_ids(24, begin=BEGIN), "eval_dataset": build_ids(10, 1, BEGIN)}
     if issubclass(trainer_class, Renamed):
         collate = DataCollatorForSeq2Seq(build_tokenizer())
         given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections import UserDict
 from copy import copy
 from types import MethodType
@@ -16,11 +15,11 @@ from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
+    build_ids,
     build_model,
     build_tokenizer,
     make_plain_trainer,
     trained,
-    words,
 )
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -35,8 +34,7 @@ PAD = 39
 
 
 def build_rows(count: int = 16) -> Dataset:
-    draw, tokenizer = random.Random(0), build_tokenizer()
-    return Dataset.from_list([{"input_ids": tokenizer(words(draw, 3, 12))["input_ids"]} for _ in range(count)])
+    return build_ids(count, low=3, high=12).select_columns("input_ids")
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
