@@ -145,15 +145,6 @@ def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path
     assert_same(ours.trajectory(), make.train("short", trl.DPOTrainer, given, **config).trajectory())
 
 
-def test_a_second_trainer_takes_over_the_model_as_with_trl(make):
-    runs = []
-    for trainer_class, config in ((trl.DPOTrainer, {}), (DPOTrainer, SIDED_MODES["prefix sharing, left"])):
-        first = make.train("short", trainer_class, **config).trainer
-        models = {"model": first.model, "ref_model": first.ref_model}
-        runs.append(make.train("short", trainer_class, models, **config))
-    assert_same(runs[1].trajectory(), runs[0].trajectory())
-
-
 @pytest.fixture(scope="module")
 def checkpoints(make, tmp_path_factory):
     """The folder of a run of ours with checkpoints in the middle and at the end, and its trainer."""

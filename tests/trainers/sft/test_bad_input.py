@@ -15,7 +15,6 @@ def masked(row):
 
 
 BAD = {
-    "no rows": (lambda: {"train_dataset": build_rows(4).select([])}, {}, "The train dataset is empty"),
     "no evaluation rows": (lambda: {"eval_dataset": build_rows(4).select([])}, {}, "The eval dataset is empty"),
     "no columns": (
         lambda: {"train_dataset": Dataset.from_dict({"story": ["w2"]})},
@@ -32,11 +31,6 @@ BAD = {
         {},
         "no chat template.*Set `tokenizer.chat_template`",
     ),
-    "no special tokens": (
-        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
-        {},
-        "neither a pad token nor an EOS token",
-    ),
     "no end": (lambda: {"processing_class": build_tokenizer(eos_token=None)}, {}, "no EOS token, and TRL ends"),
     "nothing to train on": (
         lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
@@ -49,18 +43,12 @@ BAD = {
         {"packing": True, "padding_side": "left"},
         "`packing=True` leaves nothing to pad on the left",
     ),
-    "a side of a collator": (
-        lambda: {"data_collator": lambda rows: rows},
-        {"padding_side": "left"},
-        "`padding_side='left'` is for the default collator",
-    ),
     "images without a vision model": (
         lambda: {"train_dataset": build_rows(4, kind="texts").add_column("images", [["a.png"]] * 4)},
         {},
         "vision-related",
     ),
     "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
-    "sharing of nothing": (lambda: {}, {"prefix_sharing": True}, "needs `padding_free=True`"),
 }
 
 

@@ -9,9 +9,8 @@ import trl
 from kit.cells import slow_but
 from kit.rows import METRICS
 from kit.sft_cases import packing
-from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, is_bare, run, watch_inputs
+from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, run, watch_inputs
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from transformers import TrainerCallback
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 from transformers.utils import is_liger_kernel_available
@@ -90,19 +89,3 @@ def test_a_padded_stage_after_a_packed_one_is_padded(make):
     first.train()
     after = run(make(config=SHORT, model=first.model), watch_inputs(""))
     assert_mode_ran(after, "padded")
-
-
-@pytest.mark.parametrize("config", [MODES["prefix sharing"], packing()], ids=["sharing", "packing"])
-def test_an_interruption_leaves_a_model_that_can_be_detached(config, make):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
-
-    trainer = make(config=config, callbacks=[Stop()])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert not is_bare(trainer.model)
-    trainer.restore_padding()
-    assert is_bare(trainer.model)
-    assert trainer.model.config._attn_implementation == "sdpa"
-    assert trainer.evaluate()["eval_loss"] > 0  # TRL's own way from here on

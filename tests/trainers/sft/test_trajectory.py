@@ -15,8 +15,6 @@ from kit.trainer_runs import (
     watch_inputs,
 )
 
-from trl_padfix import PaddingRemovalError
-
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
@@ -91,8 +89,3 @@ def test_noise_is_bounded_by_the_length_of_the_padded_row(side, make):
     clean = table[batch["input_ids"][batch["attention_mask"].bool()]]
     bound = 5.0 / (batch["input_ids"].shape[1] * table.shape[1]) ** 0.5
     assert 0.9 * bound < (noisy[0] - clean).abs().max() <= bound + 1e-6
-
-
-def test_neftune_with_prefix_sharing_is_refused(make):
-    with pytest.raises(PaddingRemovalError, match=r"noise of its own.*prefix_sharing=False"):
-        make(config=MODES["prefix sharing"] | NOISE)
