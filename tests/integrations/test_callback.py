@@ -253,34 +253,25 @@ class Wrapper(torch.nn.Module):
         self.module = module
 
 
-# Stand for the classes of these names, which need a launch.
-WRAPPERS = {
-    "DeepSpeed": type("DeepSpeedEngine", (Wrapper,), {}),
-    "FSDP": type("FullyShardedDataParallel", (Wrapper,), {}),
-}
-COMPILED = {
-    "compiled in place": (compiled, {}),
-    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}),
-    "compiled by the trainer": (build_model, {"torch_compile": True, "torch_compile_backend": "eager"}),
-}
+class DeepSpeedEngine(Wrapper):
+    """Stands for the class of this name, which needs a launch."""
 
 
+class FullyShardedDataParallel(Wrapper):
+    """Stands for the class of this name, which needs a launch."""
+
+
+COMPILED = r"`torch\.compile` has taken over `.*torch_compile=False"
+WRAPPED = r"{} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach"
+BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
 BAD = {
     "two models": (Two, {}, TypeError, "contains Qwen2ForCausalLM, Qwen2ForCausalLM. Attach to each"),
     "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
-    **{
-        name: (build, config, PaddingRemovalError, r"`torch\.compile` has taken over `.*torch_compile=False")
-        for name, (build, config) in COMPILED.items()
-    },
-    **{
-        name: (
-            lambda c=wrapper: c(build_model()),
-            {},
-            PaddingRemovalError,
-            rf"{name} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach",
-        )
-        for name, wrapper in WRAPPERS.items()
-    },
+    "compiled in place": (compiled, {}, PaddingRemovalError, COMPILED),
+    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}, PaddingRemovalError, COMPILED),
+    "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, COMPILED),
+    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
+    "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
     "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "noise of its own"),
 }
 
