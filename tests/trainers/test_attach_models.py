@@ -160,16 +160,6 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
 
 
-def test_a_trainer_that_was_restored_stays_padded(tmp_path):
-    one = make_on(model := build_model(), "SFT", tmp_path / "one", padding_free=True)
-    one.restore_padding()
-    forwards = entered_tokens(model)
-    one.train()
-    assert forwards
-    assert is_bare(model)
-    assert not any(name.startswith("padfix/") for log in one.state.log_history for name in log)
-
-
 # -- what is logged
 
 

@@ -225,11 +225,6 @@ REFUSED = {
         r"(?s)`attn_implementation='flash_attention_2'` cannot run on this CPU in float32: it needs a CUDA GPU.*"
         r"flash-attn is not installed. What can: 'sdpa', 'eager'.*pip install flash-attn --no-build-isolation",
     ),
-    "a Hub kernel without its package": (
-        {"model_init_kwargs": {"attn_implementation": "kernels-community/flash-attn2"}},
-        ImportError,
-        "kernels.* installed.*pip install 'kernels",  # or an older one is
-    ),
     "the reference's": (
         {"ref_attn_implementation": "flash_attention_3"},
         ImportError,
@@ -239,12 +234,6 @@ REFUSED = {
         {"attn_implementation": "flex_attention", "padding_free": True},
         ValueError,
         "no backward pass on CPU; padding cannot be removed with it.*What can: 'sdpa', 'eager'",
-    ),
-    "an unknown name": ({"attn_implementation": "telepathy"}, ValueError, "knows no attention.*What can: 'sdpa'"),
-    "parts of a model that has none": (
-        {"attn_implementation": {"text_config": "sdpa"}},
-        ValueError,
-        r"names \['text_config'\], and the parts of a Qwen2Config are: none, so name one",
     ),
 }
 

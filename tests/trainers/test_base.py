@@ -25,9 +25,6 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
-from trl_padfix.trainers.metrics.finite_values import FiniteValues
-from trl_padfix.trainers.metrics.token_counts import TokenCounts
-from trl_padfix.trainers.parts import Step
 from trl_padfix.trainers.settings import Settings
 from trl_padfix.trainers.task import Task
 
@@ -173,41 +170,3 @@ def test_settings_are_read_once_and_have_their_defaults():
     assert Settings.of(None) == Settings()
     ours = trl_padfix.DPOConfig("unused", use_cpu=True, bf16=False)
     assert Settings.of(ours) == Settings()
-
-
-# -- parts, without a trainer
-
-
-def stand_in(**settings) -> Any:
-    return SimpleNamespace(
-        padding=SimpleNamespace(settings=Settings(**settings), handle=None, is_removed=False, task=Task(None)),
-        accelerator=SimpleNamespace(num_processes=1),
-        callback_handler=SimpleNamespace(callbacks=[]),
-        processing_class=None,
-    )
-
-
-def step_on(ids: list[list[int]]) -> Step:
-    batch = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long()}
-    return Step(None, batch, "train", 1, Task(None).padded_batches)
-
-
-def test_tokens_are_counted_without_a_trainer():
-    part, step, logs = TokenCounts(stand_in()), step_on([[5, 6, 0], [7, 8, 9]]), {}
-    with part.around_step(step):
-        pass
-    part.add(step.mode, step.counts)  # as `ProcessErrors` does, summed over processes
-    (counts,) = part.counters["train"].sums.values()
-    assert counts.tolist() == [5, *[0] * 7]
-    part.log(logs, "train")
-    assert logs.keys() == {"perf/tokens_per_second"}
-
-
-def test_a_loss_that_is_not_finite_stops_without_a_trainer():
-    part, step = FiniteValues(stand_in(stop_on_nonfinite=True)), step_on([[5, 6, 0], [7, 8, 9]])
-    said = r"loss of training in step 1 is nan, over the rows 0 \(2 tokens\), 1 \(3 tokens\) of the step"
-    with pytest.raises(FloatingPointError, match=said), part.around_step(step):
-        step.result = torch.tensor(float("nan"))
-    part = FiniteValues(stand_in(stop_on_nonfinite=True))
-    with part.around_step(step):
-        step.result = torch.tensor(1.0)

@@ -43,11 +43,6 @@ BAD = {
         {"packing": True, "padding_side": "left"},
         "`packing=True` leaves nothing to pad on the left",
     ),
-    "images without a vision model": (
-        lambda: {"train_dataset": build_rows(4, kind="texts").add_column("images", [["a.png"]] * 4)},
-        {},
-        "vision-related",
-    ),
     "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
 }
 
