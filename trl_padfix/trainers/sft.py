@@ -98,27 +98,14 @@ class SFTTask(Task):
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         if arguments.packing or "labels" not in prepared.column_names:
             return
-        name, max_length = arguments.dataset_name, arguments.args.max_length
-        untrained, left_out = untrained_rows(prepared), rows - len(prepared)
-        if len(untrained) == len(prepared):
-            warn_or_raise(
-                f"No row of the {name} dataset has a token to train on: of {rows} rows, {left_out} lost theirs to "
-                f"`max_length={max_length}` and {len(untrained)} have none. Raise `max_length`, and look at what is "
-                "masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
-                # Of no row at all TRL makes no step; rows without a label have a loss of 0 or NaN there.
-                self.strict or (name == "train" and not len(prepared)),
-            )
-            return
-        if untrained:
+        name = arguments.dataset_name
+        why = f"`max_length={arguments.args.max_length}` leaves them no token to train on. Raise `max_length`."
+        self.warn_of_left_out(prepared, rows, name, "rows", why)
+        if untrained := untrained_rows(prepared):
             warn_or_raise(
                 f"{len(untrained)} of {len(prepared)} rows of the {name} dataset have no token to train on: they "
-                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them.",
-                self.strict,
-            )
-        if left_out:
-            warn_or_raise(
-                f"{left_out} of {rows} rows of the {name} dataset were left out by TRL: `max_length={max_length}` "
-                "leaves them no token to train on. Raise `max_length` to train on them.",
+                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them, or "
+                "look at what is masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
                 self.strict,
             )
 

@@ -56,7 +56,7 @@ BAD_INPUT = {
     "only prompts that are too long": (
         {"max_length": 2},
         dict,
-        (ValueError, "No pair of the train dataset is left: all 40 prompts fill `max_length=2`.*Raise `max_length`"),
+        (ValueError, "40 of 40 pairs of the train dataset were left out.* fill `max_length=2`.*Raise `max_length`"),
     ),
     "nothing to train on": (
         {},

@@ -35,9 +35,9 @@ BAD = {
     "nothing to train on": (
         lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
         {"strict": True},
-        "No row of the train dataset has a token to train on",
+        "3 of 3 rows of the train dataset have no token to train on",
     ),
-    "only prompts": (lambda: {}, {"max_length": 2}, "No row of the train dataset has a token to train on"),
+    "only prompts": (lambda: {}, {"max_length": 2}, "40 of 40 rows of the train dataset were left out"),
     "a side of packed rows": (
         lambda: {},
         {"packing": True, "padding_side": "left"},
