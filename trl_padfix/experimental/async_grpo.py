@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.layout.tree_arguments import leaf_paths
 from ..trainers.attention_choice import AttentionChoice
@@ -109,12 +110,9 @@ class AsyncGRPOTask(Task):
         ids = inputs["input_ids"][inputs["attention_mask"].bool()].cpu()
         tree = {name: inputs[name][inputs[name] >= 0].cpu().long() for name in names}
         rows = [ids[path] for path in leaf_paths(tree, len(ids))]
-        width = max(map(len, rows))
-        batch = torch.zeros(2, len(rows), width, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            batch[0, i, : len(row)], batch[1, i, : len(row)] = row, 1
+        batch = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows]}
         device = inputs["input_ids"].device
-        return [{"input_ids": batch[0].to(device), "attention_mask": batch[1].to(device)}]
+        return [{name: pad_sequence(values, batch_first=True).to(device) for name, values in batch.items()}]
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {}  # the trees of a vision model hold text only

@@ -233,10 +233,9 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
 def trls_configuration(config: TrainingArguments) -> Any:
     """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
-    classes = type(config).__mro__
     package = __name__.partition(".")[0]
-    theirs = next((c for c in classes if c.__module__.partition(".")[0] != package), type(config))
-    if theirs is type(config) or type(config).__module__.partition(".")[0] != package:  # a subclass of the user stays
+    theirs = next(c for c in type(config).__mro__ if c.__module__.partition(".")[0] != package)
+    if theirs is type(config):  # also a user's subclass of ours
         return config
     copied = object.__new__(theirs)
     ours = {f.name for f in fields(config)} - {f.name for f in fields(theirs)}
