@@ -21,13 +21,12 @@ from peft import get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedModel,
-    Qwen2_5_VLConfig,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2 import modeling_qwen2
 from trl.trainer.utils import create_model_from_path
+from zoo.vision_families import build_vision
 
 import trl_padfix
 from trl_padfix import DPOConfig
@@ -282,17 +281,8 @@ def test_an_adapter_takes_the_attention_of_its_policy(make, saved):
 # Vision models
 
 
-def build_vision_model() -> PreTrainedModel:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
-    vision = {"hidden_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 16}
-    config = Qwen2_5_VLConfig(text_config=text | heads | rope, vision_config=vision)
-    return AutoModelForImageTextToText.from_config(config)
-
-
 def test_the_parts_of_a_vision_model_are_switched_apart():
-    model = build_vision_model()
+    model = build_vision("qwen2_5_vl").model
     parts = SimpleNamespace(text=model.config.text_config, vision=model.config.vision_config)
     undo = set_attention(model, {"text_config": "eager"})
     assert (parts.text._attn_implementation, parts.vision._attn_implementation) == ("eager", "sdpa")
@@ -303,7 +293,7 @@ def test_the_parts_of_a_vision_model_are_switched_apart():
 
 
 def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
-    build_vision_model().save_pretrained(tmp_path)
+    build_vision("qwen2_5_vl").model.save_pretrained(tmp_path)
     parts = {"text_config": "eager", "vision_config": "sdpa"}
     config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
     resolved = _resolve(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")

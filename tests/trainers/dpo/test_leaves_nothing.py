@@ -56,11 +56,11 @@ def test_an_exception_in_a_forward_leaves_models_that_can_be_detached(mode, chec
     assert_intact(trainer)
 
 
-def test_a_trainer_whose_models_are_detached_trains_padded(make, trl_run):
+def test_a_trainer_whose_models_are_detached_trains_padded(make):
     trainer = make(config=SHORT | SIDED_MODES["padding-free, left"])
     trainer.restore_padding()
     ours = run(trainer, watch_inputs(""))
-    assert_same(ours.trajectory(), trl_run("short").trajectory())
+    assert_same(ours.trajectory(), make.theirs("short").trajectory())
     assert_mode_ran(ours, "padded, left")
 
 
