@@ -145,10 +145,11 @@ def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path
 
 @pytest.fixture(scope="module")
 def checkpoints(make, tmp_path_factory):
-    """The folder of a run of ours with checkpoints in the middle and at the end, and its trainer."""
+    """The folder of a run of ours with checkpoints in the middle and at the end."""
     folder = tmp_path_factory.mktemp("checkpoints")
     config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10}
-    return folder, make.train("plain", **config, output_dir=str(folder))
+    make.train("plain", **config, output_dir=str(folder))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -156,18 +157,16 @@ def checkpoints(make, tmp_path_factory):
     [(DPOTrainer, "prefix sharing, left"), (DPOTrainer, "padding-free, right"), (trl.DPOTrainer, None)],
 )
 def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode, make, checkpoints):
-    folder, _ = checkpoints
     trainer = make(trainer_class, SIDED_MODES.get(mode, {}) | {"max_steps": STEPS})
-    resumed = run(trainer, watch_inputs(""), resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+    resumed = run(trainer, watch_inputs(""), resume_from_checkpoint=str(checkpoints / f"checkpoint-{STEPS // 2}"))
     assert_same(resumed.trajectory(), make.theirs("plain").trajectory())
     for handle in resumed.trainer.padding.handles if mode else []:
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
 def test_nothing_of_ours_lands_in_a_checkpoint(make, checkpoints):
-    folder, _ = checkpoints
-    checkpoint = folder / f"checkpoint-{STEPS}"
-    make(trl.DPOTrainer).save_model(str(folder / "trl"))
+    checkpoint = checkpoints / f"checkpoint-{STEPS}"
+    make(trl.DPOTrainer).save_model(str(checkpoints / "trl"))
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        assert (checkpoint / name).read_text() == (folder / "trl" / name).read_text()
-    assert "DPO" in (folder / "README.md").read_text()
+        assert (checkpoint / name).read_text() == (checkpoints / "trl" / name).read_text()
+    assert "DPO" in (checkpoints / "README.md").read_text()
