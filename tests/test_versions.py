@@ -59,18 +59,18 @@ def test_trl_outside_the_bounds_is_refused_and_the_core_is_not(installed, name, 
     assert callable(trl_padfix.remove_padding)
 
 
-def test_kto_needs_a_newer_trl_and_the_other_trainers_do_not(installed):
-    installed(trl="1.0.0")
-    with pytest.raises(ImportError, match=re.escape("needs trl <2,>=1.9.2, and 1.0.0 is installed")):
-        _ = trl_padfix.KTOTrainer
-    versions.require("trl", "DPOTrainer")
-
-
-@pytest.mark.parametrize("version", ["1.15.0", "1.18.0"])
-def test_asynchronous_grpo_is_that_of_trl_1_16_and_1_17(installed, version):
+@pytest.mark.parametrize(
+    ("name", "bounds", "version"),
+    [
+        ("KTOTrainer", "<2,>=1.9.2", "1.0.0"),
+        ("AsyncGRPOTrainer", "<1.18,>=1.16", "1.15.0"),
+        ("AsyncGRPOTrainer", "<1.18,>=1.16", "1.18.0"),
+    ],
+)
+def test_some_trainers_have_narrower_bounds_than_the_others(name, bounds, version, installed):
     installed(trl=version)
-    with pytest.raises(ImportError, match=re.escape(f"needs trl <1.18,>=1.16, and {version} is installed")):
-        _ = trl_padfix.AsyncGRPOTrainer
+    with pytest.raises(ImportError, match=re.escape(f"needs trl {bounds}, and {version} is installed")):
+        getattr(trl_padfix, name)
     versions.require("trl", "DPOTrainer")
 
 
@@ -80,6 +80,7 @@ def test_every_name_that_the_installed_trl_admits_can_be_imported():
     for name in trl_padfix._HOME:
         if version in versions.NEWER.get(name, versions.BOUNDS["trl"]):
             getattr(trl_padfix, name)
+    assert trl_padfix.__all__ == sorted(trl_padfix.__all__) == dir(trl_padfix)
 
 
 STAR = """

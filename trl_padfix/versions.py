@@ -78,20 +78,18 @@ def require(package: str, name: str) -> None:
         ImportError: If it is not, with the pip line.
     """
     supported = NEWER.get(name, BOUNDS[package]) if package == "trl" else BOUNDS[package]
+    installed = installed_version(package)
+    if installed is not None and supported.contains(installed, prereleases=True):
+        return
     bounds = ",".join(sorted(str(bound) for bound in supported))  # a specifier set has no order of its own
     pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
-    needs = f"`trl_padfix.{name}` needs {package} {bounds}, and"
-    remedy = f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
-    installed = installed_version(package)
-    if installed is None:
-        raise ImportError(f"{needs} none is installed. {remedy}")
-    if not supported.contains(installed, prereleases=True):
-        hint = ""
-        if package == "trl":
-            hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
-        raise ImportError(
-            f"`trl_padfix.{name}` needs {package} {bounds}, and {installed} is installed.{hint} {remedy}"
-        )
+    hint = ""
+    if package == "trl" and installed is not None:
+        hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
+    raise ImportError(
+        f"`trl_padfix.{name}` needs {package} {bounds}, and {installed or 'none'} is installed.{hint} "
+        f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
+    )
 
 
 def newer_trl() -> str:

@@ -1,9 +1,9 @@
 """`PaddingRemovalCallback`: padding removed from trainers that know nothing of this package."""
 
-import random
 import re
 import subprocess
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -18,22 +18,20 @@ from kit.processes import logged
 from kit.trainer_runs import (
     assert_same,
     break_mode,
+    build_ids,
     build_model,
-    build_tokenizer,
     lora,
     make_plain_trainer,
     pass_on_without_hooks,
     trained,
     trajectory,
-    words,
 )
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 from zoo.vision_families import build_vision, collate
 from zoo.vision_outcomes import ROWS
 
-import trl_padfix
-from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer, remove_padding
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.integrations.callback import callback_from, settings_in
 
@@ -65,16 +63,11 @@ class Margins(Trainer):
         return (loss, {"scores": scores}) if return_outputs else loss
 
 
-def build_rows(count: int, seed: int = 0) -> Dataset:
-    """Pairs of rows that begin alike."""
-    draw, tokenizer = random.Random(seed), build_tokenizer()
-    prompts = [words(draw, 4, 14) for _ in range(count // 2)]
-    ids = [tokenizer(prompt + words(draw, 1, 9))["input_ids"] for prompt in prompts for _ in range(2)]
-    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+BEGIN = "w3 w5 w7 w9 "
 
 
 def build_trainer(folder, trainer_class=Margins, callbacks=(), **given):
-    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(12, seed=1)} | given
+    given = {"train_dataset": build_ids(24, begin=BEGIN), "eval_dataset": build_ids(12, 1, BEGIN)} | given
     given |= {"train_sampling_strategy": "sequential", "callbacks": [*callbacks]}
     return make_plain_trainer(folder, trainer_class, **given)
 
@@ -94,35 +87,25 @@ HOLDERS = {
 }
 
 
-SHARING = (False, True, "auto")
-FAST = [("callback", "with a reference", True), ("class", "plain", True)]
-CELLS = [(way, holder, sharing) for way in ("callback", "class") for holder in HOLDERS for sharing in SHARING]
-
-
 @pytest.mark.parametrize(
-    ("way", "holder", "sharing"), [pytest.param(*c, marks=[] if c in FAST else [pytest.mark.slow]) for c in CELLS]
+    ("holder", "sharing"), slow_but([("with a reference", True)], product(HOLDERS, [False, True, "auto"]))
 )
-def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(way, holder, sharing, tmp_path):
+def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(holder, sharing, tmp_path):
     def given():
         return {name: value() if callable(value) else value for name, value in HOLDERS[holder].items()}
 
     theirs, padded = train(tmp_path / "theirs", **given())
-    if way == "callback":
-        callback = PaddingRemovalCallback(sharing, parity_check=False)
-        ours, entered = train(tmp_path / "ours", callbacks=[callback], **given())
-        handles, stats = callback.handles, callback.stats
-        assert attachment_of(ours.model) is None
-        assert "forward" not in vars(ours.model)
-    else:
-        without_padding = padding_free_trainer(Margins, prefix_sharing=sharing, parity_check=False)
-        ours, entered = train(tmp_path / "ours", without_padding, **given())
-        handles, stats = ours.padding.handles, ours.padding.stats
+    callback = PaddingRemovalCallback(sharing, parity_check=False)
+    ours, entered = train(tmp_path / "ours", callbacks=[callback], **given())
+    stats = callback.stats
+    assert attachment_of(ours.model) is None
+    assert "forward" not in vars(ours.model)
     assert_same(trajectory(ours), trajectory(theirs), atol=1e-5)
     recomputes = "checkpointing" in holder
     assert stats.packed_tokens < stats.padded_tokens
     assert recomputes or (entered == stats.packed_tokens and padded == stats.padded_tokens)
     assert (stats.packed_tokens < stats.real_tokens) is bool(sharing)
-    assert len(handles) == 1 + (holder == "with a reference")
+    assert len(callback.handles) == 1 + (holder == "with a reference")
     steps = [log for log in ours.state.log_history if "loss" in log]
     assert all(0 < log["padfix/pad_fraction"] < 1 and log["perf/tokens_per_second"] > 0 for log in steps)
     assert all((log["padfix/shared_fraction"] > 0) is bool(sharing) for log in steps)
@@ -133,13 +116,13 @@ def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(way, holder, sh
 
 def test_rows_have_the_lengths_that_were_asked_for(tmp_path):
     theirs, _ = train(tmp_path / "theirs")
-    callback = PaddingRemovalCallback(True, parity_check=False, packed_multiple_of=[48, 64])
+    callback = PaddingRemovalCallback(True, parity_check=False, packed_multiple_of=[36, 72])
     ours, entered = train(tmp_path / "ours", callbacks=[callback])
     assert_same(trajectory(ours), trajectory(theirs))
     stats = callback.stats
     assert stats.filler_tokens > 0
     assert entered == stats.packed_tokens + stats.filler_tokens
-    assert entered % 16 == 0
+    assert entered % 36 == 0
     assert all(log["padfix/filler_fraction"] > 0 for log in ours.state.log_history if "loss" in log)
     with pytest.raises(ValueError, match=r"in ascending order.* got \[64, 48\]"):
         PaddingRemovalCallback(packed_multiple_of=[64, 48])
@@ -270,41 +253,25 @@ class Wrapper(torch.nn.Module):
         self.module = module
 
 
-# Stand for the classes of these names, which need a launch.
-WRAPPERS = {
-    "DeepSpeed": type("DeepSpeedEngine", (Wrapper,), {}),
-    "FSDP": type("FullyShardedDataParallel", (Wrapper,), {}),
-}
-COMPILED = {
-    "compiled in place": (compiled, {}),
-    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}),
-    "compiled by the trainer": (build_model, {"torch_compile": True, "torch_compile_backend": "eager"}),
-}
+class DeepSpeedEngine(Wrapper):
+    """Stands for the class of this name, which needs a launch."""
 
 
-def attached():
-    model = build_model()
-    remove_padding(model)
-    return model
+class FullyShardedDataParallel(Wrapper):
+    """Stands for the class of this name, which needs a launch."""
 
 
+COMPILED = r"`torch\.compile` has taken over `.*torch_compile=False"
+WRAPPED = r"{} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach"
+BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
 BAD = {
-    "attached already": (attached, {}, ValueError, "attached to this Qwen2Model already"),
     "two models": (Two, {}, TypeError, "contains Qwen2ForCausalLM, Qwen2ForCausalLM. Attach to each"),
     "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
-    **{
-        name: (build, config, PaddingRemovalError, r"`torch\.compile` has taken over `.*torch_compile=False")
-        for name, (build, config) in COMPILED.items()
-    },
-    **{
-        name: (
-            lambda c=wrapper: c(build_model()),
-            {},
-            PaddingRemovalError,
-            rf"{name} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach",
-        )
-        for name, wrapper in WRAPPERS.items()
-    },
+    "compiled in place": (compiled, {}, PaddingRemovalError, COMPILED),
+    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}, PaddingRemovalError, COMPILED),
+    "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, COMPILED),
+    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
+    "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
     "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "noise of its own"),
 }
 
@@ -349,7 +316,7 @@ def test_one_line_says_what_was_removed_in_the_first_step(tmp_path, capsys):
     train(tmp_path, callbacks=[callback], max_steps=2)
     (said,) = re.findall(r"First step: (\d+) of (\d+) tokens were computed\.", capsys.readouterr().out)
     assert int(said[0]) < int(said[1])
-    row = build_rows(2)[0]
+    row = build_ids(1)[0]
     train(tmp_path, callbacks=[callback], max_steps=2, train_dataset=Dataset.from_list([row] * 8))
     said = re.findall(
         r"First step: no padding was removed, the batch has none \((\d+) of (\d+)", capsys.readouterr().out
@@ -396,17 +363,6 @@ def test_keys_of_another_stack_that_are_none():
         settings_in({"padfix_sharing": True, "padfix_packing": False, "padfix_parity_check": True})
 
 
-def test_a_run_that_packs_nothing_is_told(tmp_path, caplog):
-    class Maskless(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            return model(input_ids=inputs["input_ids"]).logits.logsumexp(-1).mean()
-
-    trainer = build_trainer(tmp_path, Maskless, [PaddingRemovalCallback()], max_steps=2)
-    with caplog.at_level("WARNING"):
-        trainer.train()
-    assert caplog.text.count("Nothing was packed in the first step") == 1
-
-
 def test_a_run_that_is_not_compared_is_told(tmp_path, caplog):
     class Headless(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -417,10 +373,6 @@ def test_a_run_that_is_not_compared_is_told(tmp_path, caplog):
         build_trainer(tmp_path, Headless, [callback], max_steps=2).train()
     assert callback.stats.packed_tokens < callback.stats.padded_tokens
     assert caplog.text.count("were not compared on the first batch") == 1
-
-
-def test_it_is_public():
-    assert trl_padfix.PaddingRemovalCallback is PaddingRemovalCallback
 
 
 WITHOUT_TRL = """

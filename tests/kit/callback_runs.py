@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+from kit.trainer_runs import SETTINGS, build_ids, build_model, build_tokenizer
 from transformers import DataCollatorForSeq2Seq, PrinterCallback, Trainer, TrainingArguments
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError
 
 
 def build_trainer(folder: Path, *callbacks: PaddingRemovalCallback) -> Trainer:
-    draw, tokenizer = random.Random(0), build_tokenizer()
-    ids = [tokenizer("w3 w5 w7 w9 " + words(draw, 1, 14))["input_ids"] for _ in range(16)]
-    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
     settings = {k: v for k, v in SETTINGS.items() if k in TrainingArguments.__dataclass_fields__}
     args = TrainingArguments(str(folder), **settings | {"max_steps": 3, "use_cpu": False})
     data: dict[str, Any] = {
-        "train_dataset": Dataset.from_list(rows),
-        "data_collator": DataCollatorForSeq2Seq(tokenizer),
+        "train_dataset": build_ids(16, begin="w3 w5 w7 w9 "),
+        "data_collator": DataCollatorForSeq2Seq(build_tokenizer()),
     }
     trainer = Trainer(build_model(), args, callbacks=[*callbacks], **data)
     trainer.remove_callback(PrinterCallback)

@@ -203,6 +203,13 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
     return Run(trainer, trainer.state.log_history, sum(entered), batches, forwards=entered)
 
 
+def build_ids(count: int, seed: int = 0, begin: str = "", low: int = 1, high: int = 14) -> Dataset:
+    """Ragged rows of ids for a `transformers.Trainer`, which begin with the words `begin`; labels are the ids."""
+    draw, tokenizer = random.Random(seed), build_tokenizer()
+    ids = [tokenizer(begin + words(draw, low, high))["input_ids"] for _ in range(count)]
+    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+
+
 def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) -> Trainer:
     """A `transformers.Trainer` on rows of ids, with arguments of it and of its configuration."""
     settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5} | given

@@ -1,23 +1,19 @@
 """The model that is trained is the one that is packed: models of `model_init`, of trials, of several trainers."""
 
-import random
-
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.rows import build_pairs
 from kit.trainer_runs import (
     assert_same,
+    build_ids,
     build_model,
-    build_tokenizer,
     is_bare,
     make_plain_trainer,
     our_warnings,
     trajectory,
-    words,
 )
 from transformers import Trainer
 
@@ -26,10 +22,7 @@ from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
 
 
-def build_texts(count: int = 20, seed: int = 0) -> Dataset:
-    draw, tokenizer = random.Random(seed), build_tokenizer()
-    ids = [tokenizer("w3 w5 w7 w9 " + words(draw, 1, 14))["input_ids"] for _ in range(count)]
-    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+BEGIN = "w3 w5 w7 w9 "
 
 
 def make(folder, trainer_class=Trainer, counts=None, **given):
@@ -41,7 +34,7 @@ def make(folder, trainer_class=Trainer, counts=None, **given):
             counts.append(entered_tokens(model))
         return model
 
-    given = {"train_dataset": build_texts(), "train_sampling_strategy": "sequential"} | given
+    given = {"train_dataset": build_ids(20, begin=BEGIN), "train_sampling_strategy": "sequential"} | given
     return make_plain_trainer(folder, trainer_class, model=None, model_init=init, **given)
 
 
@@ -127,8 +120,8 @@ def test_a_trainer_of_trl_that_gets_a_model_init_packs_its_models(tmp_path):
 def make_on(model, kind, folder, **mode):
     given = {"model": model, "max_steps": 3, "parity_check": False} | mode
     if kind == "plain":
-        given = {name: given[name] for name in ("model", "max_steps")} | {"train_dataset": build_texts()}
-        return make_plain_trainer(folder, PackedTrainer, eval_dataset=build_texts(4), **given)
+        given = {name: given[name] for name in ("model", "max_steps")} | {"train_dataset": build_ids(20, begin=BEGIN)}
+        return make_plain_trainer(folder, PackedTrainer, eval_dataset=build_ids(4, begin=BEGIN), **given)
     if kind == "budget":
         given |= {"max_tokens_per_batch": 60, "train_dataset": build_pairs(24)}
     kind = "DPO" if kind == "budget" else kind
@@ -165,16 +158,6 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     one.restore_padding()
     assert is_bare(model)
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
-
-
-def test_a_trainer_that_was_restored_stays_padded(tmp_path):
-    one = make_on(model := build_model(), "SFT", tmp_path / "one", padding_free=True)
-    one.restore_padding()
-    forwards = entered_tokens(model)
-    one.train()
-    assert forwards
-    assert is_bare(model)
-    assert not any(name.startswith("padfix/") for log in one.state.log_history for name in log)
 
 
 # -- what is logged

@@ -1,6 +1,5 @@
 """`padding_free_trainer`: any trainer class, without padding."""
 
-import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +7,12 @@ import peft
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import once_each
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
+    build_ids,
     build_model,
     build_tokenizer,
     lora,
@@ -21,15 +20,11 @@ from kit.trainer_runs import (
     pass_on_without_hooks,
     trained,
     trajectory,
-    words,
 )
 from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
-from trl_padfix.trainers.metrics.finite_values import FiniteValues
-from trl_padfix.trainers.metrics.token_counts import TokenCounts
-from trl_padfix.trainers.parts import Step
 from trl_padfix.trainers.settings import Settings
 from trl_padfix.trainers.task import Task
 
@@ -62,17 +57,12 @@ class Renamed(Weighted):
 
 CLASSES = {"transformers'": Trainer, "a loss of its own": Weighted, "names of its own": Renamed}
 
-
-def build_rows(count: int, seed: int = 0) -> Dataset:
-    draw, tokenizer = random.Random(seed), build_tokenizer()
-    system = "w1 w2 w3 w4 w5 w6 "
-    ids = [tokenizer(system + words(draw, 1, 14))["input_ids"] for _ in range(count)]
-    return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
+BEGIN = "w1 w2 w3 w4 w5 w6 "
 
 
 def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
-    given = {"train_dataset": build_rows(24), "eval_dataset": build_rows(10, seed=1)}
+    given = {"train_dataset": build_ids(24, begin=BEGIN), "eval_dataset": build_ids(10, 1, BEGIN)}
     if issubclass(trainer_class, Renamed):
         collate = DataCollatorForSeq2Seq(build_tokenizer())
         given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}
@@ -180,41 +170,3 @@ def test_settings_are_read_once_and_have_their_defaults():
     assert Settings.of(None) == Settings()
     ours = trl_padfix.DPOConfig("unused", use_cpu=True, bf16=False)
     assert Settings.of(ours) == Settings()
-
-
-# -- parts, without a trainer
-
-
-def stand_in(**settings) -> Any:
-    return SimpleNamespace(
-        padding=SimpleNamespace(settings=Settings(**settings), handle=None, is_removed=False, task=Task(None)),
-        accelerator=SimpleNamespace(num_processes=1),
-        callback_handler=SimpleNamespace(callbacks=[]),
-        processing_class=None,
-    )
-
-
-def step_on(ids: list[list[int]]) -> Step:
-    batch = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0).long()}
-    return Step(None, batch, "train", 1, Task(None).padded_batches)
-
-
-def test_tokens_are_counted_without_a_trainer():
-    part, step, logs = TokenCounts(stand_in()), step_on([[5, 6, 0], [7, 8, 9]]), {}
-    with part.around_step(step):
-        pass
-    part.add(step.mode, step.counts)  # as `ProcessErrors` does, summed over processes
-    (counts,) = part.counters["train"].sums.values()
-    assert counts.tolist() == [5, *[0] * 7]
-    part.log(logs, "train")
-    assert logs.keys() == {"perf/tokens_per_second"}
-
-
-def test_a_loss_that_is_not_finite_stops_without_a_trainer():
-    part, step = FiniteValues(stand_in(stop_on_nonfinite=True)), step_on([[5, 6, 0], [7, 8, 9]])
-    said = r"loss of training in step 1 is nan, over the rows 0 \(2 tokens\), 1 \(3 tokens\) of the step"
-    with pytest.raises(FloatingPointError, match=said), part.around_step(step):
-        step.result = torch.tensor(float("nan"))
-    part = FiniteValues(stand_in(stop_on_nonfinite=True))
-    with part.around_step(step):
-        step.result = torch.tensor(1.0)

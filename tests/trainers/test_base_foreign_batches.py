@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import random
 from collections import UserDict
+from collections.abc import Callable
 from copy import copy
 from types import MethodType
 from typing import Any
@@ -16,11 +16,11 @@ from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
+    build_ids,
     build_model,
     build_tokenizer,
     make_plain_trainer,
     trained,
-    words,
 )
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -35,8 +35,7 @@ PAD = 39
 
 
 def build_rows(count: int = 16) -> Dataset:
-    draw, tokenizer = random.Random(0), build_tokenizer()
-    return Dataset.from_list([{"input_ids": tokenizer(words(draw, 3, 12))["input_ids"]} for _ in range(count)])
+    return build_ids(count, low=3, high=12).select_columns("input_ids")
 
 
 def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -73,23 +72,8 @@ class Read(Trainer):
         return (self.forward(model, ids, mask).float() * mask[..., None]).square().mean()
 
 
-class ByAttribute(Read):
-    @staticmethod
-    def read(inputs):
-        return inputs.input_ids, inputs.attention_mask
-
-
-class FromTuple(Read):
-    @staticmethod
-    def read(inputs):
-        ids, mask = inputs
-        return ids, mask
-
-
-class ByMethod(Read):
-    @staticmethod
-    def read(inputs):
-        return inputs.ids_and_mask()
+def reading(read: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]) -> type[Read]:
+    return type("Reading", (Read,), {"read": staticmethod(read)})
 
 
 class Checkpointed(Read):
@@ -141,9 +125,13 @@ def with_labels(labels: torch.Tensor) -> Any:
 CASES = {
     "classes": (Trainer, classifier, with_labels(torch.tensor([0, 1, 1, 0]))),
     "several classes": (Trainer, classifier, with_labels(torch.ones(4, 2))),
-    "a BatchEncoding": (ByAttribute, build_model, lambda rows: DataCollatorWithPadding(build_tokenizer())(rows)),
-    "a tuple": (FromTuple, build_model, lambda rows: tuple(collate(rows).values())),
-    "a mapping": (ByMethod, build_model, lambda rows: Own(collate(rows))),
+    "a BatchEncoding": (
+        reading(lambda batch: (batch.input_ids, batch.attention_mask)),
+        build_model,
+        DataCollatorWithPadding(build_tokenizer()),
+    ),
+    "a tuple": (reading(tuple), build_model, lambda rows: tuple(collate(rows).values())),
+    "a mapping": (reading(Own.ids_and_mask), build_model, lambda rows: Own(collate(rows))),
     "an embedding model": (Read, lambda: build_model().model, collate),
     "a module around a decoder": (Trainer, Pooled, collate),
     "a forward that needs labels": (Trainer, NeedsLabels, labelled),
@@ -152,23 +140,35 @@ CASES = {
 }
 
 
-def make(case: str, folder: Any, trainer_class: Any = None, **given: Any) -> Any:
-    kind, model, collator = CASES[case]
-    own = {"data_collator": collator, "train_dataset": build_rows(), "remove_unused_columns": False, "max_steps": 3}
-    return make_plain_trainer(folder, trainer_class or kind, model=model(), **own | given)
+def make_ours(kind: Any, folder: Any, by_callback: bool, sharing: bool = False, **given: Any) -> tuple[Any, Any]:
+    """A trainer of a class without padding, by its own class or by the callback; and the callback or its `padding`."""
+    if by_callback:
+        callback = PaddingRemovalCallback(sharing)
+        return make_plain_trainer(folder, kind, callbacks=[callback], **given), callback
+    trainer = make_plain_trainer(folder, padding_free_trainer(kind, prefix_sharing=sharing), **given)
+    return trainer, trainer.padding
+
+
+def settings_of(case: str) -> dict[str, Any]:
+    _, model, collator = CASES[case]
+    given = {"model": model(), "data_collator": collator, "train_dataset": build_rows()}
+    return given | {"remove_unused_columns": False, "max_steps": 3}
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("case", CASES)
-def test_the_figures_are_those_of_the_padded_trainer(case, sharing, tmp_path):
-    expected = trained(make(case, tmp_path / "theirs"))
-    ours = make(case, tmp_path / "ours", padding_free_trainer(CASES[case][0], prefix_sharing=sharing))
+@pytest.mark.parametrize(
+    ("case", "by_callback"), [*((case, False) for case in CASES), ("a forward that reads labels", True)]
+)
+def test_the_figures_are_those_of_the_padded_trainer(case, by_callback, sharing, tmp_path):
+    kind = CASES[case][0]
+    expected = trained(make_plain_trainer(tmp_path / "theirs", kind, **settings_of(case)))
+    ours, padding = make_ours(kind, tmp_path / "ours", by_callback, sharing, **settings_of(case))
     computed = entered_tokens(ours.model if not isinstance(ours.model, Pooled) else ours.model.inner)
     assert_same(trained(ours), expected, rtol=1e-3)
-    (report,) = ours.padding.parity["train"]
+    (report,) = padding.reports if by_callback else padding.parity["train"]
     assert report.ok
     assert report.compared
-    stats = ours.padding.stats
+    stats = padding.stats
     assert (stats.padded_forwards, stats.packed_tokens < stats.padded_tokens) == (0, True)
     assert computed
 
@@ -219,17 +219,11 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
     own = {"train_dataset": build_rows(), "data_collator": collator, "remove_unused_columns": False, "max_steps": 4}
     collator.count, figures = 0, []
     figures.append(trained(make_plain_trainer(tmp_path / "theirs", kind, model=build_model(), **own)))
-    collator.count, callback = 0, PaddingRemovalCallback()
-    ours = make_plain_trainer(
-        tmp_path / "ours",
-        kind if by_callback else padding_free_trainer(kind),
-        model=build_model(),
-        callbacks=[callback] if by_callback else [],
-        **own,
-    )
+    collator.count = 0
+    ours, padding = make_ours(kind, tmp_path / "ours", by_callback, model=build_model(), **own)
     figures.append(trained(ours))
     assert_same(figures[1], figures[0], rtol=1e-3)
-    (handle,) = callback.handles if by_callback else ours.padding.handles
+    (handle,) = padding.handles
     assert handle.stats.padded_forwards == 2
     assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
@@ -259,13 +253,8 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
         model.model.layers[0].register_forward_hook(lambda module, args, output: change(output))
         kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}) if put == "below" else Trainer)
         kind = type("Own", (OwnStep, kind), {}) if put == "above" else kind
-        own = {
-            "train_dataset": build_rows(),
-            "data_collator": labelled,
-            "remove_unused_columns": False,
-            "max_steps": 2,
-        }
-        trainer = make_plain_trainer(tmp_path, kind, model=model, **own)
+        given = {"model": model, "data_collator": labelled, "train_dataset": build_rows(), "max_steps": 2}
+        trainer = make_plain_trainer(tmp_path, kind, remove_unused_columns=False, **given)
         if put == "on the object":
             trainer.training_step = MethodType(OwnStep.training_step, trainer)
         return trainer
@@ -284,34 +273,14 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
 
 @pytest.mark.parametrize("by_callback", [False, True])
 def test_where_every_batch_is_computed_padded_the_log_says_why(by_callback, tmp_path, caplog):
-    callback = PaddingRemovalCallback()
-    trainer = make_plain_trainer(
-        tmp_path,
-        Trainer if by_callback else padding_free_trainer(Trainer),
-        model=build_model(),
-        callbacks=[callback] if by_callback else [],
-        train_dataset=build_rows(),
-        data_collator=labels_of_padding,
-        max_steps=2,
-    )
+    given = {"train_dataset": build_rows(), "data_collator": labels_of_padding, "max_steps": 2}
+    trainer, _ = make_ours(Trainer, tmp_path, by_callback, **given)
     with caplog.at_level("WARNING"):
         trainer.train()
     said = [message for message in caplog.messages if "Nothing was packed" in message]
     assert len(said) == 1
     assert "computed padded, for the reasons that are said above" in said[0]
     assert caplog.text.count("labels whose previous token the attention mask hides") == 1
-
-
-@pytest.mark.parametrize("sharing", [False, True])
-def test_so_they_are_with_the_callback(sharing, tmp_path):
-    case = "a forward that reads labels"
-    callback = PaddingRemovalCallback(sharing)
-    ours = make(case, tmp_path / "ours", callbacks=[callback])
-    assert_same(trained(ours), trained(make(case, tmp_path / "theirs")), rtol=1e-3)
-    (report,) = callback.reports
-    assert report.ok
-    assert report.compared
-    assert callback.stats.packed_tokens < callback.stats.padded_tokens
 
 
 class Cut(Trainer):
@@ -335,7 +304,7 @@ def test_an_evaluation_counts_the_labels_that_a_user_prepared(tmp_path):
 @pytest.mark.parametrize("case", ["an embedding model", "a module around a decoder", "a forward that needs labels"])
 def test_a_leak_between_rows_is_found(case, tmp_path, monkeypatch):
     break_mode(monkeypatch, "padding-free")
-    ours = make(case, tmp_path, padding_free_trainer(CASES[case][0]))
+    ours, _ = make_ours(CASES[case][0], tmp_path, by_callback=False, **settings_of(case))
     with pytest.raises(ParityError):
         ours.train()
 
@@ -411,19 +380,14 @@ class EmptyRows:
 
 @pytest.mark.parametrize("by_callback", [False, True])
 def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(by_callback, tmp_path, monkeypatch):
-    def build(trainer_class, name, **given):
-        own = {"data_collator": EmptyRows(), "train_dataset": build_rows(), "remove_unused_columns": False}
-        return make_plain_trainer(tmp_path / name, trainer_class, **own, **given)
+    def given():
+        return {"data_collator": EmptyRows(), "train_dataset": build_rows(), "remove_unused_columns": False}
 
-    def build_ours(name):
-        if by_callback:
-            return build(Trainer, name, callbacks=[PaddingRemovalCallback(True)])
-        return build(padding_free_trainer(Trainer, prefix_sharing=True), name)
-
-    theirs, ours = build(Trainer, "theirs"), build_ours("ours")
+    theirs = make_plain_trainer(tmp_path / "theirs", Trainer, **given())
+    ours, _ = make_ours(Trainer, tmp_path / "ours", by_callback, sharing=True, **given())
     assert_same(trained(ours), trained(theirs))
     fractions = [log.get("padfix/pad_fraction") for log in ours.state.log_history if "loss" in log]
     assert [fraction is not None for fraction in fractions] == [False, True, False, True, False]
     break_mode(monkeypatch, "prefix sharing")
     with pytest.raises(ParityError):  # in the second batch, the first one that is compared
-        build_ours("broken").train()
+        make_ours(Trainer, tmp_path / "broken", by_callback, sharing=True, **given())[0].train()

@@ -59,6 +59,23 @@ def test_what_is_overridden_is_in_trl_and_nothing_else_has_a_name_of_its_own_the
     assert set(overridden(name)) == EVERY | OWN[name]
 
 
+EVERY_FIELD = {
+    *("padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "attn_implementation"),
+    *("cp_attention", "packed_multiple_of", "mlp_tile_tokens", "max_tokens_per_batch"),
+}
+OF_DATA = {"padding_side", "loss_reduction", "group_by_prefix", "group_by_prefix_buffer"}
+OF_EVALUATION = {*EvaluationConfig.__dataclass_fields__}
+OWN_FIELDS = {
+    "DPOTrainer": {"ref_attn_implementation"} | OF_DATA | OF_EVALUATION,
+    "KTOTrainer": {"ref_attn_implementation"} | OF_DATA,
+    "RewardTrainer": {"pool_last_token"} | OF_DATA,
+    "SFTTrainer": {"expand_turns"} | OF_DATA | OF_EVALUATION,
+    "GRPOTrainer": {"ref_attn_implementation"},
+    "RLOOTrainer": {"ref_attn_implementation"},
+    "DistillationTrainer": {"teacher_attn_implementation"},
+}
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_configurations_are_trls_with_our_fields(name):
     config = name.replace("Trainer", "Config")
@@ -68,17 +85,7 @@ def test_configurations_are_trls_with_our_fields(name):
     assert defaults[0].items() >= defaults[1].items()
     added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
     added -= {"activation_checkpointing", "activation_checkpointing_kwargs"}  # names of later versions
-    sided = set() if name in ONLINE else {"padding_side"}
-    with_reference = set() if name in ("RewardTrainer", "SFTTrainer") else {"ref_attn_implementation"}
-    with_reference = {"teacher_attn_implementation"} if name == "DistillationTrainer" else with_reference
-    both = {*EvaluationConfig.__dataclass_fields__}
-    both = both if name in ("DPOTrainer", "SFTTrainer") else set()
-    both |= {"max_tokens_per_batch"} | ({"loss_reduction"} if sided else set())
-    both |= {"group_by_prefix", "group_by_prefix_buffer"} if sided else set()
-    both |= {"pool_last_token"} if name == "RewardTrainer" else set()
-    both |= {"expand_turns"} if name == "SFTTrainer" else set()
-    every = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "attn_implementation"}
-    assert added == every | {"cp_attention", "packed_multiple_of", "mlp_tile_tokens"} | sided | with_reference | both
+    assert added == EVERY_FIELD | OWN_FIELDS[name]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import trl
 from kit.cells import slow_but
 from transformers import TrainingArguments
@@ -17,6 +16,7 @@ from trl import TrlParser
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.trainers.field_types import help_from_docstring, parse_implementation
+from trl_padfix.trainers.settings import NEEDS_PADDING_FREE
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -64,9 +64,16 @@ def test_another_padding_side_is_an_error(side):
         DPOConfig(padding_side=side, **ON_CPU)
 
 
-def test_prefix_sharing_without_padding_free_is_an_error():
-    with pytest.raises(ValueError, match=r"`prefix_sharing=True` needs `padding_free=True`.* Set both, or neither"):
-        DPOConfig(prefix_sharing=True, **ON_CPU)
+PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "mlp_tile_tokens": 512}
+PACKED_ONLY |= {"max_tokens_per_batch": 4096, "pool_last_token": True}
+
+
+@pytest.mark.parametrize("name", NEEDS_PADDING_FREE)
+def test_a_field_of_packed_rows_needs_padding_free(name):
+    given = {name: PACKED_ONLY[name]}
+    with pytest.raises(ValueError, match=rf"`{name}=\w+` needs `padding_free=True`: .* Set both, or neither\.$"):
+        trl_padfix.RewardConfig(**given, **ON_CPU)
+    trl_padfix.RewardConfig(**given, padding_free=True, **ON_CPU)
 
 
 def test_sharing_may_be_left_to_the_counts(tmp_path):
@@ -82,8 +89,6 @@ def test_sharing_may_be_left_to_the_counts(tmp_path):
     for value in ("always", None, 1):
         with pytest.raises(ValueError, match=f"True, False or 'auto', got {value!r}"):
             DPOConfig(padding_free=True, prefix_sharing=value, **ON_CPU)
-    with pytest.raises(ValueError, match=r"`prefix_sharing=auto` needs `padding_free=True`"):
-        DPOConfig(prefix_sharing="auto", **ON_CPU)
 
 
 def test_the_parity_check_may_leave_gradients_out(tmp_path):
@@ -154,34 +159,6 @@ def test_attention_is_parsed_beside_trls_model_config(source, tmp_path):
     config.attn_implementation = model_config.attn_implementation
     assert parse_implementation(config.attn_implementation) == PARTS
     assert config.ref_attn_implementation == "eager"
-
-
-def test_an_unknown_key_in_yaml_fails(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("padding_fre: true\n")
-    with pytest.raises(ValueError, match=r"Unknown arguments from config file: \['--padding_fre', 'True'\]"):
-        parse("--config", str(path))
-
-
-@pytest.mark.parametrize("value", ["middle", "[left]"])
-def test_a_bad_side_in_yaml_fails(tmp_path, value):
-    path = tmp_path / "config.yaml"
-    path.write_text(f"padding_side: {value}\n")
-    with pytest.raises(ValueError, match="`padding_side` must be"):
-        parse("--config", str(path))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--padding_fee", "true"], "--padding_fee"),
-        (["--padding_side", "middle"], "invalid choice: 'middle'"),
-    ],
-)
-def test_a_bad_flag_fails(flags, message):
-    with pytest.raises((SystemExit, ValueError)) as failure:
-        parse(*flags)
-    assert message in f"{failure.value} {failure.value.__context__}"
 
 
 def test_every_field_of_ours_has_a_help_text(capsys):
@@ -286,25 +263,6 @@ def test_a_configuration_survives_to_dict():
     saved = DPOConfig(**given, **ON_CPU).to_dict()
     assert {name: saved[name] for name in given} == given
     assert DPOConfig(**{name: saved[name] for name in [*given, *ON_CPU, "beta", "max_length"]}).to_dict() == saved
-
-
-def test_a_configuration_survives_training_args_bin(tmp_path):
-    config = DPOConfig(output_dir=str(tmp_path), padding_free=True, padding_side="left", **ON_CPU)
-    torch.save(config, tmp_path / "training_args.bin")
-    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
-    assert loaded == config
-    assert (type(loaded), loaded.padding_side, loaded.padding_free) == (DPOConfig, "left", True)
-
-
-def test_every_public_name_resolves():
-    for name in trl_padfix.__all__:
-        assert getattr(trl_padfix, name) is not None
-    assert trl_padfix.__all__ == sorted(trl_padfix.__all__) == dir(trl_padfix)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'trl_padfix' has no attribute 'KTOTrainr'"):
-        _ = trl_padfix.KTOTrainr
 
 
 NOT_NEEDED = {

@@ -106,10 +106,7 @@ def test_every_set_up_is_trls(name, case, mode, make):
     ("name", "objective", "mode"), once_each([("SFT", objective) for objective in OBJECTIVES], list(SIDED_MODES))
 )
 def test_every_objective_is_trls(name, objective, mode, make):
-    method = make.method
-    ours = make.train(objective, **method.modes[mode])
-    assert_same(ours.trajectory(*method.metrics), make.theirs(objective).trajectory(*method.metrics))
-    assert_mode_ran(ours, mode)
+    assert_trls(make, objective, mode)
 
 
 @pytest.mark.slow

@@ -62,12 +62,6 @@ def test_a_loss_with_the_gradient_of_padding_is_refused(make):
     make(config={"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0, **MODES["padding-free"]})
 
 
-def test_tokens_are_counted_without_padding_removal_too(make):
-    log = make.train("plain", max_steps=1).logs[0]
-    assert log["perf/tokens_per_second"] > 0
-    assert not any("padfix" in name for name in log)
-
-
 @pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL has a fused head from 1.10 on")
 def test_the_language_model_head_scores_completions_only(make, monkeypatch):
     scored = []

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from accelerate.logging import get_logger
+from torch.nn.utils.rnn import pad_sequence
 
 from ..core.layout.tree_arguments import leaf_paths
 from ..trainers.attention_choice import AttentionChoice
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.checks import require_columns
+from ..trainers.parts import entered
 from ..trainers.settings import AttentionConfig, PackingConfig
 from ..trainers.task import Task
 from ..trainers.temporary_attributes import temporarily_set
@@ -109,12 +110,9 @@ class AsyncGRPOTask(Task):
         ids = inputs["input_ids"][inputs["attention_mask"].bool()].cpu()
         tree = {name: inputs[name][inputs[name] >= 0].cpu().long() for name in names}
         rows = [ids[path] for path in leaf_paths(tree, len(ids))]
-        width = max(map(len, rows))
-        batch = torch.zeros(2, len(rows), width, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            batch[0, i, : len(row)], batch[1, i, : len(row)] = row, 1
+        batch = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows]}
         device = inputs["input_ids"].device
-        return [{"input_ids": batch[0].to(device), "attention_mask": batch[1].to(device)}]
+        return [{name: pad_sequence(values, batch_first=True).to(device) for name, values in batch.items()}]
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {}  # the trees of a vision model hold text only
@@ -144,9 +142,9 @@ class TreePolicy(AttentionChoice):
 
             # TRL passes its kernel's name itself: a second one in `model_init_kwargs` would be a `TypeError`.
             stack.enter_context(temporarily_set(config, "model_init_kwargs", kwargs))
-            stack.enter_context(patch.object(trl_async, "create_model_from_path", create_model_from_path))
+            stack.enter_context(temporarily_set(trl_async, "create_model_from_path", create_model_from_path))
             if not torch.cuda.is_available():  # TRL asks CUDA for the name of the device, whatever it is
-                stack.enter_context(patch.object(trl_async, "get_peak_flops_per_device", lambda *args: None))
+                stack.enter_context(temporarily_set(trl_async, "get_peak_flops_per_device", lambda *args: None))
             yield
 
     @contextlib.contextmanager
@@ -163,9 +161,7 @@ class TreePolicy(AttentionChoice):
             "FixedCountBatcher": FixedCountBatcher,
             "TokenBudgetBatcher": TokenBudgetBatcher,
         }
-        with contextlib.ExitStack() as stack:
-            for name, value in ours.items():
-                stack.enter_context(patch.object(trl_async, name, value))
+        with entered(temporarily_set(trl_async, name, value) for name, value in ours.items()):
             yield
 
 
@@ -260,5 +256,5 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
                     logger.warning(f"TRL cannot count the operations of this model ({error}): no MFU is logged.")
                 return float("nan")
 
-        with patch.object(trl_async, "compute_flops_per_token", count_or_skip):
+        with temporarily_set(trl_async, "compute_flops_per_token", count_or_skip):
             super()._log_step_metrics()

@@ -1,11 +1,10 @@
 """SDFT without padding, in the forwards of student and teacher."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, PromptTask
+from .tasks import PromptTask, SelfDistillingTrainer
 
 
 with of_trl("sdft"):
@@ -19,11 +18,7 @@ class SDFTConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdft.S
     """TRL's [`~trl.experimental.sdft.SDFTConfig`] with padding removal."""
 
 
-class SDFTTrainer(GeneratingTrainer, trl_sdft.SDFTTrainer):
+class SDFTTrainer(SelfDistillingTrainer, trl_sdft.SDFTTrainer):
     """TRL's [`~trl.experimental.sdft.SDFTTrainer`] without padding."""
 
     task_class = PromptTask
-
-    def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self.split_forwards():
-            return super()._compute_rollout_logps(*args, **kwargs)

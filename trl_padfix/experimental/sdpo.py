@@ -1,11 +1,10 @@
 """SDPO without padding, in the forwards of student and teacher."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, PromptTask
+from .tasks import PromptTask, SelfDistillingTrainer
 
 
 with of_trl("sdpo"):
@@ -19,11 +18,7 @@ class SDPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl_sdpo.S
     """TRL's [`~trl.experimental.sdpo.SDPOConfig`] with padding removal."""
 
 
-class SDPOTrainer(GeneratingTrainer, trl_sdpo.SDPOTrainer):
+class SDPOTrainer(SelfDistillingTrainer, trl_sdpo.SDPOTrainer):
     """TRL's [`~trl.experimental.sdpo.SDPOTrainer`] without padding."""
 
     task_class = PromptTask
-
-    def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self.split_forwards():
-            return super()._compute_rollout_logps(*args, **kwargs)

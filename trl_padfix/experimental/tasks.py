@@ -33,6 +33,7 @@ __all__ = [
     "MessagesTask",
     "PairTrainer",
     "PromptTask",
+    "SelfDistillingTrainer",
     "check_longest_row",
 ]
 
@@ -54,6 +55,14 @@ class GeneratingTrainer(ExperimentalTrainer):
     def _prepare_inputs(self, inputs: list[dict[str, Any]] | dict[str, Any]) -> Any:
         with self.padding.part(ContextParallel).generating(inputs):
             return super()._prepare_inputs(inputs)
+
+
+class SelfDistillingTrainer(GeneratingTrainer):
+    """[`GeneratingTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
+
+    def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self.split_forwards():
+            return super()._compute_rollout_logps(*args, **kwargs)
 
 
 class _OwnData(Task):

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import PaddingRemoval, PaddingStats
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
+from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
@@ -42,11 +44,12 @@ logger = get_logger(__name__)
 
 PREFIX = "padfix_"
 
+COMPILER = "`torch.compile`"
 WRAPPERS = {
     "DeepSpeedEngine": "DeepSpeed",
     "FullyShardedDataParallel": "FSDP",
     "FSDPModule": "FSDP",
-    "OptimizedModule": "`torch.compile`",
+    "OptimizedModule": COMPILER,
 }
 """Wrappers of models by class name (the class may not be installed), with the name of their library."""
 
@@ -152,16 +155,20 @@ class PaddingRemovalCallback(TrainerCallback):
     def _attach_to(self, models: list[Any]) -> None:
         try:
             with in_words(self.words):
-                attach_to_models(
-                    self._trainer, self._register, models=models, prefix_sharing=self._prefix_sharing,
-                    pool_last_token=self.pool_last_token, packed_multiple_of=self.packed_multiple_of,
-                )  # fmt: skip
+                attach_to_models(self._trainer, self._remove_padding, models)
         except BaseException:
             self.remove()
             raise
 
-    def _register(self, handle: PaddingRemoval) -> None:
+    def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+        handle = remove_padding(
+            model,
+            prefix_sharing=self._prefix_sharing,
+            pool_last_token=self.pool_last_token,
+            packed_multiple_of=self.packed_multiple_of,
+        )
         self.handles.append(self._undo.enter_context(handle))
+        return handle
 
     def _score_no_padding(self, trainer: Trainer) -> None:
         """Keep labels that are predicted from padding out of the loss and its count, or compute their batch padded."""
@@ -267,9 +274,10 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning(f"Nothing was packed in the first step, so no padding was removed: {why}.")
             return
         if self._trainer.accelerator.is_local_main_process:
-            computed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
-            is_whole = stats.packed_tokens == stats.padded_tokens
-            say(f"First step: {f'no padding was removed, the batch has none ({computed})' if is_whole else computed}.")
+            removed = f"{stats.packed_tokens} of {stats.padded_tokens} tokens were computed"
+            if stats.packed_tokens == stats.padded_tokens:
+                removed = f"no padding was removed, the batch has none ({removed})"
+            say(f"First step: {removed}.")
         if self._first_call is not None:  # still recording
             logger.warning(
                 "Packed and padded were not compared on the first batch: a part of the model was called, and not the "
@@ -355,19 +363,21 @@ def in_words(words: Mapping[str, str]) -> Iterator[None]:
 
 def _refuse_taken_over(trainer: Trainer) -> None:
     """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: neither would call our forward."""
-    for module in (m for model in (trainer.model, trainer.model_wrapped) for m in model.modules()):
+    for module in chain(trainer.model.modules(), trainer.model_wrapped.modules()):
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if getattr(module, "_compiled_call_impl", None) is not None or trainer.args.torch_compile:
-            wrapper = "`torch.compile`"
+            wrapper = COMPILER
         if wrapper is None:
             continue
         remedy = (
-            "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
-            "compiles the layers of a packed model one by one."
-            if "compile" in wrapper
-            else "Pass the callback to the trainer (`callbacks=[...]`), which then attaches it before; or call "
+            "Pass the callback to the trainer (`callbacks=[...]`), which then attaches it before; or call "
             "`callback.attach(trainer)` between making the trainer and `trainer.train()`."
         )
+        if wrapper == COMPILER:
+            remedy = (
+                "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
+                "compiles the layers of a packed model one by one."
+            )
         raise PaddingRemovalError(
             f"{wrapper} has taken over `{type(module).__name__}` before padding removal was attached to it, and "
             f"would not call the packed forward. {remedy}"

@@ -157,11 +157,6 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     pool_last_token: bool = False
 
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        if self.pool_last_token and not self.padding_free:
-            raise ValueError("`pool_last_token=True` needs `padding_free=True`: a padded model pools by token ids.")
-        super().__post_init__(attn_implementation)
-
 
 @nearest_field_in_errors
 @help_from_docstring

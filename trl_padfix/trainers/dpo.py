@@ -44,26 +44,18 @@ class DPOTask(PairTask):
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        name, max_length = arguments.dataset_name, arguments.args.max_length
-        if len(prepared) == 0:
-            # TRL evaluates no row without an error, and trains on none with one.
-            warn_or_raise(
-                f"No pair of the {name} dataset is left: all {rows} prompts fill `max_length={max_length}` by "
-                "themselves, so every completion would be cut off. Raise `max_length`, or shorten the prompts.",
-                self.strict or name == "train",
-            )
+        name = arguments.dataset_name
+        why = (
+            f"their prompts fill `max_length={arguments.args.max_length}` by themselves, so every completion would be "
+            "cut off. Raise `max_length`, or shorten the prompts."
+        )
+        self.warn_of_left_out(prepared, rows, name, "pairs", why)
         DataCollatorForPreference.check_empty_in(prepared, name, self.strict)
         equal = equal_rows(prepared, "chosen_ids", "rejected_ids")
         if len(equal):
             warn_or_raise(
                 f"{len(equal)} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach "
                 f"nothing and cost a step's time. {name_rows(equal)} of the tokenized data. Drop them.",
-                self.strict,
-            )
-        if 0 < len(prepared) < rows:
-            warn_or_raise(
-                f"{rows - len(prepared)} of {rows} pairs of the {name} dataset were left out by TRL: their prompts "
-                f"fill `max_length={max_length}` by themselves. Raise `max_length` to train on them.",
                 self.strict,
             )
 

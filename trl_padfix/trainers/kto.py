@@ -159,15 +159,13 @@ class KTOTask(Task):
         if not trainer.calculate_KL:
             yield inputs
             return
-        precomputed = inputs.get("ref_KL_logps")
-        with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
+        batch = inputs
+        if (precomputed := inputs.get("ref_KL_logps")) is not None:
             # TRL takes the mean of these values over the rows of a sub-batch; with the mean of all rows in each place
             # that is the mean of all rows, whatever the sub-batch.
-            yield (
-                inputs
-                if precomputed is None
-                else {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
-            )
+            batch = {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
+        with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
+            yield batch
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         tokens = batch["completion_mask"][:, 1:].sum(1)

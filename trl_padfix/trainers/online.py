@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,18 +148,16 @@ class OnlineLayouts(PrecomputedLayouts):
     def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """A block that reuses the metadata of the running step for rows that TRL concatenated into new tensors."""
         step = self.trainer.padding.running
+        metadata = None if step is None else step.batch_metadata
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        if step is None or metadata is None or not metadata.unmodified(step.inputs, *names):
+            return contextlib.nullcontext()
         key = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        if (
-            step is not None
-            and step.batch_metadata is not None
-            and step.batch_metadata.unmodified(step.inputs, *names)
-        ):
-            metadata = step.batch_metadata.forward_metadata
-            # A `dict` once the batch is on its device; a block of flat maps before.
-            if key is not None and isinstance(metadata, dict) and tuple(ids.shape) == metadata[""].layout.batch_shape:
-                return with_known_batch(KnownBatch.of(key, metadata[""]))
-        return contextlib.nullcontext()
+        known = metadata.forward_metadata
+        # A `dict` once the batch is on its device; a block of flat maps before.
+        if key is None or not isinstance(known, dict) or tuple(ids.shape) != known[""].layout.batch_shape:
+            return contextlib.nullcontext()
+        return with_known_batch(KnownBatch.of(key, known[""]))
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Micro-batches of a generation with their layouts, so that their steps need no synchronisation."""
@@ -289,5 +288,5 @@ def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
-    iterator = iter(values)
-    return [[next(iterator) for _ in range(size)] for size in sizes]
+    ends = accumulate(sizes)
+    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
@@ -167,7 +168,7 @@ class RemovePadding(Part):
             for numbering in filter(None, map(number_padded_rows, self._models)):
                 self._register(numbering)
         if self.settings.padding_free:
-            self._remove_padding()
+            attach_to_models(self.trainer, self._remove_padding)
         else:
             self._attach_to_packed_rows()
         if not _are_same(before, self._decoders):
@@ -189,20 +190,19 @@ class RemovePadding(Part):
         self._models = models
         return not _are_same(_decoders_of(models), self._decoders)
 
-    def _remove_padding(self) -> None:
-        def register(handle: PaddingRemoval) -> None:
-            self.trainer.padding.handles.append(self._register(handle))
-            if self.settings.mlp_tile_tokens is not None and not is_off():
-                tile_mlps(handle, self.settings.mlp_tile_tokens)
-
-        attach_to_models(
-            self.trainer,
-            register,
+    def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+        settings = self.settings
+        handle = remove_padding(
+            model,
             prefix_sharing=self._prefix_sharing,
-            pool_last_token=self.settings.pool_last_token,
-            strict=self.settings.strict,
-            packed_multiple_of=self.settings.packed_multiple_of,
+            pool_last_token=settings.pool_last_token,
+            strict=settings.strict,
+            packed_multiple_of=settings.packed_multiple_of,
         )
+        self.trainer.padding.handles.append(self._register(handle))
+        if settings.mlp_tile_tokens is not None and not is_off():
+            tile_mlps(handle, settings.mlp_tile_tokens)
+        return handle
 
     def _attach_to_packed_rows(self) -> None:
         """Without `padding_free`: keep packed sequences apart."""
@@ -233,15 +233,15 @@ class RemovePadding(Part):
     def _set_up_collator(self) -> None:
         """Replace TRL's collator by ours, on `padding_side`. Ours count invalid rows instead of raising errors."""
         trainer, collators = self.trainer, self.trainer.padding.task.collators
-        collator, our_class = trainer.data_collator, collators.get(type(trainer.data_collator))
-        if our_class is not None:
-            side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
+        collator = trainer.data_collator
+        if type(collator) in collators:
             values = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            ours = {"for_trainer": True, "strict": self.settings.strict, **self._id_limits()}
-            trainer.data_collator = our_class(**values, padding_side=side, **ours)
-        elif type(collator) in collators.values() and is_dataclass(collator):
-            ours = {"for_trainer": True, "strict": self.settings.strict, **self._id_limits()}
-            trainer.data_collator = replace(collator, **ours)
+            side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
+            collator = collators[type(collator)](**values, padding_side=side)
+        if type(collator) in collators.values() and is_dataclass(collator):
+            trainer.data_collator = replace(
+                collator, for_trainer=True, strict=self.settings.strict, **self._id_limits()
+            )
 
     def _id_limits(self) -> dict[str, Any]:
         """Limits of token ids for the collator; empty if all rows can be checked before the first step."""

@@ -62,7 +62,20 @@ class Parity(Part):
         padding = self.trainer.padding
         if not self._is_due(step.mode):
             yield
-            return
+        elif step.batches:
+            failed = self._compare_batches(step)
+            yield
+            if failed is not None:
+                raise failed
+        else:
+            for handle in padding.handles:
+                handle.accept_hooks()  # the comparison after these forwards judges them
+            with self._compared_on_first_call(step.mode, step.model):
+                yield
+
+    def _compare_batches(self, step: Step) -> ParityError | None:
+        """Compare the batches of a step; with several processes return the error, for the end of the step."""
+        padding = self.trainer.padding
         failed: ParityError | None = None
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
             if is_packed:
@@ -75,33 +88,28 @@ class Parity(Part):
                     if self.trainer.accelerator.num_processes == 1:
                         raise
                     failed = failed or error  # the others wait for the forwards of this process
-        if step.batches:
-            if failed is None:
-                self.print_reports(step.mode)
-            yield
-            if failed is not None:
-                raise failed
-            return
-        for handle in padding.handles:
-            handle.accept_hooks()  # the comparison after these forwards judges them
-        with first_call(step.model) as call:
-            yield
-        if call and will_pack(padding.handle, call):
-            self.compare(step.mode, step.model, call)
+        if failed is None:
             self.print_reports(step.mode)
+        return failed
 
     @contextlib.contextmanager
     def around_user_step(self, model: torch.nn.Module) -> Iterator[None]:
         """A block with a user's `training_step`, compared on its first call if it has no `compute_loss`."""
-        padding = self.trainer.padding
         # Processes that shard a model meet in each forward, and may not all have such a call.
         is_due = self._is_due("train") and not is_sharded(self.trainer)
-        with first_call(model, padding.handle) if is_due else contextlib.nullcontext() as call:
+        with self._compared_on_first_call("train", model) if is_due else contextlib.nullcontext():
             yield
-        self._handle_of_user_step = padding.handle
-        if call and "train" not in padding.parity:  # after the backward pass, before the weights change
-            self.compare("train", model, call)
-            self.print_reports("train")
+        self._handle_of_user_step = self.trainer.padding.handle
+
+    @contextlib.contextmanager
+    def _compared_on_first_call(self, mode: str, model: torch.nn.Module) -> Iterator[None]:
+        """A block at whose end, after a backward and before the weights change, its first packed call is compared."""
+        padding = self.trainer.padding
+        with first_call(model, padding.handle) as call:
+            yield
+        if call and mode not in padding.parity:  # a `compute_loss` in the block has compared its batch
+            self.compare(mode, model, call)
+            self.print_reports(mode)
 
     def _will_pack(self, batches: list[Any]) -> list[bool]:
         """Whether each batch is packed; where processes meet in each forward, on all of them."""
@@ -225,12 +233,8 @@ def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tens
 
 
 @contextlib.contextmanager
-def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> Iterator[dict[str, Any]]:
-    """
-    A block that records the first call of the model in `model`: its tensors by name.
-
-    With a `handle`, the first call that it packs. The dictionary is empty until then.
-    """
+def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[str, Any]]:
+    """A block that records the first call of a model that `handle` packs: its tensors by name, empty until then."""
     call: dict[str, Any] = {}
     outer: dict[str, Any] = {}  # of a module of a user's around the model, which may need its labels
 
@@ -241,7 +245,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval | None = None) -> 
         if call:  # recorded by the hook already
             return
         tensors = tensor_arguments(module, args, kwargs)
-        if handle is None or (not has_cache(kwargs) and will_pack(handle, tensors)):
+        if not has_cache(kwargs) and will_pack(handle, tensors):
             call.update(outer | tensors)
 
     recording, called = Attachment(), module_called_by_trainer(model)

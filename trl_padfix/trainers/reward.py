@@ -50,13 +50,8 @@ class RewardTask(PairTask):
             )
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        if len(prepared) == 0:
-            # TRL evaluates no row without an error, and trains on none with one.
-            warn_or_raise(
-                f"No pair of the {arguments.dataset_name} dataset is left: all have a sequence of more than "
-                f"`max_length={arguments.args.max_length}` tokens, which TRL leaves out. Raise `max_length`.",
-                self.strict or arguments.dataset_name == "train",
-            )
+        why = f"they have a sequence of more than `max_length={arguments.args.max_length}` tokens. Raise `max_length`."
+        self.warn_of_left_out(prepared, rows, arguments.dataset_name, "pairs", why)
         DataCollatorForReward.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
     def on_attached(self) -> None:

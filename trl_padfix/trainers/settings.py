@@ -56,6 +56,15 @@ COMPUTED = {
 }
 """Fields that change how a step is computed, and their values without this package."""
 
+NEEDS_PADDING_FREE = {
+    "prefix_sharing": "prefixes are shared in the packed row, and without it there is none",
+    "packed_multiple_of": "it is the length of packed rows",
+    "mlp_tile_tokens": "it cuts packed rows",
+    "max_tokens_per_batch": "it counts the tokens that are computed, and a padded batch computes others",
+    "pool_last_token": "a padded model pools by token ids",
+}
+"""Fields that act on packed rows, each with the reason why it is an error without `padding_free`."""
+
 FLAG_TYPES = (bool, bool | None, "bool", "bool | None")
 """Types of flags. In modules with `from __future__ import annotations` the type of a field is a string."""
 
@@ -224,10 +233,9 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
 def trls_configuration(config: TrainingArguments) -> Any:
     """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
-    classes = type(config).__mro__
     package = __name__.partition(".")[0]
-    theirs = next((c for c in classes if c.__module__.partition(".")[0] != package), type(config))
-    if theirs is type(config) or type(config).__module__.partition(".")[0] != package:  # a subclass of the user stays
+    theirs = next(c for c in type(config).__mro__ if c.__module__.partition(".")[0] != package)
+    if theirs is type(config):  # also a user's subclass of ours
         return config
     copied = object.__new__(theirs)
     ours = {f.name for f in fields(config)} - {f.name for f in fields(theirs)}
@@ -276,36 +284,24 @@ def check_field_types(config: TrainingArguments) -> None:
         )
 
 
-def check_packing(config: TrainingArguments) -> None:
+def check_packing(config: PackingConfig) -> None:
     """
     Raises:
-        ValueError: If `prefix_sharing`, `packed_multiple_of` or `mlp_tile_tokens` is set without `padding_free`, if
-            one of them or `parity_check` has an unknown value, and if a token budget is no multiple of
-            `packed_multiple_of`.
+        ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
+            and if a token budget is no multiple of `packed_multiple_of`.
     """
-    check = getattr(config, "parity_check", True)
-    if not isinstance(check, bool) and check != "forward":
+    if not isinstance(config.parity_check, bool) and config.parity_check != "forward":
         raise ValueError(
-            f"`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got {check!r}."
+            "`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got "
+            f"{config.parity_check!r}."
         )
-    value = getattr(config, "prefix_sharing", False)
-    check_prefix_sharing(value)
-    if value and not config.padding_free:
-        raise ValueError(
-            f"`prefix_sharing={value}` needs `padding_free=True`: prefixes are shared in the packed row, and without "
-            "it there is none. Set both, or neither."
-        )
-    check_multiple(multiple := getattr(config, "packed_multiple_of", None))
-    if multiple is not None and not config.padding_free:
-        raise ValueError(
-            f"`packed_multiple_of={multiple}` needs `padding_free=True`: it is the length of packed rows. Set both, "
-            "or neither."
-        )
-    check_tile(tile := getattr(config, "mlp_tile_tokens", None))
-    if tile is not None and not config.padding_free:
-        raise ValueError(
-            f"`mlp_tile_tokens={tile}` cuts packed rows, and needs `padding_free=True`. Set both, or neither."
-        )
+    check_prefix_sharing(config.prefix_sharing)
+    check_multiple(multiple := config.packed_multiple_of)
+    check_tile(config.mlp_tile_tokens)
+    for name, reason in NEEDS_PADDING_FREE.items():
+        value = getattr(config, name, None)
+        if value and not config.padding_free:
+            raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
     for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
         budget = getattr(config, name, None)
         if multiple is None or not isinstance(budget, int):
@@ -322,18 +318,13 @@ def check_token_budget(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length` (of some
-            trainers: `max_new_tokens`), without `padding_free`, and with `packing`.
+            trainers: `max_new_tokens`), and with `packing`.
     """
     budget = getattr(config, "max_tokens_per_batch", None)
     if budget is None:
         return
     if not isinstance(budget, int) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
-    if not config.padding_free:
-        raise ValueError(
-            f"`max_tokens_per_batch={budget}` needs `padding_free=True`: it counts the tokens that are computed, and "
-            "a padded batch computes others."
-        )
     if getattr(config, "packing", False):
         raise ValueError(
             "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "

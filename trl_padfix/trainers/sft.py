@@ -31,7 +31,7 @@ from .task import Task
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+    from transformers import TrainingArguments
 
 
 __all__ = ["SFTTrainer"]
@@ -56,42 +56,56 @@ class SFTTask(Task):
             )
 
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        require_rows(dataset, arguments.dataset_name)
-        if arguments.formatting_func is None:
-            dataset = _checked_rows(
-                dataset, arguments.processing_class, arguments.args, arguments.dataset_name, self.strict
-            )
-        if self.trainer.padding.settings.expand_turns:
-            check_turns(dataset, arguments.processing_class, arguments.dataset_name)
+        name, processing_class = arguments.dataset_name, arguments.processing_class
+        require_rows(dataset, name)
         if arguments.formatting_func is None:  # else the chat template is not what writes the rows
+            dataset = self._check_rows(dataset, arguments)
             columns = ("messages", "prompt", "completion")
-            check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
+            check_tool_messages(dataset, processing_class, name, columns, self.strict)
+        if self.trainer.padding.settings.expand_turns:
+            check_turns(dataset, processing_class, name)
+        return dataset
+
+    def _check_rows(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
+        """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
+        name, processing_class = arguments.dataset_name, arguments.processing_class
+        text_column = arguments.args.dataset_text_field
+        require_columns(
+            dataset,
+            name,
+            [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
+            f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`",
+        )
+        columns = column_names(dataset)
+        if "input_ids" in columns:
+            return dataset
+        check_vocabulary(processing_class)
+        kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {text_column}]
+        texts = next(kind for kind in kinds if kind <= columns) - {"conversations"}
+        dataset = validate_rows(dataset, name, texts, self.strict)
+        row = next(iter(dataset), None)
+        if row is None:
+            raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
+        chats = is_conversational(row) or is_conversational_from_value(row)
+        if chats and getattr(processing_class, "chat_template", None) is None:
+            raise ValueError(
+                f"The {name} dataset holds chat messages, and the tokenizer has no chat template to write them out "
+                "with. Set `tokenizer.chat_template`, or `chat_template_path` in the configuration."
+            )
+        require_eos(dataset, processing_class, "completion" if "completion" in row else text_column)
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         if arguments.packing or "labels" not in prepared.column_names:
             return
-        name, max_length = arguments.dataset_name, arguments.args.max_length
-        untrained, left_out = untrained_rows(prepared), rows - len(prepared)
-        if len(untrained) == len(prepared):
-            warn_or_raise(
-                f"No row of the {name} dataset has a token to train on: of {rows} rows, {left_out} lost theirs to "
-                f"`max_length={max_length}` and {len(untrained)} have none. Raise `max_length`, and look at what is "
-                "masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
-                # Of no row at all TRL makes no step; rows without a label have a loss of 0 or NaN there.
-                self.strict or (name == "train" and not len(prepared)),
-            )
-            return
-        if untrained:
+        name = arguments.dataset_name
+        why = f"`max_length={arguments.args.max_length}` leaves them no token to train on. Raise `max_length`."
+        self.warn_of_left_out(prepared, rows, name, "rows", why)
+        if untrained := untrained_rows(prepared):
             warn_or_raise(
                 f"{len(untrained)} of {len(prepared)} rows of the {name} dataset have no token to train on: they "
-                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them.",
-                self.strict,
-            )
-        if left_out:
-            warn_or_raise(
-                f"{left_out} of {rows} rows of the {name} dataset were left out by TRL: `max_length={max_length}` "
-                "leaves them no token to train on. Raise `max_length` to train on them.",
+                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them, or "
+                "look at what is masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
                 self.strict,
             )
 
@@ -215,36 +229,3 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
                     bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
             with silence_packing_warning():
                 super().__init__(*bound.args, **bound.kwargs)
-
-
-def _checked_rows(
-    dataset: Dataset | IterableDataset,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    args: Any,
-    name: str,
-    strict: bool,
-) -> Any:
-    """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
-    require_columns(
-        dataset,
-        name,
-        [{args.dataset_text_field}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
-        f"SFT needs `{args.dataset_text_field}`, `messages`, `prompt` and `completion`, or `input_ids`",
-    )
-    columns = column_names(dataset)
-    if "input_ids" in columns:
-        return dataset
-    check_vocabulary(processing_class)
-    kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {args.dataset_text_field}]
-    dataset = validate_rows(dataset, name, next(kind for kind in kinds if kind <= columns) - {"conversations"}, strict)
-    row = next(iter(dataset), None)
-    if row is None:
-        raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
-    chats = is_conversational(row) or is_conversational_from_value(row)
-    if chats and getattr(processing_class, "chat_template", None) is None:
-        raise ValueError(
-            f"The {name} dataset holds chat messages, and the tokenizer has no chat template to write them out with. "
-            "Set `tokenizer.chat_template`, or `chat_template_path` in the configuration."
-        )
-    require_eos(dataset, processing_class, "completion" if "completion" in row else args.dataset_text_field)
-    return dataset

@@ -18,6 +18,7 @@ from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
 from .data.batch_metadata import with_counted_labels, without_first_labels
+from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .data.turns import check_tool_messages
@@ -114,6 +115,15 @@ class Task:
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
+
+    def warn_of_left_out(self, prepared: Dataset, rows: int, dataset_name: str, what: str, why: str) -> None:
+        """Warn of rows (`what`: rows, pairs) that TRL has left out of `rows` rows; an error if it trains on none."""
+        if len(prepared) < rows:
+            warn_or_raise(
+                f"{rows - len(prepared)} of {rows} {what} of the {dataset_name} dataset were left out by TRL: {why}",
+                # TRL evaluates no row without an error, and trains on none with one.
+                self.strict or (dataset_name == "train" and len(prepared) == 0),
+            )
 
     def on_attached(self) -> None:
         """Raise errors that need both TRL's prepared data and the models with padding removed."""

@@ -56,19 +56,19 @@ def test_padding_that_is_not_removed_gives_trls_numbers_with_absolute_positions(
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_trls(make, trl_run):
+def test_a_compiled_run_is_trls(make):
     config = SIDED_MODES["padded, left"] | {"torch_compile": True, "torch_compile_backend": "eager"}
-    assert_same(make.train("short", **config).trajectory(), trl_run("short").trajectory())
+    assert_same(make.train("short", **config).trajectory(), make.theirs("short").trajectory())
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", slow_but(TWO_MODES[1:], TWO_MODES))
-def test_a_run_with_compiled_layers_is_trls(mode, make, trl_run):
+def test_a_run_with_compiled_layers_is_trls(mode, make):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     ours = make.train("short", **SIDED_MODES[mode], torch_compile=True, torch_compile_backend="aot_eager")
-    torch.testing.assert_close(ours.trajectory(), trl_run("short").trajectory(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.trajectory(), make.theirs("short").trajectory(), rtol=1e-4, atol=1e-4)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] >= 2  # policy and reference
     assert not counters["graph_break"]
@@ -111,17 +111,18 @@ def test_pairs_without_prompts_and_of_one_token_are_trls(make):
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
-def test_every_metric_of_trl_is_logged_as_trl_logs_it(mode, our_run, trl_run):
-    for our_log, their_log in zip(our_run(mode).logs, trl_run("plain").logs, strict=True):
+def test_every_metric_of_trl_is_logged_as_trl_logs_it(mode, make):
+    ours, theirs = make.train("plain", **SIDED_MODES[mode]), make.theirs("plain")
+    for our_log, their_log in zip(ours.logs, theirs.logs, strict=True):
         their_log = {name: value for name, value in their_log.items() if not re.search("runtime|per_second", name)}
         assert their_log == pytest.approx({name: our_log[name] for name in their_log}, rel=1e-4, abs=1e-5)
 
 
-def test_the_auxiliary_loss_of_experts_is_trls(make, trl_run):
-    ours = make.train("experts", **SIDED_MODES["prefix sharing, left"])
-    losses = [[log["aux_loss"] for log in logs if "aux_loss" in log] for logs in (ours.logs, trl_run("experts").logs)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert len(losses[0]) == 5
+def test_the_auxiliary_loss_of_experts_is_trls(make):
+    runs = make.train("experts", **SIDED_MODES["prefix sharing, left"]), make.theirs("experts")
+    ours, theirs = ([log["aux_loss"] for log in run.logs if "aux_loss" in log] for run in runs)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert len(ours) == 5
 
 
 def test_the_default_precision_of_trl_runs_and_passes_the_parity_check(make):

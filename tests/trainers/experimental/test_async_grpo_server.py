@@ -98,6 +98,17 @@ def test_trl_worker_and_a_server(policy, tmp_path, make_online):
     assert 0 < run.entered < sum(log["batch/forwarded_tokens_per_step"] for log in logs)
 
 
+class AfterFirstStep(TrainerCallback):
+    """Calls a function at the end of the first step."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.function()
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_server_that_is_killed_ends_the_run(policy, tmp_path, make_online):
@@ -105,14 +116,7 @@ def test_a_server_that_is_killed_ends_the_run(policy, tmp_path, make_online):
         trainer = make_online(
             vllm_server_base_url=server.url, weight_transfer=FileTransfer(server.url, tmp_path), max_steps=1000
         )
-        step = trainer.training_step
-
-        def killing(*args, **kwargs):
-            if trainer.state.global_step == 1:
-                kill(server)
-            return step(*args, **kwargs)
-
-        trainer.training_step = killing
+        trainer.add_callback(AfterFirstStep(lambda: kill(server)))
         with pytest.raises((RuntimeError, requests.ConnectionError)):
             train(trainer)
 
@@ -126,20 +130,9 @@ def test_a_server_that_is_killed_while_its_answers_are_waited_for_ends_the_run(p
             vllm_server_base_url=server.url, weight_transfer=CountedTransfer(), max_steps=1000, vllm_server_timeout=240
         )
         # No weights are sent, so nothing but the queue finds out. TRL's worker would ask for minutes.
-        trainer.add_callback(Killing(server))
+        trainer.add_callback(AfterFirstStep(lambda: kill(server)))
         with pytest.raises(RuntimeError, match="has refused connections for"):
             train(trainer)
-
-
-class Killing(TrainerCallback):
-    """Ends the server after the first step."""
-
-    def __init__(self, server):
-        self.server = server
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            kill(self.server)
 
 
 @pytest.mark.slow
@@ -177,15 +170,7 @@ def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
             vllm_server_base_url=server.url, weight_transfer=FileTransfer(server.url, tmp_path), max_steps=1000,
             heartbeat_stale_after_s=300,
         )  # fmt: skip
-        step = trainer.training_step
-
-        def killing(*args, **kwargs):
-            process = trainer.rollout_worker._process
-            process.kill()
-            process.join()
-            return step(*args, **kwargs)
-
-        trainer.training_step = killing
+        trainer.add_callback(AfterFirstStep(lambda: trainer.rollout_worker._process.kill()))
         with pytest.raises(RuntimeError, match=r"rollout worker's process has ended \(exit code -9"):
             train(trainer)
 

@@ -72,8 +72,3 @@ def test_a_row_of_the_data_beyond_the_budget_is_an_error_before_the_first_step(n
 def test_completions_longer_than_the_budget_are_an_error(name, policy, tmp_path):
     with pytest.raises(ValueError, match=r"`max_new_tokens=12` tokens, more than `max_tokens_per_batch=10`"):
         build(name, "trl_padfix", tmp_path, policy, padding_free=True, max_tokens_per_batch=10)
-
-
-def test_a_budget_without_padding_removal_is_refused(policy, tmp_path):
-    with pytest.raises(ValueError, match="`max_tokens_per_batch=60` needs `padding_free=True`"):
-        build("CPO", "trl_padfix", tmp_path, policy, max_tokens_per_batch=60)

@@ -1,4 +1,4 @@
-"""Trainers of SFT, and the runs of TRL, computed once for each configuration."""
+"""Trainers of SFT; `make.theirs` computes each run of TRL's once."""
 
 import pytest
 
@@ -6,8 +6,3 @@ import pytest
 @pytest.fixture(scope="package")
 def make(makers):
     return makers("SFT")
-
-
-@pytest.fixture(scope="package")
-def trl_run(make):
-    return make.theirs

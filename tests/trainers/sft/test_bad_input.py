@@ -15,7 +15,6 @@ def masked(row):
 
 
 BAD = {
-    "no rows": (lambda: {"train_dataset": build_rows(4).select([])}, {}, "The train dataset is empty"),
     "no evaluation rows": (lambda: {"eval_dataset": build_rows(4).select([])}, {}, "The eval dataset is empty"),
     "no columns": (
         lambda: {"train_dataset": Dataset.from_dict({"story": ["w2"]})},
@@ -32,35 +31,19 @@ BAD = {
         {},
         "no chat template.*Set `tokenizer.chat_template`",
     ),
-    "no special tokens": (
-        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
-        {},
-        "neither a pad token nor an EOS token",
-    ),
     "no end": (lambda: {"processing_class": build_tokenizer(eos_token=None)}, {}, "no EOS token, and TRL ends"),
     "nothing to train on": (
         lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
         {"strict": True},
-        "No row of the train dataset has a token to train on",
+        "3 of 3 rows of the train dataset have no token to train on",
     ),
-    "only prompts": (lambda: {}, {"max_length": 2}, "No row of the train dataset has a token to train on"),
+    "only prompts": (lambda: {}, {"max_length": 2}, "40 of 40 rows of the train dataset were left out"),
     "a side of packed rows": (
         lambda: {},
         {"packing": True, "padding_side": "left"},
         "`packing=True` leaves nothing to pad on the left",
     ),
-    "a side of a collator": (
-        lambda: {"data_collator": lambda rows: rows},
-        {"padding_side": "left"},
-        "`padding_side='left'` is for the default collator",
-    ),
-    "images without a vision model": (
-        lambda: {"train_dataset": build_rows(4, kind="texts").add_column("images", [["a.png"]] * 4)},
-        {},
-        "vision-related",
-    ),
     "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
-    "sharing of nothing": (lambda: {}, {"prefix_sharing": True}, "needs `padding_free=True`"),
 }
 
 

@@ -5,10 +5,10 @@ Those that are compared with TRL's are one batch: TRL's metrics are means over b
 """
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
-import trl
 from accelerate import Accelerator
 from kit.cells import slow_but
 from kit.processes import logged
@@ -18,39 +18,32 @@ from kit.trainer_runs import MODES, SHORT, SIDED_MODES, TWO_MODES, run, watch_in
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def batch_sizes(make_sized, names, sizes=(1, 2, 8, 64)) -> list[dict[str, float]]:
-    metrics = [evaluated(make_sized(size)) for size in sizes]
-    return [{name: m[f"eval_{name}"] for name in names} for m in metrics]
+METRICS = {
+    "SFT": ["loss", "mean_token_accuracy", *(["entropy"] if NEWEST else [])],
+    "DPO": ["loss", "rewards/margins", "rewards/chosen", "rewards/accuracies", "logps/rejected"]
+    + (["entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy"] if NEWEST else []),
+}
 
 
-@pytest.mark.parametrize("mode", slow_but(["padded, left", TWO_MODES[1]], ["padded, left", *TWO_MODES]))
-def test_any_evaluation_batch_size_gives_the_same_metrics(mode, make):
-    names = ["loss", "mean_token_accuracy", *(["entropy"] if NEWEST else [])]
-    rows = build_rows(21, 3)
-    got = batch_sizes(
-        lambda n: make(config=SIDED_MODES[mode] | EXACT | {"per_device_eval_batch_size": n}, eval_dataset=rows), names
-    )
-    for metrics in got[1:]:
-        assert metrics == pytest.approx(got[0], abs=1e-5)
-    several, one = batch_sizes(
-        lambda n: make(trl.SFTTrainer, {"per_device_eval_batch_size": n}, eval_dataset=rows), names, sizes=(8, 64)
-    )
-    assert one == pytest.approx(got[0], abs=1e-5)
-    assert several != pytest.approx(got[0], abs=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    slow_but(
+        [("SFT", "padded, left"), ("SFT", TWO_MODES[1]), ("DPO", "padded, left"), ("DPO", TWO_MODES[1])],
+        product(METRICS, ["padded, left", *TWO_MODES]),
+    ),
+)
+def test_any_evaluation_batch_size_gives_the_same_metrics(kind, mode, makers):
+    make, rows = makers(kind), {"SFT": build_rows, "DPO": build_pairs}[kind](21, 3)
 
+    def metrics(trainer_class, size, config):
+        trainer = make(trainer_class, config | {"per_device_eval_batch_size": size}, eval_dataset=rows)
+        found = evaluated(trainer)
+        return {name: found[f"eval_{name}"] for name in METRICS[kind]}
 
-@pytest.mark.parametrize("mode", ["padded", "prefix sharing"])
-def test_any_evaluation_batch_size_gives_the_same_metrics_in_dpo(mode, makers):
-    make = makers("DPO")
-    names = ["loss", "rewards/margins", "rewards/chosen", "rewards/accuracies", "logps/rejected"]
-    names += ["entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy"] if NEWEST else []
-    given = {"eval_dataset": build_pairs(21, 3)}
-    exact = MODES[mode] | EXACT
-    got = batch_sizes(lambda n: make(config=exact | {"per_device_eval_batch_size": n}, **given), names)
-    for metrics in got[1:]:
-        assert metrics == pytest.approx(got[0], abs=1e-5)
-    theirs = evaluated(make(trl.DPOTrainer, {"per_device_eval_batch_size": 64}, **given))
-    assert got[0] == pytest.approx({name: theirs[f"eval_{name}"] for name in names}, abs=1e-5)
+    one_batch = metrics(make.method.theirs, 64, {})
+    for size in (1, 2, 8, 64):
+        assert metrics(None, size, SIDED_MODES[mode] | EXACT) == pytest.approx(one_batch, abs=1e-5)
+    assert metrics(make.method.theirs, 8, {}) != pytest.approx(one_batch, abs=1e-5)
 
 
 @pytest.mark.parametrize(

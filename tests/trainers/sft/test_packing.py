@@ -12,7 +12,7 @@ from kit.sft_cases import EXACT, NEWEST, evaluated, packing
 from kit.trainer_runs import MODES, SHORT, assert_same, believe_layouts, build_model, run, trained
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, ParityError, SFTTrainer, packed_layout
 
@@ -93,16 +93,6 @@ def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, ma
     assert (packed.padding.stats.padded_tokens > 0) is True
 
 
-GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2, "pad_token_id": 39}
-GPT2 |= {"bos_token_id": 0, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def build_gpt2():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return GPT2LMHeadModel(GPT2Config(**GPT2))
-
-
 @pytest.mark.parametrize(
     ("config", "kind"),
     once_each(
@@ -113,8 +103,8 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
     """transformers counts the labels of GPT-2, whose `loss_type` it does not know, with those of first tokens."""
     given = {"train_dataset": build_rows(40, kind=kind), "eval_dataset": build_rows(8, 1, kind=kind)}
     settings = SHORT | {"gradient_accumulation_steps": 2}
-    ours = make(config=settings | config | {"padding_side": "left"}, model=build_gpt2(), **given)
-    theirs = make(trl.SFTTrainer, settings, model=build_gpt2(), **given)
+    ours = make(config=settings | config | {"padding_side": "left"}, model=build("gpt2").train(), **given)
+    theirs = make(trl.SFTTrainer, settings, model=build("gpt2").train(), **given)
     assert_same(trained(ours), trained(theirs))
     batch = next(iter(theirs.get_train_dataloader()))
     labels = batch["labels"] != -100
@@ -122,13 +112,12 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
     assert not getattr(theirs, "_loss_shifts_labels", False)
 
 
-def test_training_is_padded_where_only_evaluation_packs(make, trl_run):
+def test_training_is_padded_where_only_evaluation_packs(make):
     ours = run(make(config=SHORT | {"eval_packing": True}, eval_dataset=build_rows(8, 1)))
     steps = ours.trajectory()[:-1]
-    assert_same(steps, trl_run("short").trajectory()[:-1])
-    before = trl_run("short")
+    assert_same(steps, make.theirs("short").trajectory()[:-1])
     evaluated = ours.trainer.padding.stats.packed_tokens
-    padded = sum(mask.numel() for _, mask in before.batches[:5])
+    padded = sum(mask.numel() for _, mask in make.theirs("short").batches[:5])
     assert ours.entered == padded + evaluated
 
 

@@ -15,8 +15,6 @@ from kit.trainer_runs import (
     watch_inputs,
 )
 
-from trl_padfix import PaddingRemovalError
-
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
@@ -30,24 +28,24 @@ def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     assert_same(runs[0].trajectory(), runs[1].trajectory(), atol=1e-5)
 
 
-def test_eager_attention_is_trls(make, trl_run):
+def test_eager_attention_is_trls(make):
     model = build_model(attn_implementation="eager")
     ours = make.train("short", given={"model": model}, **MODES["prefix sharing"])
-    assert_same(ours.trajectory(), trl_run("short").trajectory())
+    assert_same(ours.trajectory(), make.theirs("short").trajectory())
 
 
 # -- what TRL refuses
 
 
 @pytest.mark.parametrize("refused", ["max_length", "a collator"])
-def test_what_trl_refuses_runs(refused, make, trl_run):
+def test_what_trl_refuses_runs(refused, make):
     inner = make(trl.SFTTrainer).data_collator
     given = {"data_collator": lambda rows: inner(rows)} if refused == "a collator" else {}
     config = SHORT | {"padding_free": True} | ({} if refused == "max_length" else {"max_length": None})
     with pytest.raises(ValueError, match=r"padding[-_]free"):
         make(trl.SFTTrainer, config, **given)
     ours = run(make(config=config | {"max_length": 26}, **given), watch_inputs(""))
-    assert_same(ours.trajectory(), trl_run("short").trajectory())
+    assert_same(ours.trajectory(), make.theirs("short").trajectory())
     assert_mode_ran(ours, "padding-free")
 
 
@@ -91,8 +89,3 @@ def test_noise_is_bounded_by_the_length_of_the_padded_row(side, make):
     clean = table[batch["input_ids"][batch["attention_mask"].bool()]]
     bound = 5.0 / (batch["input_ids"].shape[1] * table.shape[1]) ** 0.5
     assert 0.9 * bound < (noisy[0] - clean).abs().max() <= bound + 1e-6
-
-
-def test_neftune_with_prefix_sharing_is_refused(make):
-    with pytest.raises(PaddingRemovalError, match=r"noise of its own.*prefix_sharing=False"):
-        make(config=MODES["prefix sharing"] | NOISE)
