@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import trl
+from accelerate.utils import send_to_device
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model, build_pairs
 from simulated_gpu.simulated_cuda import to_simulated
@@ -137,9 +138,9 @@ def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     assert batch_metadata_of(plain) is None
 
 
-def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
+def test_a_layout_is_one_block_that_is_pickled(gpu):
     maps = FlatIndexMaps.of(sft_batch_layout())
-    again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
+    again = pickle.loads(pickle.dumps(maps)).to("cpu")
     assert again.cu_seqlens_q is again.cu_seqlens_k
     assert again.positions.tolist() == [0, 1, 2, 0, 1]
     assert again.cu_seqlens_q.dtype == torch.int32
@@ -149,11 +150,22 @@ def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
     assert not gpu.synchronisations
 
 
+def collated_batch():
+    batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    return LayoutCollator(lambda rows: batch, prefix_sharing=False)([])
+
+
 def sft_batch_layout():
-    batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
-        [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
-    )
-    return batch_metadata_of(batch).forward_metadata.to("cpu")[""].layout
+    return batch_metadata_of(collated_batch().to("cpu")).layouts[""]
+
+
+def test_a_batch_may_be_moved_again():
+    """As a user's `training_step` does that calls `inputs.to(device)`."""
+    moved = collated_batch().to("cpu")
+    again = send_to_device(moved, "cpu")
+    for batch in (moved, again):
+        (known,) = batch_metadata_of(batch).known_batches(batch)
+        assert known.matches_inputs(known.inputs)
 
 
 @pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])

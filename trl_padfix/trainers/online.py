@@ -154,10 +154,9 @@ class OnlineLayouts(PrecomputedLayouts):
             and step.batch_metadata is not None
             and step.batch_metadata.unmodified(step.inputs, *names)
         ):
-            metadata = step.batch_metadata.forward_metadata
-            # A `dict` once the batch is on its device; a block of flat maps before.
-            if key is not None and isinstance(metadata, dict) and tuple(ids.shape) == metadata[""].layout.batch_shape:
-                return with_known_batch(KnownBatch.of(key, metadata[""]))
+            metadata = step.batch_metadata.forward_metadata.get("")
+            if key is not None and metadata is not None and tuple(ids.shape) == metadata.layout.batch_shape:
+                return with_known_batch(KnownBatch.of(key, metadata))
         return contextlib.nullcontext()
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """
 Metadata of a batch (layouts, label positions, doubled images), computed before its forwards and sent along with it.
 
-Workers of the data loader compute the metadata on the host. It is pinned and uploaded with the batch, so no training
-step waits for the device to build a layout. Online trainers make their batches in the main process; there one copy to
+Workers of the data loader compute the metadata on the host. It is uploaded with the batch, so no training step waits
+for the device to build a layout. Online trainers make their batches in the main process; there one copy to
 the host serves all micro-batches of a generation. A batch on a device records identity and version of its tensors: if
 a tensor is replaced or modified later, the forward builds a new layout, which costs one synchronisation.
 """
@@ -143,36 +143,30 @@ class BatchMetadata:
     """
     Metadata of the forwards of a batch.
 
-    `forward_metadata` maps the prefixes of the names ([`PREFIXES`]) to [`ForwardMetadata`]. Before it is on a device
-    it is one block ([`FlatIndexMaps`]). `versions` are the tensors of the batch on that device; empty before.
-    `num_images` are the images of each example, if the examples have a column of images.
+    `flat` is the metadata on the host, as it is sent and uploaded: one block. `forward_metadata` is the same
+    on the device of the batch, by the prefixes of the names ([`PREFIXES`]), and `versions` are the tensors of the
+    batch there; both are empty before the batch is moved. `num_images` are the images of each example, if the
+    examples have a column of images.
     """
 
-    forward_metadata: FlatIndexMaps | dict[str, ForwardMetadata]
+    flat: FlatIndexMaps[dict[str, ForwardMetadata]]
     prefix_sharing: PrefixSharing
+    forward_metadata: dict[str, ForwardMetadata] = field(default_factory=dict)
     versions: dict[str, TensorVersion] = field(default_factory=dict)
     num_images: list[int] | None = None
-
-    def pin_memory(self, device: Any = None) -> BatchMetadata:
-        """The same metadata in page-locked memory; the data loader calls it."""
-        return replace(self, forward_metadata=self.forward_metadata.pin_memory())
 
     def for_device(self, batch: Mapping[str, Any], device: torch.device | str) -> BatchMetadata:
         """The metadata on a device, with the versions of the tensors that `batch` has there."""
         versions = {name: TensorVersion.of(x) for name, x in batch.items() if isinstance(x, torch.Tensor)}
-        return replace(self, forward_metadata=self.forward_metadata.to(device), versions=versions)
+        return replace(self, forward_metadata=self.flat.to(device), versions=versions)
 
     @property
     def layouts(self) -> dict[str, Layout]:
         """The layouts on their device, by prefix; empty before they are there."""
-        if isinstance(self.forward_metadata, FlatIndexMaps):
-            return {}
         return {prefix: metadata.layout for prefix, metadata in self.forward_metadata.items()}
 
     def known_batches(self, batch: Mapping[str, Any]) -> list[KnownBatch]:
         """The metadata still valid for `batch`: entries of replaced or modified tensors are left out."""
-        if isinstance(self.forward_metadata, FlatIndexMaps):
-            return []
         of_forwards = self.forward_metadata.items()
         return [known for prefix, metadata in of_forwards for known in self._known_batch(batch, prefix, metadata)]
 
@@ -219,11 +213,7 @@ class BatchWithMetadata(dict):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BatchWithMetadata:
         """The batch on a device. accelerate calls this method instead of moving the values of a dict itself."""
-        return self.moved(lambda x: send_to_device(x, device, non_blocking=non_blocking), device)
-
-    def moved(self, move: Callable[[Any], Any], device: torch.device | str) -> BatchWithMetadata:
-        """The batch with each value moved to `device` by `move`."""
-        batch = {k: move(v) for k, v in self.items()}
+        batch = {k: send_to_device(v, device, non_blocking=non_blocking) for k, v in self.items()}
         return BatchWithMetadata(batch, self._metadata and self._metadata.for_device(batch, device))
 
 
@@ -248,11 +238,11 @@ def with_labels(batch: dict[str, Any], labels: torch.Tensor) -> dict[str, Any]:
     if batch_metadata is None or not batch_metadata.unmodified(batch, "labels"):
         return _updated(batch, labels=labels)
     versions = batch_metadata.versions | {"labels": TensorVersion.of(labels)}
-    of_forwards = batch_metadata.forward_metadata
-    if isinstance(of_forwards, dict) and (known := of_forwards[""].labels_after_padding) is not None:
-        known = known._replace(first_tokens=False)
-        of_forwards = {**of_forwards, "": replace(of_forwards[""], labels_after_padding=known)}
-    batch_metadata = replace(batch_metadata, versions=versions, forward_metadata=of_forwards)
+    forward_metadata = batch_metadata.forward_metadata
+    if (known := forward_metadata[""].labels_after_padding) is not None:
+        metadata = replace(forward_metadata[""], labels_after_padding=known._replace(first_tokens=False))
+        forward_metadata = {**forward_metadata, "": metadata}
+    batch_metadata = replace(batch_metadata, versions=versions, forward_metadata=forward_metadata)
     return BatchWithMetadata({**batch, "labels": labels}, batch_metadata)
 
 
@@ -410,9 +400,8 @@ def _known_labels_after_padding(batch: Mapping[str, Any], prefix: str = "") -> L
     batch_metadata = batch_metadata_of(batch)
     names = (prefix + name for name in ("labels", "completion_mask", "input_ids", "attention_mask"))
     if batch_metadata is not None and batch_metadata.unmodified(batch, *names):
-        of_forwards = batch_metadata.forward_metadata
-        if isinstance(of_forwards, dict) and prefix in of_forwards:
-            return of_forwards[prefix].labels_after_padding
+        if prefix in batch_metadata.forward_metadata:
+            return batch_metadata.forward_metadata[prefix].labels_after_padding
     return labels_after_padding(_inputs_of_forward(batch, prefix))
 
 
