@@ -29,7 +29,8 @@ from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 from trl_padfix.trainers.batching.micro_batches import micro_batches_of, to_equal_count
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
-from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, LayoutCollator, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.layout_collator import LayoutCollator
 from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
 from trl_padfix.trainers.metrics.exact_eval_means import drop_duplicate_rows
 from trl_padfix.trainers.metrics.token_counts import TokenCounts

@@ -18,7 +18,8 @@ from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutInputs
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
-from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.layout_collator import LayoutCollator
 
 
 def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:

@@ -24,7 +24,7 @@ from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
 from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
-from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
+from ..trainers.data.batch_labels import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import TokenCounter, forward_counts, report_of, summed_over_processes
 from ..trainers.neftune import prefix_sharing_with_neftune

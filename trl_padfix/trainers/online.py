@@ -25,10 +25,10 @@ from .batching.token_budget import SubBatchBudget
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
-from .data.batch_metadata import attach_metadata
 from .data.columns import blank_texts, column_names
 from .data.data_warnings import warn_or_raise
 from .data.image_rows import ImageCounts, numbered_images
+from .data.layout_collator import attach_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary

@@ -17,7 +17,7 @@ from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_metadata import with_labels
+from .data.batch_labels import with_labels
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import column_names, untrained_rows
 from .data.data_warnings import name_rows, warn_or_raise

@@ -17,7 +17,7 @@ from ..core.call.labels import FIRST_TOKENS_DROPPED
 from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_metadata import with_counted_labels, without_first_labels
+from .data.batch_labels import with_counted_labels, without_first_labels
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .data.turns import check_tool_messages
