@@ -29,8 +29,8 @@ _STATE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("num_key_value_heads",)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads")
 _OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
 """Pickles, and files and folders of FSDP and DeepSpeed: not opened, but they count as weights."""
 

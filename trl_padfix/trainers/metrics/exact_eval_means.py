@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ..data.batch_metadata import pop_metadata
 from ..distributed import data_replicas, datasets_of
-from ..parts import Evaluation, Part, Step
+from ..parts import Evaluation, Part, Step, entered
 from ..temporary_attributes import temporarily_set
 
 
@@ -89,24 +89,24 @@ class ExactMeans(Part):
         for name, total in zip(names, totals.cpu().double(), strict=True):
             self._sums[name] = self._sums.get(name, 0) + total
 
-    def _mean(self, name: str) -> dict[str, float]:
-        """The mean of a loss or metric by its name; empty if it has no items."""
+    def _mean(self, name: str) -> float | None:
+        """The mean of a loss or metric; `None` if it has no items."""
         total, items = self._sums.get(name, torch.zeros(2)).tolist()
-        return {name: total / items} if items else {}
+        return total / items if items else None
 
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self._sums = {}
         yield
-        for mean in self._mean("loss").values():
+        if (mean := self._mean("loss")) is not None:
             evaluation.output.metrics[f"{evaluation.prefix}_loss"] = mean
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         if self.settings.exact_eval_means and mode == "eval":
             metrics = self.trainer._metrics["eval"]
             for name in metrics.keys() - {"num_tokens"}:
-                # TRL logs the mean of each list, so the list becomes its exact mean.
-                metrics[name] = list(self._mean(name).values()) or metrics[name]
+                if (mean := self._mean(name)) is not None:
+                    metrics[name] = [mean]  # TRL logs the mean of the list
 
 
 @contextlib.contextmanager
@@ -117,10 +117,8 @@ def local_metrics_only(accelerator: Accelerator) -> Iterator[None]:
     def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    with (
-        temporarily_set(accelerator, "gather", identity),
-        temporarily_set(accelerator, "gather_for_metrics", identity),
-    ):
+    names = ("gather", "gather_for_metrics")
+    with entered(temporarily_set(accelerator, name, identity) for name in names):
         yield
 
 

@@ -53,8 +53,7 @@ class TokenCounter:
         self.pause()
         counts = torch.stack([torch.zeros(8, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
         tokens, padded, real, packed, filler, unpacked_forwards, shared, forwards = counts.tolist()
-        seconds = self.seconds
-        self.__init__()  # resets sums and seconds
+        seconds, self.seconds, self.sums = self.seconds, 0.0, {}
         if not tokens:
             return {}
         self.start()
