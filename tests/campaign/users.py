@@ -18,8 +18,9 @@ import torch
 import trl
 from campaign import HELD, REFUSED
 from campaign.user_code import CODES, KINDS, PLAIN, collate, on_class, scored
+from datasets import Dataset
 from kit.methods import make_trainer
-from kit.trainer_runs import build_model, build_pairs, build_tokenizer, make_plain_trainer, trained
+from kit.trainer_runs import build_model, build_pairs, build_tokenizer, make_plain_trainer, rows_for, trained
 from torch import nn
 from transformers import Trainer
 from zoo import models
@@ -67,7 +68,8 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
     theirs, *_ = outcome(case, False, folder / "theirs")
     ours, said, packed, steps = outcome(case, True, folder / "ours")
     if isinstance(theirs, Exception):
-        return HELD if isinstance(ours, Exception) else compare_errors(theirs)
+        assert isinstance(ours, Exception), f"TRL refuses and we do not: {type(theirs).__name__}: {theirs}"
+        return HELD
     by_position = any(CODES[name].by_position for name in case["code"])
     if isinstance(ours, trl_padfix.ParityError) and not by_position:
         raise ours
@@ -81,10 +83,6 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
         torch.testing.assert_close(mine, trls, rtol=2e-3, atol=1e-4, equal_nan=True)
     assert packed or said, "nothing was packed, and nobody said so"
     return HELD
-
-
-def compare_errors(theirs: Exception) -> str:
-    raise AssertionError(f"TRL refuses and we do not: {type(theirs).__name__}: {theirs}")
 
 
 def is_ours(error: BaseException) -> bool:
@@ -176,19 +174,12 @@ def make(case: dict[str, Any], ours: bool, folder: Path, undo: list) -> tuple[An
 
 
 def rows_of(kind: str, count: int, seed: int) -> Any:
-    pairs = build_pairs(count, seed, prompt=(3, 10), answer=(2, 10), common=5)
-    if kind in ("DPO", "Reward"):
-        return pairs
-    single = pairs.rename_column("chosen", "completion").remove_columns("rejected")
-    if kind == "KTO":
-        return single.add_column("label", [i % 2 == 0 for i in range(count)])
-    if kind == "SFT":
-        return single
+    rows = rows_for(kind, build_pairs(count, seed, prompt=(3, 10), answer=(2, 10), common=5))
+    if kind not in PLAIN:
+        return rows
     tokenizer = build_tokenizer()
-    return single.map(
-        lambda row: {"input_ids": tokenizer(row["prompt"] + row["completion"])["input_ids"]},
-        remove_columns=single.column_names,
-    )
+    ids = [tokenizer(row["prompt"] + row["completion"])["input_ids"] for row in rows]
+    return Dataset.from_dict({"input_ids": ids})
 
 
 class Wrapped(nn.Module):
