@@ -78,10 +78,12 @@ class ExactMeans(Part):
         with local_metrics_only(accelerator):
             yield
         new = {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
-        names = ["loss", *sorted(new)]
+        metric_names = sorted(new)
+        names = ["loss", *metric_names]
         # A process without rows of its own computed a batch of duplicates; its weights are 0.
         weights = has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
-        values = torch.cat([step.loss.detach().float().reshape(1), weights.new_tensor([new[n] for n in names[1:]])])
+        new_values = weights.new_tensor([new[name] for name in metric_names])
+        values = torch.cat([step.loss.detach().float().reshape(1), new_values])
         # `where`, because a metric without items may be NaN, and NaN * 0 is NaN.
         totals = torch.stack([torch.where(weights > 0, values * weights, 0.0), weights], dim=1)
         if accelerator.num_processes > 1:
@@ -153,4 +155,5 @@ def drop_duplicate_rows(
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if unique in (0, items) or any(v.shape[0] not in (items, rows) for v in tensors.values()):
         return original, unique > 0
-    return {**batch, **{k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}}, True
+    kept = {k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}
+    return {**batch, **kept}, True
