@@ -81,6 +81,13 @@ def test_pairs_part_where_the_trials_do(caplog):
     assert "1 of 3 pairs part at a message that is not the assistant's" in caplog.text
 
 
+def test_the_margin_of_trials_that_only_succeed_or_fail_is_a_number():
+    rows = [row | {"reward": row["reward"] == 1} for row in ROWS[:2]]
+    (pair,) = rollout_pairs(rollouts(rows))
+    assert isinstance(pair["margin"], float)
+    assert pair["margin"] == 1
+
+
 def test_what_trials_say_otherwise_is_not_shared():
     other = json.loads(json.dumps(ROWS[:2]))
     other[0]["messages"][2]["tool_calls"][0]["function"]["arguments"]["x"] = 2  # the control: another call

@@ -120,7 +120,7 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_answer(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": ""} if message["role"] == "tool" and message.get("content") else message
+    return {**message, "content": ""} if message.get("role") == "tool" and message.get("content") else message
 
 
 _WITHOUT = {"tool calls": _without_calls, "messages of tools": _without_answer}

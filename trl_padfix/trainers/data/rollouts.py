@@ -13,7 +13,7 @@ from collections import Counter
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, Features
+from datasets import Dataset, Features, Value
 
 from .chat_templates import TEMPLATE_COLUMNS, check_tool_messages, renderer
 from .tokenizers import tokenizer_of
@@ -165,7 +165,7 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
         )
     # The types of the dataset: inferred ones would merge the keys of all tool calls into one struct.
     types = dict.fromkeys(("prompt", "chosen", "rejected"), dataset.features["messages"])
-    types |= {"margin": dataset.features[reward], **{name: dataset.features[name] for name in columns}}
+    types |= {"margin": Value("float64"), **{name: dataset.features[name] for name in columns}}
     return Dataset.from_list(pairs, features=Features(types))
 
 

@@ -143,7 +143,7 @@ def check_turn_settings(config: TrainingArguments) -> None:
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The half-open ranges `(begin, end)` of the assistant's turns in a conversation."""
     turns, begin = [], 0
-    for is_assistant, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
+    for is_assistant, run in groupby(messages, key=lambda message: message.get("role") == "assistant"):
         length = len(list(run))
         if is_assistant:
             turns.append((begin, begin + length))
