@@ -166,6 +166,8 @@ def record(dataset):
         (without("reward"), good_rollouts, "no column `reward`"),
         ([{"task": 0, "reward": 1.0, "text": "w3"}], good_rollouts, "no column `messages`"),
         ([*ROWS, ROWS[0] | {"reward": None}], rollout_pairs, r"1 of 11 rollouts have no number .* row 10"),
+        ([row | {"reward": "good"} for row in ROWS], rollout_pairs, r"10 of 10 .* no number .* row 0 .*: 'good'"),
+        ([*ROWS, ROWS[0] | {"messages": None}], good_rollouts, "Row 10 .* has None in column `messages`"),
         ([*ROWS, ROWS[0] | {"task": None}], rollout_pairs, "1 of 11 rollouts have no `task`.* row 10"),
         (ROWS[9:], rollout_pairs, "makes no pair of 1 rollouts: 1 of 1 tasks have one trial"),
         (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),

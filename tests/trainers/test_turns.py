@@ -132,6 +132,7 @@ def test_conversations_of_another_format_are_turned_into_messages():
         (Dataset.from_dict({"text": ["w3"]}), ValueError, r"columns \['text'\]. Give a column `messages`"),
         (Dataset.from_dict({"messages": [[]], "images": [[]]}), ValueError, "do not say which turn"),
         ([{"messages": []}], TypeError, "is a `list`"),
+        (IterableDataset.from_generator(lambda: iter(())), ValueError, r"columns \[\]"),
     ],
 )
 def test_what_is_no_set_of_conversations_is_refused(rows, error, message):

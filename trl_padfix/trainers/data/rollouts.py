@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset, Features, Value
 
 from .chat_templates import TEMPLATE_COLUMNS, check_tool_messages, renderer
+from .row_checks import validate_rows
 from .tokenizers import tokenizer_of
 from .turns import turns_of
 
@@ -281,14 +282,24 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "Rollouts are told apart by it: name the column of the rewards with `reward=`.")
+    validate_rows(dataset, "rollouts", ("messages",), strict=False)
     values = dataset[reward][:]
-    without = [i for i, value in enumerate(values) if value is None or not math.isfinite(float(value))]
+    numbers = list(map(_as_number, values))
+    without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
     if without:
         raise ValueError(
             f"{len(without)} of {len(values)} rollouts have no number as `{reward}`, the first of them row "
             f"{without[0]} (counted from 0): {values[without[0]]!r}. Give them one, or filter them out."
         )
-    return [float(value) for value in values]
+    return numbers
+
+
+def _as_number(value: Any) -> float:
+    """A value as a number; NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
