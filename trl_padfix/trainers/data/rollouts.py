@@ -50,7 +50,7 @@ def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "rew
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If it has no such column, a row has no reward, or no rollout is good.
+        ValueError: If it has no such column, a row has no messages or no reward, or no rollout is good.
 
     Example:
 
@@ -99,7 +99,7 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a column is missing, a row has no reward, or no two trials of a task give a pair.
+        ValueError: If a column is missing, a row has no messages or no reward, or no two trials of a task give a pair.
 
     Example:
 
