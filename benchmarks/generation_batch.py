@@ -76,7 +76,37 @@ def timed(trainer_class: type) -> type:
     return Timed
 
 
-def main() -> None:
+def train(
+    name: str,
+    batch: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: dict[str, Any],
+    generate: Any,
+    settings: dict[str, Any],
+) -> tuple[list[dict[str, float]], float]:
+    """Train on one generation batch; returns the logs of the steps, and the seconds of all steps."""
+    trainer_class, config_class, more = TRAINERS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        model, args = build_qwen2(tokenizer, **shape), config_class(folder, **settings, **more)
+        trainer = timed(trainer_class)(model, scores, args, batch, processing_class=tokenizer, rollout_func=generate)
+        trainer.train()
+        seconds = time.perf_counter() - trainer.began
+    return [entry for entry in trainer.state.log_history if "grad_norm" in entry], seconds
+
+
+def check_equal(logs: dict[str, list[dict[str, float]]], steps: int) -> None:
+    """End the program if losses or gradient norms of a trainer are not TRL's."""
+    for name, entries in logs.items():
+        apart = max(
+            abs(entry[k] - theirs[k]) / max(abs(theirs[k]), 1e-3)
+            for entry, theirs in zip(entries, logs["TRL"], strict=True)
+            for k in ("loss", "grad_norm")
+        )
+        if apart > 1e-3 or len(entries) != steps:
+            raise SystemExit(f"{name}: losses or gradient norms differ from TRL's by {apart:.0e}; no figures.")
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="rows with a prompt and a completion, as texts")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a generation batch")
@@ -85,15 +115,16 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=512, help="tokens of one completion; 0 for none")
     parser.add_argument("--repeat", type=int, default=3, help="generation batches that are timed")
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    options = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    options = parse_arguments()
     rows = list(load_dataset("json", data_files=options.data, split="train"))
     texts = [text for row in rows for text in (row["prompt"], row["completion"])]
     tokenizer = train_tokenizer(texts, SHAPES[options.shape]["vocab_size"])
     lengths = [len(ids) for ids in tokenizer([row["completion"] for row in rows])["input_ids"]]
     shape = SHAPES[options.shape] | {"vocab_size": len(tokenizer)}
-    count = options.prompts * (options.repeat + 1)
-    prompts = Dataset.from_dict({"prompt": [rows[i]["prompt"] for i in range(count)]})
     steps = options.steps_per_generation
     settings: dict[str, Any] = dict(
         per_device_train_batch_size=options.prompts * options.generations // steps,
@@ -103,39 +134,22 @@ def main() -> None:
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     seconds: dict[str, list[float]] = {name: [] for name in TRAINERS}
-    computed: dict[str, list[float]] = {"pad": [], "shared": []}
+    shares: list[tuple[float, float]] = []
     for repeat in range(options.repeat + 1):
-        order = [*TRAINERS][:: 1 if repeat % 2 else -1]
+        begin = repeat * options.prompts
+        batch = Dataset.from_dict({"prompt": [row["prompt"] for row in rows[begin : begin + options.prompts]]})
         logs: dict[str, list[dict[str, float]]] = {}
-        for name in order:
-            trainer_class, config_class, more = TRAINERS[name]
-            batch = prompts.select(range(repeat * options.prompts, (repeat + 1) * options.prompts))
-            with tempfile.TemporaryDirectory() as folder:
-                generate = rollouts(tokenizer, lengths, options.long, len(tokenizer))
-                model, args = build_qwen2(tokenizer, **shape), config_class(folder, **settings, **more)
-                trainer = timed(trainer_class)(
-                    model, scores, args, batch, processing_class=tokenizer, rollout_func=generate
-                )
-                trainer.train()
-                end = time.perf_counter()
-            logs[name] = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        for name in [*TRAINERS][:: 1 if repeat % 2 else -1]:
+            generate = rollouts(tokenizer, lengths, options.long, len(tokenizer))
+            logs[name], whole = train(name, batch, tokenizer, shape, generate, settings)
             if repeat:  # the first generation batch warms up, and checks parity
-                seconds[name].append((end - trainer.began) / steps)
-        plain = logs["TRL"]
-        for name, entries in logs.items():
-            apart = max(
-                abs(e[k] - p[k]) / max(abs(p[k]), 1e-3)
-                for e, p in zip(entries, plain, strict=True)
-                for k in ("loss", "grad_norm")
-            )
-            if apart > 1e-3 or len(entries) != steps:
-                raise SystemExit(f"{name}: losses or gradient norms differ from TRL's by {apart:.0e}; no figures.")
-        computed["pad"] += [entry["padfix/pad_fraction"] for entry in logs["prefix sharing"]]
-        computed["shared"] += [entry["padfix/shared_fraction"] for entry in logs["prefix sharing"]]
-    real = 1 - statistics.mean(computed["pad"])
+                seconds[name].append(whole / steps)
+        check_equal(logs, steps)
+        shares += [(e["padfix/pad_fraction"], e["padfix/shared_fraction"]) for e in logs["prefix sharing"]]
+    pad, shared = (statistics.mean(column) for column in zip(*shares, strict=True))
     sizes = f"{options.prompts} prompts, {options.generations} completions each, {options.long} tokens in one"
     print(f"{sizes}; {steps} steps")
-    print(f"1 / {real:.2f} / {real * (1 - statistics.mean(computed['shared'])):.2f} padded / real / distinct tokens")
+    print(f"1 / {1 - pad:.2f} / {(1 - pad) * (1 - shared):.2f} padded / real / distinct tokens")
     for name, times in seconds.items():
         ratios = [a / b for a, b in zip(seconds["TRL"], times, strict=True)]
         print(

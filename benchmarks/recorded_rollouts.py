@@ -69,13 +69,8 @@ class NoTransfer:
     def destroy(self) -> None: ...
 
 
-def recorded_samples(path: str, tokenizer: Any, model: Any, length: int) -> list[list[dict[str, Any]]]:
-    """
-    The trials of each task as samples, cut after `length` tokens.
-
-    The policy that sampled them is not known. The probabilities of the model that is trained stand for its own, with
-    some noise, so that ratios are near 1 and some are clipped.
-    """
+def recorded_samples(path: str, tokenizer: Any, length: int) -> list[list[dict[str, Any]]]:
+    """The trials of each task as samples, cut after `length` tokens, with noise for [`add_log_probs`]."""
     recorded = RecordedRollouts(load_dataset("json", data_files=path, split="train"), tokenizer)
     generator, groups = torch.Generator().manual_seed(0), []
     for group, name in enumerate(recorded.prompts["prompt"][:]):
@@ -100,6 +95,12 @@ def recorded_samples(path: str, tokenizer: Any, model: Any, length: int) -> list
 
 @torch.no_grad()
 def add_log_probs(samples: list[dict[str, Any]], model: Any) -> None:
+    """
+    Add the model's log-probabilities to the noise of the samples.
+
+    The policy that sampled them is not known. The probabilities of the model that is trained stand for its own, with
+    some noise, so that ratios are near 1 and some are clipped.
+    """
     for sample in samples:
         ids = torch.tensor(sample["input_ids"])
         log_probs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -110,11 +111,12 @@ def add_log_probs(samples: list[dict[str, Any]], model: Any) -> None:
 def padded(samples: list[dict[str, Any]], pad: int) -> dict[str, torch.Tensor]:
     """The inputs of TRL's GRPO loss: prompts up to the first trained token, padded left, and completions, right."""
     starts = [int(sample["completion_mask"].argmax()) for sample in samples]
+    pairs = list(zip(samples, starts, strict=True))
 
     def columns(name: str) -> list[torch.Tensor]:
-        return [torch.tensor(sample[name])[start:] for sample, start in zip(samples, starts, strict=True)]
+        return [torch.tensor(sample[name])[start:] for sample, start in pairs]
 
-    prompts = [torch.tensor(sample["input_ids"])[:start] for sample, start in zip(samples, starts, strict=True)]
+    prompts = [torch.tensor(sample["input_ids"])[:start] for sample, start in pairs]
     completions = columns("input_ids")
 
     def left(rows: list[torch.Tensor], value: int) -> torch.Tensor:
@@ -183,6 +185,49 @@ class Compared(AsyncGRPOTrainer):
         return batch["prompt_ids"].size(1) + batch["completion_ids"].size(1)
 
 
+def build_steps(given: argparse.Namespace, policy: str) -> list[list[dict[str, Any]]]:
+    """The samples of each step: those of `given.tasks` tasks, which come again if there are too few."""
+    tokenizer, model = AutoTokenizer.from_pretrained(policy), AutoModelForCausalLM.from_pretrained(policy)
+    groups = recorded_samples(given.rollouts, tokenizer, given.length)
+    if not groups:
+        raise SystemExit(f"no task has a turn of the assistant in the first {given.length} tokens: raise --length")
+    steps = []
+    for step in range(given.steps + 2):  # accelerate fetches one step ahead
+        numbers = range(step * given.tasks, (step + 1) * given.tasks)
+        samples = [sample | {"group_id": i} for i in numbers for sample in groups[i % len(groups)]]
+        add_log_probs(samples, model)
+        steps.append(samples)
+    return steps
+
+
+def build_theirs(policy: str, folder: str, count: int) -> trl.GRPOTrainer:
+    args = trl.GRPOConfig(
+        folder, per_device_train_batch_size=count, num_generations=count, loss_type="bnpo", beta=0.0, **SETTINGS
+    )
+    rewards = lambda completions, **columns: [0.0] * len(completions)  # noqa: E731
+    data = Dataset.from_dict({"prompt": ["unused"]})
+    theirs = trl.GRPOTrainer(policy, reward_funcs=rewards, args=args, train_dataset=data)
+    theirs.current_gradient_accumulation_steps = 1
+    theirs.model.train()
+    return theirs
+
+
+def build_ours(policy: str, folder: str, steps: list[list[dict[str, Any]]], timed: int) -> Compared:
+    count = len(steps[0])
+    args = AsyncGRPOConfig(
+        folder, padding_free=True, prefix_sharing=True, per_device_train_batch_size=count, token_budget=0,
+        max_steps=timed + 1, max_staleness=10**6, learning_rate=1e-4, logging_steps=10**6, **SETTINGS,
+    )  # fmt: skip
+    return Compared(
+        policy,
+        args=args,
+        reward_funcs=[],
+        train_dataset=Dataset.from_dict({"prompt": ["unused"] * count}),
+        rollout_worker=Replay([*chain(*steps)]),
+        weight_transfer=NoTransfer(),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", default=str(RECORDED), help="JSON lines with `messages`, `task` and `reward`")
@@ -194,60 +239,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = load_dataset("json", data_files=given.rollouts, split="train")
         policy = build_tiny(given.shape, rows, Path(folder) / "policy")
-        tokenizer = AutoTokenizer.from_pretrained(policy)
-        model = AutoModelForCausalLM.from_pretrained(policy)
-        groups = recorded_samples(given.rollouts, tokenizer, model, given.length)
-        needed = given.tasks * (given.steps + 2)  # accelerate fetches one step ahead
-        groups = [groups[i % len(groups)] for i in range(needed)]
-        groups = [[sample | {"group_id": i} for sample in group] for i, group in enumerate(groups)]
-        steps = [[*chain(*groups[i : i + given.tasks])] for i in range(0, needed, given.tasks)]
-        for samples in steps:
-            add_log_probs(samples, model)
+        steps = build_steps(given, policy)
         count = len(steps[0])
-        theirs = trl.GRPOTrainer(
-            policy,
-            reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-            args=trl.GRPOConfig(
-                folder,
-                per_device_train_batch_size=count,
-                num_generations=count,
-                loss_type="bnpo",
-                beta=0.0,
-                **SETTINGS,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": ["unused"]}),
-        )
-        theirs.current_gradient_accumulation_steps = 1
-        theirs.model.train()
-        trainer = Compared(
-            policy,
-            args=AsyncGRPOConfig(
-                folder,
-                padding_free=True,
-                prefix_sharing=True,
-                per_device_train_batch_size=count,
-                token_budget=0,
-                max_steps=given.steps + 1,
-                max_staleness=10**6,
-                learning_rate=1e-4,
-                logging_steps=10**6,
-                **SETTINGS,
-            ),
-            reward_funcs=[],
-            train_dataset=Dataset.from_dict({"prompt": ["unused"] * count}),
-            rollout_worker=Replay([sample for samples in steps for sample in samples]),
-            weight_transfer=NoTransfer(),
-        )
-        trainer.theirs, trainer.steps, trainer.times = theirs, steps, []
+        trainer = build_ours(policy, folder, steps, given.steps)
+        trainer.theirs, trainer.steps, trainer.times = build_theirs(policy, folder, count), steps, []
         trainer.train()
     times = trainer.times[1:]
     ratios = [padded / trees for padded, trees in times]
-    real = sum(len(sample["input_ids"]) for samples in steps[: given.steps + 1] for sample in samples)
-    wide = sum(len(s) * max(len(sample["input_ids"]) for sample in s) for s in steps[: given.steps + 1])
+    trained = steps[: given.steps + 1]
+    real = sum(len(sample["input_ids"]) for samples in trained for sample in samples)
+    wide = sum(len(samples) * max(len(sample["input_ids"]) for sample in samples) for samples in trained)
     computed = trainer.padding.stats.packed_tokens
     trl_s, trees_s = (statistics.median(column) for column in zip(*times, strict=True))
     print(
-        f"{given.steps + 1} steps of {count} rollouts: {wide} tokens padded, {real} real, {computed} computed "
+        f"{len(trained)} steps of {count} rollouts: {wide} tokens padded, {real} real, {computed} computed "
         f"(1 / {real / wide:.2f} / {computed / wide:.2f})\nmedians of {given.steps}: TRL's padded loss {trl_s:.2f} s "
         f"a step, trees {trees_s:.2f} s, {statistics.median(ratios):.1f}x as fast ({min(ratios):.1f} to "
         f"{max(ratios):.1f})\ntrl_padfix {__version__}, TRL {trl.__version__}, torch {torch.__version__}"

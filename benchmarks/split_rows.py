@@ -80,7 +80,7 @@ def compare() -> None:
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=["heads", "keys"], default="heads")
     for name, default in {"rows": 4, "tokens": 1024, "shared": 0, "layers": 2, "hidden": 128, "steps": 3}.items():
@@ -93,39 +93,51 @@ def main() -> None:
     parser.add_argument("--save", help="file for the loss, and the gradient of each parameter")
     parser.add_argument("--limit-mib", type=float, help="most that a process may save for backward")
     parser.add_argument("--compare", action="store_true", help="one process on a core, and two on one core each")
-    args = parser.parse_args()
-    if args.compare:
-        return compare()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
-    torch.set_num_threads(1)
-    logging.set_verbosity_error()
-    n = int(os.environ.get("WORLD_SIZE", "1"))
+    return parser.parse_args()
+
+
+def build_model(args: argparse.Namespace) -> Any:
     torch.manual_seed(0)
-    model: Any = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=2048,
-            hidden_size=args.hidden,
-            intermediate_size=4 * args.hidden,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads,
-            max_position_embeddings=1 << 20,
-        )
-    ).train()
+    config = Qwen2Config(
+        vocab_size=2048, hidden_size=args.hidden, intermediate_size=4 * args.hidden, num_hidden_layers=args.layers,
+        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, max_position_embeddings=1 << 20,
+    )  # fmt: skip
+    model: Any = Qwen2ForCausalLM(config).train()
     add_fused_lm_head(model)
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def build_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """Rows of two lengths, so that there is padding, some of them with a shared prefix; and the shorter ones."""
+    ids = torch.randint(1, 2048, (args.rows + args.short[0], args.tokens))
+    ids[: args.rows, : args.shared] = ids[:1, : args.shared]
+    mask = torch.ones_like(ids)
+    mask[1:, -1] = 0
+    mask[args.rows :, args.short[1] :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def use_one_core() -> None:
+    """Compute on one core, if there are enough another one in each process."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.compare:
+        return compare()
+    use_one_core()
+    logging.set_verbosity_error()
+    n, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    model, batch = build_model(args), build_batch(args)
     handle = remove_padding(model, prefix_sharing=args.shared > 0)
     if n > 1:
         distributed.init_process_group("gloo")
         split_rows(handle, attention=args.attention)
-    ids = torch.randint(1, 2048, (args.rows + args.short[0], args.tokens))
-    ids[: args.rows, : args.shared] = ids[:1, : args.shared]
-    mask = torch.ones_like(ids)
-    mask[1:, -1] = 0  # two lengths, so that there is padding
-    mask[args.rows :, args.short[1] :] = 0
-    labels = ids.masked_fill(mask == 0, -100)
     traffic, seconds, exchanging = Traffic(), [], []
     for step in range(args.steps * (2 if n > 1 else 1)):
         traffic.has_barrier = step >= args.steps
@@ -133,7 +145,7 @@ def main() -> None:
         handle.stats.reset()
         start = time.perf_counter()
         with saved_storages([*model.parameters(), *model.buffers()]) as saved:
-            output = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+            output = model(**batch, fused_lm_head=True)
             loss = output.loss if args.loss == "sft" else dpo_loss(output.log_probs)
         loss.backward()
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -146,7 +158,7 @@ def main() -> None:
         for gradient in gradients.values():  # as DDP and FSDP2 do
             distributed.all_reduce(gradient)
             gradient /= n
-    if args.save and int(os.environ.get("RANK", "0")) == 0:
+    if args.save and is_main:
         torch.save({"loss": loss.detach(), "gradients": gradients}, args.save)
     tokens, mib = handle.stats.packed_tokens, sum(storage.nbytes() for storage in saved.values()) / 2**20
     figures = {
@@ -161,12 +173,12 @@ def main() -> None:
         "share_of_communication": round(statistics.median(exchanging) / statistics.median(seconds), 3) if n > 1 else 0,
         "loss": round(loss.item(), 5),
     }
-    all_figures: list[Any] = [None] * n
+    all_figures: list[Any] = [figures]
     if n > 1:
+        all_figures = [None] * n
         distributed.all_gather_object(all_figures, figures)
-    if int(os.environ.get("RANK", "0")) == 0:
-        largest = max(all_figures, key=lambda f: f["kept_mib"]) if n > 1 else figures
-        print(json.dumps(largest))
+    if is_main:
+        print(json.dumps(max(all_figures, key=lambda f: f["kept_mib"])))
     sys.stdout.flush()
     os._exit(0)  # without the threads of gloo, which can hang at exit
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_padfix import remove_padding
+from trl_padfix import PaddingStats, remove_padding
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout.shared_prefixes import plan_shared_prefixes
@@ -136,44 +136,56 @@ def gradient(model) -> torch.Tensor:
     return gradient
 
 
+def ways_of(rows: list[torch.Tensor], shares: tuple[int, ...]) -> dict[tuple[str, int], tuple[list, int, bool]]:
+    """Arguments of [`step`] by the way to compute, and by the share of the distinct tokens that is the budget."""
+    each = np.array([len(row) for row in rows])
+    costs = prefix_costs(each, each, *sort_by_prefix([row.numpy() for row in rows]))
+    distinct = costs.total()
+    ways = {("one forward", 1): ([list(range(len(each)))], distinct, False)}
+    for share in shares:
+        budget = distinct // share
+        ways["anew", share] = pack_by_budget(costs, budget), budget, False
+        ways["once", share] = pack_depth_first(costs, budget), budget, True
+    return ways
+
+
+def measure(name: str, model, stats: PaddingStats, data: tuple, shares: tuple[int, ...], repeat: int) -> None:
+    ways = ways_of(data[0], shares)
+    one_forward = ("one forward", 1)
+    kept, computed, gradients = {}, {}, {}
+    for way, arguments in ways.items():
+        meter, before = Kept(model), stats.packed_tokens
+        with meter.metered():
+            step(model, data, *arguments)
+        kept[way], computed[way] = meter.peak / 2**20, stats.packed_tokens - before
+        gradients[way] = gradient(model)
+    seconds = {way: [] for way in ways}
+    for _ in range(repeat):
+        for way, arguments in ways.items():
+            seconds[way].append(step(model, data, *arguments))
+            model.zero_grad()
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    expected = gradients[one_forward]
+    for way, second in medians.items():
+        how, share = way
+        anew = medians.get(("anew", share))
+        off = float((gradients[way] - expected).abs().max() / expected.abs().max())
+        print(
+            f"{name:17} {how:11} 1/{share:<2} {len(ways[way][0]):3} micro-batches, "
+            f"{computed[way]:6} tokens of {ways[one_forward][1]}, {second:6.2f} s "
+            f"({second / medians[one_forward]:4.2f} of one forward{f', {anew / second:4.2f}x' if anew else ''}), "
+            f"keeps {kept[way]:6.1f} MiB ({kept[way] / kept[one_forward]:4.2f}), gradient off {off:.0e}",
+            flush=True,
+        )
+
+
 def main(repeat: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, attn_implementation="sdpa")).train().model
     with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
-        for name, data, shares in (("1,024 + 32 x 128", group(), (2, 4, 8)), ("8 x 4 x 4 turns", turns(), (10,))):
-            each = np.array([len(row) for row in data[0]])
-            costs = prefix_costs(each, each, *sort_by_prefix([row.numpy() for row in data[0]]))
-            distinct = costs.total()
-            ways = {("one forward", 1): ([list(range(len(each)))], distinct, False)}
-            for share in shares:
-                budget = distinct // share
-                ways["anew", share] = pack_by_budget(costs, budget), budget, False
-                ways["once", share] = pack_depth_first(costs, budget), budget, True
-            seconds, kept, computed, off, expected = {way: [] for way in ways}, {}, {}, {}, None
-            for way, arguments in ways.items():
-                meter, before = Kept(model), handle.stats.packed_tokens
-                with meter.metered():
-                    step(model, data, *arguments)
-                kept[way], computed[way] = meter.peak / 2**20, handle.stats.packed_tokens - before
-                computed_gradient = gradient(model)
-                expected = computed_gradient if expected is None else expected  # of one forward, the first way
-                off[way] = float((computed_gradient - expected).abs().max() / expected.abs().max())
-            for _ in range(repeat):
-                for way, arguments in ways.items():
-                    seconds[way].append(step(model, data, *arguments))
-                    model.zero_grad()
-            medians = {way: statistics.median(times) for way, times in seconds.items()}
-            for (how, share), second in medians.items():
-                anew, whole = medians.get(("anew", share)), medians["one forward", 1]
-                print(
-                    f"{name:17} {how:11} 1/{share:<2} {len(ways[how, share][0]):3} micro-batches, "
-                    f"{computed[how, share]:6} tokens of {distinct}, {second:6.2f} s "
-                    f"({second / whole:4.2f} of one forward{f', {anew / second:4.2f}x' if anew else ''}), "
-                    f"keeps {kept[how, share]:6.1f} MiB ({kept[how, share] / kept['one forward', 1]:4.2f}), "
-                    f"gradient off {off[how, share]:.0e}",
-                    flush=True,
-                )
+        measure("1,024 + 32 x 128", model, handle.stats, group(), (2, 4, 8), repeat)
+        measure("8 x 4 x 4 turns", model, handle.stats, turns(), (10,), repeat)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from campaign import HELD
 from kit.methods import make_trainer
-from kit.trainer_runs import build_model, build_pairs
+from kit.trainer_runs import build_model, build_pairs, rows_for
 from transformers import TrainerCallback
 
 import trl_padfix
@@ -70,9 +70,7 @@ class FaultyCallback(TrainerCallback):
 
 
 def attempt(case: dict[str, Any], folder: Path) -> str:
-    data = build_pairs(12, case["seed"], prompt=(1, 8), answer=(1, 8))
-    if case["kind"] == "SFT":
-        data = data.rename_column("chosen", "completion").remove_columns("rejected")
+    data = rows_for(case["kind"], build_pairs(12, case["seed"], prompt=(1, 8), answer=(1, 8)))
     models = {"model": build_model()} | ({"ref_model": build_model(seed=1)} if case["kind"] == "DPO" else {})
     before = {name: model.config._attn_implementation for name, model in models.items()}
     flat = case["where"] == "nowhere"

@@ -12,7 +12,7 @@ from campaign import HELD, REFUSED
 from datasets import Dataset
 from kit.methods import make_trainer
 from kit.rows import build_prompts
-from kit.trainer_runs import build_pairs, lora, trajectory
+from kit.trainer_runs import build_pairs, lora, rows_for, trajectory
 
 import trl_padfix
 
@@ -101,8 +101,4 @@ def train(case: dict[str, Any], library: Any, folder: Path, config: dict[str, An
 
 
 def rows_of(kind: str, count: int, seed: int) -> Dataset:
-    pairs = build_pairs(count, seed, prompt=(1, 10), common=max(2, count // 3))
-    if kind in ("DPO", "Reward"):
-        return pairs
-    single = pairs.rename_column("chosen", "completion").remove_columns("rejected")
-    return single.add_column("label", [i % 2 == 0 for i in range(count)]) if kind == "KTO" else single
+    return rows_for(kind, build_pairs(count, seed, prompt=(1, 10), common=max(2, count // 3)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -29,16 +30,17 @@ def scored(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 # -- what users write: classes are put in front of the trainer's, functions get the trainer
 
 
+@dataclass(frozen=True)
 class Code:
     """
     A piece of a user's code, the kinds of trainers it suits, whether it goes by the position of tokens in a batch, and
     whether it depends on the side of padding.
     """
 
-    def __init__(
-        self, what: Any, kinds: tuple[str, ...] = tuple(KINDS), by_position: bool = False, by_column: bool = False
-    ):
-        self.what, self.kinds, self.by_position, self.by_column = what, kinds, by_position, by_column
+    what: Any
+    kinds: tuple[str, ...] = tuple(KINDS)
+    by_position: bool = False
+    by_column: bool = False
 
 
 WITH_LABELS = ("SFT", *PLAIN)
@@ -48,13 +50,21 @@ def tokens_of(inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs["input_ids"], inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
 
 
+def scaled(result: Any, scale: Any) -> Any:
+    """What `compute_loss` returned, with its loss times `scale`."""
+    return (result[0] * scale, *result[1:]) if isinstance(result, tuple) else result * scale
+
+
+def longest(inputs: Any) -> torch.Tensor:
+    return tokens_of(inputs)[1].sum(1).max() / 10
+
+
 class Scaled:
     """A loss that compares rows: the longest of the batch scales it."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        scale = tokens_of(inputs)[1].sum(1).max() / 10
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        return (result[0] * scale, *result[1:]) if isinstance(result, tuple) else result * scale
+        scale = longest(inputs)
+        return scaled(super().compute_loss(model, inputs, *args, **kwargs), scale)
 
 
 class OwnLoss:
@@ -113,7 +123,7 @@ class Embedded(OwnLoss):
 
 
 class EditingLoss:
-    """Drops some labels in the batch, by a write or in a new dictionary."""
+    """Drops some labels, in a new dictionary."""
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs["labels"].clone()
@@ -122,6 +132,8 @@ class EditingLoss:
 
 
 class WritingLoss:
+    """Drops some labels, by a write."""
+
     def compute_loss(self, model, inputs, *args, **kwargs):
         inputs["labels"][:, :5] = -100
         return super().compute_loss(model, inputs, *args, **kwargs)
@@ -139,12 +151,12 @@ class CopyingStep:
         return super().training_step(model, inputs, *args, **kwargs)
 
 
-class HalfStep:
-    """Trains on the longest rows."""
+class WritingStep:
+    """Writes a mask into the batch that is equal to the one before."""
 
     def training_step(self, model, inputs, *args, **kwargs):
-        inputs["attention_mask"][:, :] = inputs["attention_mask"] * 1  # a write
-        return super().training_step(model, inputs, *args, **kwargs) * 1.0
+        inputs["attention_mask"][:, :] = inputs["attention_mask"] * 1
+        return super().training_step(model, inputs, *args, **kwargs)
 
 
 class OwnStep:
@@ -216,13 +228,15 @@ class Sampling:
         return batches, number if number is None else torch.tensor(total)
 
 
+def first_columns(batch: Any, width: int) -> dict[str, Any]:
+    return {k: v[:, :width] if isinstance(v, torch.Tensor) and v.dim() > 1 else v for k, v in batch.items()}
+
+
 class Truncating:
     """Cuts the columns of a batch."""
 
     def _prepare_inputs(self, inputs):
-        inputs, width = super()._prepare_inputs(inputs), 12
-        cut = lambda x: x[:, :width] if isinstance(x, torch.Tensor) and x.dim() > 1 else x  # noqa: E731
-        return {k: cut(v) for k, v in inputs.items()}
+        return first_columns(super()._prepare_inputs(inputs), 12)
 
 
 class Shortest:
@@ -230,9 +244,7 @@ class Shortest:
 
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
-        width = max(6, int(tokens_of(inputs)[1].sum(1).min()))
-        cut = lambda x: x[:, :width] if isinstance(x, torch.Tensor) and x.dim() > 1 else x  # noqa: E731
-        return {k: cut(v) for k, v in inputs.items()}
+        return first_columns(inputs, max(6, int(tokens_of(inputs)[1].sum(1).min())))
 
 
 class Masking:
@@ -259,9 +271,8 @@ def on_class(trainer: Any, undo: list) -> None:
     theirs = owner.compute_loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        scale = tokens_of(inputs)[1].sum(1).max() / 10
-        result = theirs(self, model, inputs, *args, **kwargs)
-        return (result[0] * scale, *result[1:]) if isinstance(result, tuple) else result * scale
+        scale = longest(inputs)
+        return scaled(theirs(self, model, inputs, *args, **kwargs), scale)
 
     owner.compute_loss = compute_loss
     undo.append(lambda: setattr(owner, "compute_loss", theirs))
@@ -271,8 +282,7 @@ def on_object(trainer: Any, undo: list) -> None:
     theirs = trainer.compute_loss
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        result = theirs(model, inputs, *args, **kwargs)
-        return (result[0] * 2, *result[1:]) if isinstance(result, tuple) else result * 2
+        return scaled(theirs(model, inputs, *args, **kwargs), 2)
 
     trainer.compute_loss = MethodType(compute_loss, trainer)
 
@@ -299,13 +309,11 @@ def hooked(where: str, change: Callable[[torch.Tensor], torch.Tensor], late: boo
         return (change(args[0]), *args[1:])
 
     def register(trainer: Any) -> None:
-        layer = layers_of(trainer)[1]
-        if where == "layer":
-            layer.register_forward_hook(hook)
-        elif where == "before the layer":
-            layer.register_forward_pre_hook(pre_hook)
-        else:
-            next(m for m in trainer.model.modules() if isinstance(m, nn.Embedding)).register_forward_hook(hook)
+        if where == "before the layer":
+            layers_of(trainer)[1].register_forward_pre_hook(pre_hook)
+            return
+        embedding = next(m for m in trainer.model.modules() if isinstance(m, nn.Embedding))
+        (layers_of(trainer)[1] if where == "layer" else embedding).register_forward_hook(hook)
 
     class Late(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -393,16 +401,8 @@ def length(row: dict[str, Any]) -> int:
     return sum(len(v) for v in row.values() if isinstance(v, list))
 
 
-def with_labels_of_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    return batch | {"labels": batch["input_ids"].clone()}
-
-
 def without_mask(batch: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in batch.items() if k != "attention_mask"}
-
-
-def cut(batch: dict[str, Any]) -> dict[str, Any]:
-    return {k: v[:, :9] if v.dim() > 1 else v for k, v in batch.items()}
 
 
 class Mapping(UserDict):
@@ -432,7 +432,7 @@ CODES: dict[str, Code] = {
     "a loss function": Code(loss_function, WITH_LABELS),
     "a step that reads": Code(ReadingStep),
     "a step that copies": Code(CopyingStep),
-    "a step that writes": Code(HalfStep),
+    "a step that writes": Code(WritingStep),
     "a step of one's own": Code(OwnStep),
     "a step with the model's loss": Code(ModelStep, WITH_LABELS),
     "two steps": Code(TwoSteps),
@@ -462,7 +462,9 @@ CODES: dict[str, Code] = {
     "no mask": Code(collated(without_mask), WITH_LABELS, by_column=True),
     "the longest rows": Code(collated(dict, lambda rows: sorted(rows, key=length)[-2:])),
     "rows twice": Code(collated(dict, lambda rows: [*rows, *rows[:1]])),
-    "labels of padding": Code(collated(with_labels_of_padding), WITH_LABELS, by_column=True),
-    "a cut batch": Code(collated(cut), WITH_LABELS, by_column=True),
+    "labels of padding": Code(
+        collated(lambda batch: batch | {"labels": batch["input_ids"].clone()}), WITH_LABELS, by_column=True
+    ),
+    "a cut batch": Code(collated(lambda batch: first_columns(batch, 9)), WITH_LABELS, by_column=True),
     "padding on the left": Code(seq2seq, PLAIN, by_column=True),
 }  # fmt: skip

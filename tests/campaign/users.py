@@ -18,8 +18,9 @@ import torch
 import trl
 from campaign import HELD, REFUSED
 from campaign.user_code import CODES, KINDS, PLAIN, collate, on_class, scored
+from datasets import Dataset
 from kit.methods import make_trainer
-from kit.trainer_runs import build_model, build_pairs, build_tokenizer, make_plain_trainer, trained
+from kit.trainer_runs import build_model, build_pairs, build_tokenizer, make_plain_trainer, rows_for, trained
 from torch import nn
 from transformers import Trainer
 from zoo import models
@@ -67,7 +68,8 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
     theirs, *_ = outcome(case, False, folder / "theirs")
     ours, said, packed, steps = outcome(case, True, folder / "ours")
     if isinstance(theirs, Exception):
-        return HELD if isinstance(ours, Exception) else compare_errors(theirs)
+        assert isinstance(ours, Exception), f"TRL refuses and we do not: {type(theirs).__name__}: {theirs}"
+        return HELD
     by_position = any(CODES[name].by_position for name in case["code"])
     if isinstance(ours, trl_padfix.ParityError) and not by_position:
         raise ours
@@ -81,10 +83,6 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
         torch.testing.assert_close(mine, trls, rtol=2e-3, atol=1e-4, equal_nan=True)
     assert packed or said, "nothing was packed, and nobody said so"
     return HELD
-
-
-def compare_errors(theirs: Exception) -> str:
-    raise AssertionError(f"TRL refuses and we do not: {type(theirs).__name__}: {theirs}")
 
 
 def is_ours(error: BaseException) -> bool:
@@ -136,59 +134,60 @@ def handles_of(trainer: Any) -> list[Any]:
 
 def make(case: dict[str, Any], ours: bool, folder: Path, undo: list) -> tuple[Any, list[Any]]:
     """The trainer of a draw with the code of its user, and others that were made beside it."""
-    kind, seed, codes = case["kind"], case["seed"], [CODES[name] for name in case["code"]]
-    bases = tuple(sorted((c.what for c in codes if isinstance(c.what, type)), key=lambda c: -len(c.__mro__)))
-    settings = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.05} | case["both"]
-    settings |= {"prefix_sharing": case["sharing"]} | case["ours"] if ours else {}
-    data = rows_of(kind, 16, seed)
-    given: dict[str, Any] = {"train_dataset": data, "eval_dataset": data.select(range(4))}
-    if kind in PLAIN:
-        settings.pop("prefix_sharing", None)
-        sharing, packs = {"prefix_sharing": case["sharing"]}, ours and kind == "trainer"
-        own: Any = Trainer
-        if packs and case["outside"]:
-            own = type("Own", (*bases, padding_free_trainer(Trainer, **sharing)), {})
-        else:
-            own = type("Own", (*bases, Trainer), {})
-            own = padding_free_trainer(own, **sharing) if packs else own
-        given["callbacks"] = [PaddingRemovalCallback(case["sharing"])] if ours and kind == "callback" else []
-        given |= {"data_collator": collate, "remove_unused_columns": False}
-        build = partial(model_of, case["model"], kind)
-        given |= {"model": None, "model_init": build} if case["made"] == "model_init" else {"model": build()}
-        trainer = make_plain_trainer(folder, own, **settings, **given)
-        if case["made"] == "second trainer":
-            others = [make_plain_trainer(folder, own, **settings, **given | {"model": trainer.model, "callbacks": []})]
-        else:
-            others = []
+    codes = [CODES[name].what for name in case["code"]]
+    # Of two classes of which one is the base of the other, the subclass comes first.
+    bases = tuple(sorted((c for c in codes if isinstance(c, type)), key=lambda c: -len(c.__mro__)))
+    data = rows_of(case["kind"], 16, case["seed"])
+    given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.05} | case["both"]
+    given |= {"train_dataset": data, "eval_dataset": data.select(range(4))}
+    if case["kind"] in PLAIN:
+        trainer, others = make_plain(case, ours, bases, folder, given)
     else:
-        library = trl_padfix if ours else trl
-        own = type("Own", (*bases, getattr(library, f"{kind}Trainer")), {})
-        given["model"] = model_of(case["model"], kind)
-        if kind in ("DPO", "KTO"):
-            given["ref_model"] = model_of(case["model"], kind, 1)
-        settings |= {"padding_free": True} if ours else {}
-        trainer, others = make_trainer(library, kind, folder, own, max_length=30, **settings, **given), []
+        trainer, others = make_of_trl(case, ours, bases, folder, given), []
     # What is patched onto the class first: what was set on the object has the method of before.
-    for code in sorted(codes, key=lambda code: code.what is not on_class):
-        if not isinstance(code.what, type):
-            code.what(trainer, undo)
+    for code in sorted(codes, key=lambda code: code is not on_class):
+        if not isinstance(code, type):
+            code(trainer, undo)
     return trainer, others
 
 
+def make_plain(
+    case: dict[str, Any], ours: bool, bases: tuple[type, ...], folder: Path, given: dict[str, Any]
+) -> tuple[Any, list[Any]]:
+    """A `Trainer` of transformers with our mixin or our callback, and a second one on its model."""
+    sharing = case["sharing"]
+    trainer_class = type("Own", (*bases, Trainer), {})
+    if ours and case["kind"] == "trainer":
+        removing = partial(padding_free_trainer, prefix_sharing=sharing)
+        trainer_class = type("Own", (*bases, removing(Trainer)), {}) if case["outside"] else removing(trainer_class)
+    callbacks = [PaddingRemovalCallback(sharing)] if ours and case["kind"] == "callback" else []
+    given = given | {"callbacks": callbacks, "data_collator": collate, "remove_unused_columns": False}
+    build = partial(model_of, case["model"], case["kind"])
+    given |= {"model": None, "model_init": build} if case["made"] == "model_init" else {"model": build()}
+    trainer = make_plain_trainer(folder, trainer_class, **given)
+    if case["made"] != "second trainer":
+        return trainer, []
+    return trainer, [make_plain_trainer(folder, trainer_class, **given | {"model": trainer.model, "callbacks": []})]
+
+
+def make_of_trl(case: dict[str, Any], ours: bool, bases: tuple[type, ...], folder: Path, given: dict[str, Any]) -> Any:
+    kind, library = case["kind"], trl_padfix if ours else trl
+    if ours:
+        given = given | {"padding_free": True, "prefix_sharing": case["sharing"]} | case["ours"]
+    given = given | {"model": model_of(case["model"], kind)}
+    if kind in ("DPO", "KTO"):
+        given["ref_model"] = model_of(case["model"], kind, 1)
+    trainer_class = type("Own", (*bases, getattr(library, f"{kind}Trainer")), {})
+    return make_trainer(library, kind, folder, trainer_class, max_length=30, **given)
+
+
 def rows_of(kind: str, count: int, seed: int) -> Any:
-    pairs = build_pairs(count, seed, prompt=(3, 10), answer=(2, 10), common=5)
-    if kind in ("DPO", "Reward"):
-        return pairs
-    single = pairs.rename_column("chosen", "completion").remove_columns("rejected")
-    if kind == "KTO":
-        return single.add_column("label", [i % 2 == 0 for i in range(count)])
-    if kind == "SFT":
-        return single
+    rows = rows_for(kind, build_pairs(count, seed, prompt=(3, 10), answer=(2, 10), common=5))
+    if kind not in PLAIN:
+        return rows
     tokenizer = build_tokenizer()
-    return single.map(
-        lambda row: {"input_ids": tokenizer(row["prompt"] + row["completion"])["input_ids"]},
-        remove_columns=single.column_names,
-    )
+    ids = [tokenizer(row["prompt"] + row["completion"])["input_ids"] for row in rows]
+    return Dataset.from_dict({"input_ids": ids})
 
 
 class Wrapped(nn.Module):

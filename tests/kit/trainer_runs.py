@@ -95,6 +95,14 @@ def build_pairs(
     )
 
 
+def rows_for(kind: str, pairs: Dataset) -> Dataset:
+    """Pairs as the rows of a trainer: for SFT and KTO their chosen completions, half of them good ones for KTO."""
+    if kind in ("DPO", "Reward"):
+        return pairs
+    single = pairs.rename_column("chosen", "completion").remove_columns("rejected")
+    return single.add_column("label", [i % 2 == 0 for i in range(len(pairs))]) if kind == "KTO" else single
+
+
 def build_model(
     kind: str = "causal", seed: int = 0, attn_implementation: str | None = None, **more: Any
 ) -> PreTrainedModel:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 from simulated_gpu.simulated_cuda import CUDA, Counts, to_simulated
 
-from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of
 
 
@@ -24,13 +22,7 @@ def on_simulated(value: Any) -> Any:
         placed = BatchWithMetadata({k: on_simulated(v) for k, v in value.items()})
         batch_metadata = batch_metadata_of(value)
         if batch_metadata is not None:  # perhaps placed already, on the CPU that the trainer took for its device
-            flat = (
-                batch_metadata.forward_metadata
-                if isinstance(batch_metadata.forward_metadata, FlatIndexMaps)
-                else FlatIndexMaps.of(batch_metadata.forward_metadata)
-            )
-            metadata = replace(batch_metadata, forward_metadata=flat).for_device(placed, "cuda:0")
-            placed = BatchWithMetadata(placed, metadata)
+            placed = BatchWithMetadata(placed, batch_metadata.for_device(placed, "cuda:0"))
         return placed
     if isinstance(value, list):
         return [on_simulated(v) for v in value]

@@ -28,7 +28,8 @@ from transformers import DataCollatorWithPadding, Trainer
 
 from trl_padfix import PaddingRemovalCallback, ParityError, padding_free_trainer
 from trl_padfix.core.handle import PaddingRemoval
-from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
+from trl_padfix.trainers.data.batch_metadata import batch_metadata_of
+from trl_padfix.trainers.data.layout_collator import LayoutCollator
 
 
 PAD = 39

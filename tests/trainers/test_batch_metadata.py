@@ -7,7 +7,6 @@ Each is counted on the simulated device, beside the same batch without its layou
 from __future__ import annotations
 
 from copy import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +24,13 @@ from simulated_gpu.simulated_steps import on_simulated, place_models, step, wait
 import trl_padfix
 import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError
-from trl_padfix.core.layout.flat_maps import FlatIndexMaps
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 from trl_padfix.trainers.batching.micro_batches import micro_batches_of, to_equal_count
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
-from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, LayoutCollator, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.layout_collator import LayoutCollator
 from trl_padfix.trainers.data.precomputed_layouts import PrecomputedLayouts
-from trl_padfix.trainers.metrics.exact_eval_means import drop_duplicate_rows
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
 from trl_padfix.trainers.online import OnlineLayouts
 
@@ -53,6 +51,7 @@ def assert_no_waits(gpu, trainer, batch, *, training: bool = True, without: int)
     assert layouts
     first = step(trainer, carried, training)  # with the comparison of the first batch
     waits, losses = waits_and_losses(gpu, trainer, carried, plain, training=training)
+    assert gpu.varlen  # the kernel of packed rows
     assert waits[0] == {}
     assert sum(waits[1].values()) == without
     assert losses[0] == losses[1] == first
@@ -71,6 +70,7 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
                 # For each batch of rows, ids and mask are read once, and labels after padding, too; each forward
                 # looks for its labels.
                 ("KTO", {}, 8),
+                ("DPO", {}, 4),
                 ("SFT", {}, 4),
                 ("SFT", PACKING, 3),  # rows that arrive packed have bounds, too
                 ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 3),
@@ -225,18 +225,18 @@ def test_a_stream_brings_the_layouts_of_its_batches(kind, tmp_path, monkeypatch)
 
 def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch):
     trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
-    config, stream, rows = (
-        trainer.accelerator.dataloader_config,
-        trainer.train_dataset,
-        trainer.eval_dataset,
-    )
+    config = trainer.accelerator.dataloader_config
 
     def bring_layouts() -> list[bool]:
-        return [
-            trainer.padding.part(PrecomputedLayouts).can_precompute(data, is_training=True) for data in (stream, rows)
-        ]
+        part = trainer.padding.part(PrecomputedLayouts)
+        return [part.can_precompute(data, is_training=True) for data in (trainer.train_dataset, trainer.eval_dataset)]
 
     assert bring_layouts() == [True, True]
+    config.dispatch_batches = None
+    # One process would dispatch the batches of a stream to itself.
+    assert batch_metadata_of(next(iter(trainer.get_train_dataloader()))) is not None
+    assert config.dispatch_batches is None
+    config.dispatch_batches = False
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     assert bring_layouts() == [True, True]  # TRL has each process read the stream for itself
     config.dispatch_batches = None
@@ -244,16 +244,6 @@ def test_batches_that_one_process_cuts_for_all_bring_none(tmp_path, monkeypatch)
     config.dispatch_batches = True
     assert bring_layouts() == [False, False]
     assert batch_metadata_of(next(iter(trainer.get_train_dataloader()))) is None
-
-
-def test_a_stream_in_one_process_is_not_dispatched_to_itself(tmp_path):
-    trainer = make("SFT", tmp_path, train_dataset=build_rows(48).to_iterable_dataset())
-    trainer.accelerator.dataloader_config.dispatch_batches = None
-    assert batch_metadata_of(next(iter(trainer.get_train_dataloader()))) is not None
-    assert trainer.accelerator.dataloader_config.dispatch_batches is None
-
-
-# -- batches that are cut
 
 
 def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_are_cut(gpu, tmp_path):
@@ -267,19 +257,6 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     assert sum(batch_metadata_of(b) is not None for b in cut) == len(batches) - 1
     trainer.padding.part(MicroBatchBudget).running = MicroBatchRunner(1)  # as `training_step` runs one
     assert_no_waits(gpu, trainer, micro_batches_of(batch)[0], without=4)
-
-
-def test_rows_that_are_left_out_of_an_evaluation_leave_the_layout_behind():
-    batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
-        [{"input_ids": torch.ones(4, 3, dtype=torch.int64), "attention_mask": torch.ones(4, 3, dtype=torch.int64)}]
-    )
-    state = SimpleNamespace(end_of_dataloader=True, remainder=2)
-    accelerator: Any = SimpleNamespace(gradient_state=state, num_processes=2, process_index=0)
-    own, has_own = drop_duplicate_rows(accelerator, batch, 1)
-    assert (own["input_ids"].shape[0], batch_metadata_of(own) is not None, has_own) == (2, False, True)
-    state.remainder = 4
-    whole, _ = drop_duplicate_rows(accelerator, batch, 1)
-    assert whole is batch
 
 
 def test_a_layout_of_another_shape_is_not_taken(tmp_path):
@@ -325,7 +302,7 @@ def test_layouts_of_several_forwards_travel_in_one_block(tmp_path):
     trainer = make("KTO", tmp_path)
     examples = [trainer.train_dataset[i] for i in range(4)]
     batch = LayoutCollator(trainer.data_collator, prefix_sharing=False)(examples)
-    assert isinstance(batch_metadata_of(batch).forward_metadata, FlatIndexMaps)
+    assert batch_metadata_of(batch).flat.block.dim() == 1
     assert batch_metadata_of(batch.to("cpu")).layouts.keys() == {"", "KL_"}
 
 

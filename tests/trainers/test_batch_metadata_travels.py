@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import trl
+from accelerate.utils import send_to_device
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model, build_pairs
 from simulated_gpu.simulated_cuda import to_simulated
@@ -17,7 +18,8 @@ from trl_padfix import PaddingRemovalError
 from trl_padfix.core import heads
 from trl_padfix.core.call.layout_of import LayoutInputs
 from trl_padfix.core.layout.flat_maps import FlatIndexMaps
-from trl_padfix.trainers.data.batch_metadata import LayoutCollator, batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.batch_metadata import batch_metadata_of, pop_metadata
+from trl_padfix.trainers.data.layout_collator import LayoutCollator
 
 
 def dpo(tmp_path, *, pairs: int = 8, layers: int = 2, package=trl_padfix, **given) -> trl.DPOTrainer:
@@ -36,33 +38,18 @@ def sft(tmp_path, *, package=trl_padfix, **given) -> trl.SFTTrainer:
 # -- waits
 
 
-def test_a_step_with_our_collator_waits_for_nothing_of_ours(gpu, tmp_path):
-    trainer = dpo(tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    place_models(trainer)
-    carried = on_simulated(batch)
-    plain, _ = pop_metadata(carried)
-    first = step(trainer, carried)  # with the comparison of the first batch
-    waits, losses = [], []
-    for given in (carried, plain):
-        gpu.reset()
-        losses.append(step(trainer, given))
-        waits.append(gpu.ours())
-        assert len(gpu.varlen) == 2 * trainer.model.config.num_hidden_layers
-    assert waits[0] == {}
-    # Without a layout: the host reads ids and mask once, whether labels follow padding, and in each forward where its
-    # labels are.
-    assert sum(waits[1].values()) == 4
-    assert sorted(operation for operation, _ in waits[1]) == ["cpu()", "nonzero", "tolist()"]
-    assert losses[0] == losses[1] == first
-
-
-@pytest.mark.parametrize(("make", "waits"), [(dpo, 18), (sft, 6)])
-def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path, monkeypatch):
-    trainer = make(tmp_path)
+def first_batch(trainer) -> dict[str, torch.Tensor]:
+    """The first batch, on the device; a step has been run on it, with the comparison of the first batch."""
     batch = on_simulated(next(iter(trainer.get_train_dataloader())))
     place_models(trainer)
-    step(trainer, batch)  # with the comparison of the first batch
+    step(trainer, batch)
+    return batch
+
+
+@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 18, 28), (sft, 6, 12)])
+def test_labels_that_are_all_labels_are_not_selected(make, waits, waits_of_trl, gpu, tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    batch = first_batch(trainer)
     trainer.model.zero_grad()
 
     def count() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
@@ -79,28 +66,19 @@ def test_labels_that_are_all_labels_are_not_selected(make, waits, gpu, tmp_path,
     assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
     assert loss == same_loss
     assert all(map(torch.equal, gradients, same_gradients))
-
-
-@pytest.mark.parametrize(("make", "waits"), [(dpo, 28), (sft, 12)])
-def test_the_step_of_trl_waits_more_often(make, waits, gpu, tmp_path):
-    trainer = make(tmp_path, package=trl)
-    batch = on_simulated(next(iter(trainer.get_train_dataloader())))
-    place_models(trainer)
-    step(trainer, batch)
+    theirs = make(tmp_path, package=trl)
+    batch = first_batch(theirs)
     gpu.reset()
-    step(trainer, batch)
-    assert gpu.synchronisations.total() == waits
+    step(theirs, batch)
+    assert gpu.synchronisations.total() == waits_of_trl
 
 
 def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp_path):
     trainer = dpo(tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    place_models(trainer)
-    carried = on_simulated(batch)
-    step(trainer, carried)
-    labels = carried["completion_mask"].held
+    batch = first_batch(trainer)
+    labels = batch["completion_mask"].held
     labels.copy_(labels.roll(1, dims=1))
-    step(trainer, carried)
+    step(trainer, batch)
     with pytest.raises(PaddingRemovalError, match=r"labels of the batch.* in step 1 of train"):
         trainer.log({})
     trainer.log({})  # said once
@@ -108,11 +86,9 @@ def test_labels_that_are_written_unseen_are_noticed_before_the_next_log(gpu, tmp
 
 def test_labels_that_are_replaced_are_read_from_the_device(gpu, tmp_path):
     trainer = dpo(tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    place_models(trainer)
-    carried = on_simulated(batch)
-    before = step(trainer, carried)
-    other = carried | {"completion_mask": to_simulated(batch["completion_mask"].roll(1, dims=1))}
+    batch = first_batch(trainer)
+    before = step(trainer, batch)
+    other = batch | {"completion_mask": to_simulated(batch["completion_mask"].held.roll(1, dims=1))}
     plain, _ = pop_metadata(other)
     assert step(trainer, other) == step(trainer, plain) != before
 
@@ -137,9 +113,9 @@ def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     assert batch_metadata_of(plain) is None
 
 
-def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
+def test_a_layout_is_one_block_that_is_pickled(gpu):
     maps = FlatIndexMaps.of(sft_batch_layout())
-    again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
+    again = pickle.loads(pickle.dumps(maps)).to("cpu")
     assert again.cu_seqlens_q is again.cu_seqlens_k
     assert again.positions.tolist() == [0, 1, 2, 0, 1]
     assert again.cu_seqlens_q.dtype == torch.int32
@@ -149,11 +125,22 @@ def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
     assert not gpu.synchronisations
 
 
+def collated_batch():
+    batch = {"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    return LayoutCollator(lambda rows: batch, prefix_sharing=False)([])
+
+
 def sft_batch_layout():
-    batch = LayoutCollator(lambda rows: rows[0], prefix_sharing=False)(
-        [{"input_ids": torch.tensor([[1, 2, 3], [4, 5, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}]
-    )
-    return batch_metadata_of(batch).forward_metadata.to("cpu")[""].layout
+    return batch_metadata_of(collated_batch().to("cpu")).layouts[""]
+
+
+def test_a_batch_may_be_moved_again():
+    """As a user's `training_step` does that calls `inputs.to(device)`."""
+    moved = collated_batch().to("cpu")
+    again = send_to_device(moved, "cpu")
+    for batch in (moved, again):
+        (known,) = batch_metadata_of(batch).known_batches(batch)
+        assert known.matches_inputs(known.inputs)
 
 
 @pytest.mark.parametrize("batch", [["rows"], {"prompt": ["a text"]}], ids=["no batch", "texts"])

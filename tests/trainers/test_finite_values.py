@@ -8,7 +8,7 @@ import torch
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
-from kit.trainer_runs import build_model, trajectory
+from kit.trainer_runs import build_model
 
 import trl_padfix
 from trl_padfix.trainers.metrics.finite_values import check_weights
@@ -17,9 +17,9 @@ from trl_padfix.trainers.metrics.finite_values import check_weights
 ROWS = [{"text": f"w{3 + i} w4 w5"} for i in range(8)]
 
 
-def make(folder, library=trl_padfix, **given):
+def make(folder, **given):
     given = {"max_steps": 4, "per_device_train_batch_size": 2, "train_dataset": Dataset.from_list(ROWS)} | given
-    return make_trainer(library, "SFT", folder, **given)
+    return make_trainer(trl_padfix, "SFT", folder, **given)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -42,11 +42,9 @@ def test_so_are_those_of_the_reference(tmp_path):
         make_trainer(trl_padfix, "DPO", tmp_path, ref_model=reference, strict=True)
 
 
-def broken_at(trainer, call: int, monkeypatch, where: str) -> None:
+def broken_at(call: int, monkeypatch, where: str) -> None:
     """The loss, or the gradient of it alone, is NaN in one forward."""
-    owner, calls = type(trainer).__mro__[0], []
-    assert owner.__name__ == "SFTTrainer"
-    compute = trl.SFTTrainer.compute_loss
+    calls, compute = [], trl.SFTTrainer.compute_loss
 
     def compute_loss(self, *args, **kwargs):
         loss = compute(self, *args, **kwargs)
@@ -64,7 +62,7 @@ def broken_at(trainer, call: int, monkeypatch, where: str) -> None:
 @pytest.mark.parametrize(("where", "what"), [("loss", "loss of training"), ("gradient", "norm of the gradient")])
 def test_the_step_and_the_rows_are_named(where, what, tmp_path, monkeypatch, caplog):
     trainer = make(tmp_path, max_steps=2, padding_free=True, shuffle_dataset=False)
-    broken_at(trainer, 2, monkeypatch, where)
+    broken_at(2, monkeypatch, where)
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
         trainer.train()
     said = next(text for text in caplog.messages if "NaN, which" not in text and what in text)
@@ -77,7 +75,7 @@ def test_the_step_and_the_rows_are_named(where, what, tmp_path, monkeypatch, cap
 
 def test_text_of_rows_is_logged_if_it_is_asked_for(tmp_path, monkeypatch, caplog):
     trainer = make(tmp_path, max_steps=2, padding_free=True, shuffle_dataset=False)
-    broken_at(trainer, 2, monkeypatch, "loss")
+    broken_at(2, monkeypatch, "loss")
     with caplog.at_level(logging.DEBUG, logger="trl_padfix"):
         trainer.train()
     assert any("tokens: 'w" in text for text in caplog.messages)
@@ -86,7 +84,7 @@ def test_text_of_rows_is_logged_if_it_is_asked_for(tmp_path, monkeypatch, caplog
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_the_run_stops_before_the_weights_change_if_asked(where, tmp_path, monkeypatch):
     trainer = make(tmp_path, stop_on_nonfinite=True, learning_rate=0.1)
-    broken_at(trainer, 1, monkeypatch, where)
+    broken_at(1, monkeypatch, where)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     with pytest.raises(FloatingPointError, match=r"in step 1 is (nan|inf), over the rows 0"):
         trainer.train()
@@ -95,12 +93,7 @@ def test_the_run_stops_before_the_weights_change_if_asked(where, tmp_path, monke
         assert torch.equal(parameter, before[name])
 
 
-def test_a_finite_run_says_nothing_and_is_trls(tmp_path, caplog):
-    curves = []
-    for library in (trl, trl_padfix):
-        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-            trainer = make(tmp_path, library=library)
-            trainer.train()
-        curves.append(trajectory(trainer).tolist())
-    assert curves[0] == curves[1]
+def test_a_finite_run_says_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        make(tmp_path).train()
     assert not any("The loss" in text or "The norm" in text for text in caplog.messages)

@@ -1,7 +1,5 @@
 """Trackers and model cards: what others see of a training."""
 
-import sys
-
 import pytest
 import trl
 from kit.methods import make_trainer
@@ -47,20 +45,6 @@ def test_tensorboard_shows_our_metrics(train, tmp_path, monkeypatch):
     shown = EventAccumulator(str(next((tmp_path / "events").rglob("events.*")).parent)).Reload()
     for name, values in logged(trainer).items():
         assert [event.value for event in shown.Scalars(name)] == pytest.approx(values)
-
-
-def test_trackio_shows_our_metrics(train, tmp_path, monkeypatch):
-    pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    for name, module in list(sys.modules.items()):  # read from the environment at the first import
-        if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
-            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    trainer = train(report_to=["trackio"], project="padfix", **MODES["prefix sharing"])
-    (name,) = SQLiteStorage.get_runs("padfix")
-    shown = SQLiteStorage.get_logs("padfix", name)
-    for metric, values in logged(trainer).items():
-        assert [log[metric] for log in shown if metric in log] == pytest.approx(values)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,13 @@ def test_pairs_part_where_the_trials_do(caplog):
     assert "1 of 3 pairs part at a message that is not the assistant's" in caplog.text
 
 
+def test_the_margin_of_trials_that_only_succeed_or_fail_is_a_number():
+    rows = [row | {"reward": row["reward"] == 1} for row in ROWS[:2]]
+    (pair,) = rollout_pairs(rollouts(rows))
+    assert isinstance(pair["margin"], float)
+    assert pair["margin"] == 1
+
+
 def test_what_trials_say_otherwise_is_not_shared():
     other = json.loads(json.dumps(ROWS[:2]))
     other[0]["messages"][2]["tool_calls"][0]["function"]["arguments"]["x"] = 2  # the control: another call
@@ -126,7 +133,11 @@ def test_grpo_weighs_what_was_recorded_by_its_reward(tmp_path, monkeypatch):
     assert output["recorded"] == [0.0, 1.0, 0.0]
     recall = RecordedRollouts.__call__
     for name, wrong in CONTROLS.items():
-        changed = lambda self, *args, name=name, wrong=wrong: {**(of := recall(self, *args)), name: wrong(of[name])}  # noqa: E731
+
+        def changed(self, *args, name=name, wrong=wrong):
+            output = recall(self, *args)
+            return output | {name: wrong(output[name])}
+
         monkeypatch.setattr(RecordedRollouts, "__call__", changed)
         _, other = recorded_run(tmp_path, padding_free=True, prefix_sharing=True)
         with pytest.raises(AssertionError, match="not close"):
@@ -139,25 +150,33 @@ CONTROLS = {
 }
 
 
+def without(column):
+    return [{name: value for name, value in row.items() if name != column} for row in ROWS]
+
+
+def record(dataset):
+    return RecordedRollouts(dataset, build_tokenizer(chat_template=TEMPLATE))
+
+
 @pytest.mark.parametrize(
     ("rows", "make", "message"),
     [
-        ([{k: v for k, v in row.items() if k != "reward"} for row in ROWS], rollout_pairs, "no column `reward`"),
-        ([{k: v for k, v in row.items() if k != "task"} for row in ROWS], rollout_pairs, "no column `task`"),
-        ([{k: v for k, v in row.items() if k != "reward"} for row in ROWS], good_rollouts, "no column `reward`"),
+        (without("reward"), rollout_pairs, "no column `reward`"),
+        (without("task"), rollout_pairs, "no column `task`"),
+        (without("reward"), good_rollouts, "no column `reward`"),
         ([{"task": 0, "reward": 1.0, "text": "w3"}], good_rollouts, "no column `messages`"),
         ([*ROWS, ROWS[0] | {"reward": None}], rollout_pairs, r"1 of 11 rollouts have no number .* row 10"),
+        ([row | {"reward": "good"} for row in ROWS], rollout_pairs, r"10 of 10 .* no number .* row 0 .*: 'good'"),
+        ([*ROWS, ROWS[0] | {"messages": None}], good_rollouts, "Row 10 .* has None in column `messages`"),
         ([*ROWS, ROWS[0] | {"task": None}], rollout_pairs, "1 of 11 rollouts have no `task`.* row 10"),
         (ROWS[9:], rollout_pairs, "makes no pair of 1 rollouts: 1 of 1 tasks have one trial"),
         (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),
         (ROWS[3:6], good_rollouts, "None of the 3 rollouts has a `reward` of at least 1; the highest is 0"),
-        (ROWS[9:], "recorded", "nothing to compare: of 1 tasks most have 1 trial"),
-        (ROWS[3:6], "recorded", "the trials of 1 all have one reward"),
+        (ROWS[9:], record, "nothing to compare: of 1 tasks most have 1 trial"),
+        (ROWS[3:6], record, "the trials of 1 all have one reward"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_compared_is_an_error(rows, make, message):
-    if make == "recorded":
-        make = lambda dataset: RecordedRollouts(dataset, build_tokenizer(chat_template=TEMPLATE))  # noqa: E731
     with pytest.raises(ValueError, match=message):
         make(Dataset.from_list(rows))
 
@@ -165,7 +184,7 @@ def test_what_cannot_be_compared_is_an_error(rows, make, message):
 def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(TypeError, match="IterableDataset"):
         rollout_pairs(IterableDataset.from_generator(lambda: iter(ROWS)))
-    recorded = RecordedRollouts(rollouts(), build_tokenizer(chat_template=TEMPLATE))
+    recorded = record(rollouts())
     with pytest.raises(ValueError, match="Set `num_generations=3`"):
         recorded(["0", "0"], None)
 
@@ -187,12 +206,10 @@ def dpo(path, tokenizer, **given):
 
 
 @pytest.mark.parametrize("what", DROPPED)
-@pytest.mark.parametrize("make", [sft, dpo, lambda _, tokenizer: RecordedRollouts(rollouts(), tokenizer)])
-def test_a_template_that_leaves_out_tools_is_an_error(what, make, tmp_path):
+def test_a_template_that_leaves_out_tools_is_an_error(what):
     tokenizer = build_tokenizer(chat_template=DROPPED[what])
-    strict = {"strict": True} if make in (sft, dpo) else {}
     with pytest.raises(ValueError, match=f"has {what}, and the chat template renders nothing of them"):
-        make(tmp_path, tokenizer, **strict)
+        RecordedRollouts(rollouts(), tokenizer)
 
 
 def test_rows_without_messages_are_not_asked_for_tools(tmp_path):
@@ -219,9 +236,7 @@ def test_the_rollouts_that_ship_are_what_the_readme_says(monkeypatch, capsys):
     pairs = rollout_pairs(rows)
     assert len(pairs) == 46
     assert pairs[0]["prompt"] == rows[0]["messages"][:1]
-    published = {"content": None, "role": "assistant", "tool_calls": [dict(CALL, id="7")]}
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function", "id": "7"}
+    published = {"content": None, "role": "assistant", "tool_calls": [call]}
     made = make_rollouts.message(published)
     assert (made["content"], made["tool_calls"][0]["function"]["arguments"]) == ("", {"x": 1})
-
-
-CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function"}

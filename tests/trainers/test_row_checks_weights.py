@@ -17,7 +17,7 @@ from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.online_runs import ONLINE_SETTINGS, load_policy, reward_words, save_policy
 from kit.rows import build_prompts
-from kit.trainer_runs import assert_same, build_tokenizer, trained
+from kit.trainer_runs import assert_same, build_tokenizer, rows_for, trained
 from kit.vision_runs import build_pairs, build_processor, build_vlm
 
 import trl_padfix
@@ -55,9 +55,8 @@ def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(mode, tmp_pa
         given = {"model": build_vlm("llava", processor), "ref_model": build_vlm("llava", processor)}
         given["processing_class"] = processor
         with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-            runs[library] = train(
-                library, "DPO", tmp_path, data, config | (MODES[mode] if library is trl_padfix else {}), **given
-            )
+            more = MODES[mode] if library is trl_padfix else {}
+            runs[library] = train(library, "DPO", tmp_path, data, config | more, **given)
     assert_same(runs[trl_padfix][1], runs[trl][1])
     message = f"1 pairs have a completion without a token (within `max_length={config['max_length']}`)"
     assert sum(message in text for text in caplog.messages) == 1
@@ -73,7 +72,7 @@ def test_a_vision_run_with_max_length_is_trls(kind, mode, tmp_path):
     processor, data = build_processor("llava"), build_pairs(9, (1,))
     config = {"max_length": longest_prompt(processor, data) + 3, "per_device_train_batch_size": 2}
     if kind == "SFT":
-        data = data.remove_columns("rejected").rename_column("chosen", "completion")
+        data = rows_for(kind, data)
     runs = {}
     for library in (trl, trl_padfix):
         given = {"model": build_vlm("llava", processor), "processing_class": processor}
@@ -91,10 +90,8 @@ def rows_of(kind: str, empty: bool) -> list[dict]:
     """Tokenized rows, some of which have no prompt left, or nothing at all."""
     ids = [[2 + (7 * i + j) % 36 for j in range(2 + i % 5)] for i in range(12)]
     if kind == "SFT":
-        return [
-            {"input_ids": [] if empty and i % 4 == 1 else row, "labels": [] if empty and i % 4 == 1 else row}
-            for i, row in enumerate(ids)
-        ]
+        ids = [[] if empty and i % 4 == 1 else row for i, row in enumerate(ids)]
+        return [{"input_ids": row, "labels": row} for row in ids]
     prompts = [[] if i % 4 == 1 else row for i, row in enumerate(ids)]
     empties = {i for i in range(12) if empty and i % 4 in (1, 2)}
     rows = []
@@ -190,18 +187,14 @@ def test_warnings_come_at_the_first_row_and_at_every_power_of_ten(caplog):
 # What is found before the first step
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO", "Reward"])
-def test_an_empty_completion_of_a_dataset_is_found_before_the_first_step(kind, tmp_path, monkeypatch):
-    rows = rows_of("KTO" if kind == "KTO" else "DPO", empty=True)
-
+def test_an_empty_sequence_of_a_dataset_is_found_before_the_first_step(tmp_path, monkeypatch):
     def prepare(self, dataset, processing_class, args, dataset_name):
         return dataset
 
-    monkeypatch.setattr(getattr(trl, f"{kind}Trainer"), "_prepare_dataset", prepare)
-    columns = {"DPO": ("chosen", "rejected"), "KTO": ("prompt", "completion"), "Reward": ()}[kind]
-    data = Dataset.from_list([row | dict.fromkeys(columns, "w3") for row in rows])
-    with pytest.raises(ValueError, match=r"(pair|example) 1 of the train dataset has no token"):
-        train(trl_padfix, kind, tmp_path, data, {"max_steps": 1, "strict": True})
+    monkeypatch.setattr(trl.RewardTrainer, "_prepare_dataset", prepare)
+    data = Dataset.from_list(rows_of("Reward", empty=True))
+    with pytest.raises(ValueError, match=r"pair 1 of the train dataset has no token"):
+        train(trl_padfix, "Reward", tmp_path, data, {"max_steps": 1, "strict": True})
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

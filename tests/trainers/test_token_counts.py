@@ -1,10 +1,11 @@
-"""What the progress bar says of a training's tokens."""
+"""Tokens that are counted: in the progress bar, in the log, and with `prefix_sharing="auto"`."""
 
 import pytest
 import torch
 from datasets import Dataset
 from kit.methods import make_trainer
-from kit.trainer_runs import MODES, trained
+from kit.rows import build_rows
+from kit.trainer_runs import MODES, assert_same, run, trained, watch_inputs
 from transformers import ProgressCallback
 
 import trl_padfix
@@ -73,3 +74,27 @@ def test_a_loss_that_calls_none_of_trls_is_checked_and_counted(mode, kind, tmp_p
     assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
     shared = [log["padfix/shared_fraction"] for log in steps]
     assert all(fraction > 0 for fraction in shared) if mode == "prefix sharing" else shared == [0, 0]
+
+
+# -- `prefix_sharing="auto"`
+
+
+def training(path, **given):
+    given = {"train_dataset": build_rows(24), "max_steps": 3, "learning_rate": 1e-2} | given
+    return run(make_trainer(trl_padfix, "SFT", path, **given), watch_inputs(""))
+
+
+def test_auto_follows_the_counts_of_each_batch(tmp_path):
+    padded = training(tmp_path)
+    for sharing in ("auto", True):
+        found = training(tmp_path, padding_free=True, prefix_sharing=sharing)
+        assert_same(found.trajectory(), padded.trajectory())
+        assert found.entered == found.counts()["prefix sharing"] < found.counts()["padding-free"]
+        shares = [log["padfix/auto_shared"] for log in found.logs if "padfix/auto_shared" in log]
+        assert shares == ([1.0] * 3 if sharing == "auto" else [])
+
+
+def test_auto_leaves_noisy_rows_apart(tmp_path):
+    found = training(tmp_path, padding_free=True, prefix_sharing="auto", neftune_noise_alpha=5.0)
+    assert found.entered == found.counts()["padding-free"]
+    assert torch.isfinite(found.trajectory()).all()

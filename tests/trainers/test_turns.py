@@ -101,8 +101,9 @@ def test_conversations_that_cannot_be_expanded_are_counted(caplog):
         "1 of 5 conversations of the train dataset have consecutive messages of the assistant",
     ):
         assert text in caplog.text
-    with pytest.raises(ValueError, match="None of the 2 conversations"):
-        expand_turns(Dataset.from_list([{"messages": [user]}, {"messages": [answer]}]))
+    for rows in ([[user], [answer]], [[{"content": "w3"}]] * 2):  # the last ones have no roles
+        with pytest.raises(ValueError, match="None of the 2 conversations"):
+            expand_turns(Dataset.from_list([{"messages": messages} for messages in rows]))
 
 
 def test_turns_of_a_stream_are_those_of_its_rows(tmp_path, caplog):
@@ -131,6 +132,7 @@ def test_conversations_of_another_format_are_turned_into_messages():
         (Dataset.from_dict({"text": ["w3"]}), ValueError, r"columns \['text'\]. Give a column `messages`"),
         (Dataset.from_dict({"messages": [[]], "images": [[]]}), ValueError, "do not say which turn"),
         ([{"messages": []}], TypeError, "is a `list`"),
+        (IterableDataset.from_generator(lambda: iter(())), ValueError, r"columns \[\]"),
     ],
 )
 def test_what_is_no_set_of_conversations_is_refused(rows, error, message):

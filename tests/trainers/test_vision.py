@@ -37,7 +37,6 @@ import trl_padfix
 from trl_padfix import (
     DataCollatorForVisionLanguageModeling,
     DataCollatorForVisionPreference,
-    PaddingRemovalError,
     ParityError,
 )
 from trl_padfix.cli.launch import main
@@ -258,13 +257,6 @@ def test_images_in_the_evaluation_alone_are_refused(tmp_path):
     data = Dataset.from_list([{"prompt": "w3 w4", "completion": "w6 <eos>"}] * 4)
     with pytest.raises(ValueError, match=r"eval dataset has images .* and the train dataset has none"):
         build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data, strict=True)
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_refused_models_are_refused_before_the_first_step(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.remove.refusal", lambda *_: "layer `layers.0` attends in both directions")
-    with pytest.raises(PaddingRemovalError, match=r"LlavaForConditionalGeneration: layer `layers.0` attends in both"):
-        build_trainer(trl_padfix, kind, "llava", tmp_path, padding_free=True)
 
 
 @needs_torchvision

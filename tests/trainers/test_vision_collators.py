@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from kit.vision_runs import build_captions, build_pairs, build_processor, build_
 from transformers import Gemma3Config, Qwen2Config
 
 import trl_padfix
+from trl_padfix import DataCollatorForVisionLanguageModeling
 from trl_padfix.trainers.data.row_checks import image_token_ids
-from trl_padfix.trainers.data.vision_collators import check_ids_of_batch
 
 
 DATA = {"DPO": build_pairs, "SFT": build_captions, "KTO": build_captions}
@@ -67,11 +66,13 @@ def test_known_ids_train_from_a_stream(kind, tmp_path):
 
 @pytest.mark.parametrize("value", [-1, 50, 64])
 def test_what_stands_for_an_image_may_lie_beyond_the_vocabulary(value):
-    collator = SimpleNamespace(vocabulary=50, stand_ins=frozenset({60}), processor=build_processor("llava"))
-    check_ids_of_batch(collator, {"input_ids": torch.tensor([[3, 60, 49], [4, 0, 0]])}, 1)
+    collator = DataCollatorForVisionLanguageModeling(
+        build_processor("llava"), vocabulary=50, stand_ins=frozenset({60})
+    )
+    collator.check_ids({"input_ids": torch.tensor([[3, 60, 49], [4, 0, 0]])}, 1)
     batch = {"input_ids": torch.tensor([[3, 60, 49], [4, 5, 6], [4, 5, value]])}
     with pytest.raises(ValueError, match=rf"Row 0 of the batch .*\) holds the token id {value}, and"):
-        check_ids_of_batch(collator, batch, 2)
+        collator.check_ids(batch, 2)
 
 
 def test_the_ids_of_images_are_read_from_the_configuration():

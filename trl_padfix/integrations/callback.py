@@ -26,9 +26,9 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
-from ..trainers.data.batch_metadata import scores_padding, with_counted_labels, without_first_labels
+from ..trainers.data.batch_labels import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
-from ..trainers.metrics.token_counts import TokenCounter, forward_counts, report_of, summed_over_processes
+from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of, summed_over_processes
 from ..trainers.neftune import prefix_sharing_with_neftune
 from ..trainers.parity import compare, first_call, print_reports, say
 from ..trainers.parts import entered
@@ -147,7 +147,7 @@ class PaddingRemovalCallback(TrainerCallback):
         if self.handles[0].anatomy.head is not None:
             self._score_no_padding(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._counted = forward_counts(None)
+        self._counted = ForwardCounts()
         self._is_evaluating, self._has_stepped = False, False
         if self.parity_check:
             self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
@@ -291,10 +291,10 @@ class PaddingRemovalCallback(TrainerCallback):
             self._count("eval")
 
     def _count(self, mode: str) -> None:
-        counts = forward_counts(self.handles[0])
-        new = [now - before for now, before in zip(counts, self._counted, strict=True)]
+        counts = ForwardCounts.of(self.handles[0])
+        new = counts.since(self._counted)
         # A callback has no batches: their real tokens are those of the forwards.
-        self._counters[mode].add(summed_over_processes(torch.tensor([new[1], *new]), self._trainer))
+        self._counters[mode].add(summed_over_processes(torch.tensor([new.real, *new]), self._trainer))
         self._counted = counts
 
     def on_log(

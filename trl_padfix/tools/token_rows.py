@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
-from ..trainers.data.turns import renderer
+from ..trainers.data.chat_templates import renderer
 from .formats import ONLINE
 
 

@@ -49,7 +49,8 @@ from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
 from .custom_loss import may_read_steps, observe_loss, observe_user_step
-from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata, scores_padding
+from .data.batch_labels import scores_padding
+from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
 from .metrics.exact_eval_means import ExactMeans

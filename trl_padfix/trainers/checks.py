@@ -30,7 +30,7 @@ from .data.collators import check_padding_side
 from .data.columns import column_names, image_counts, values
 from .data.data_warnings import name_rows, warn_or_raise
 from .data.tokenizers import check_tokenizer
-from .data.vision_collators import misplaced_images, misplaced_message
+from .data.vision_collators import count_placeholders, misplaced_message
 from .settings import Settings, check_field_types, check_packing
 
 
@@ -232,13 +232,13 @@ def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bo
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
     rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
     for number, (count, *words) in enumerate(rows):
-        # Only the number of images matters, so `None` stands for each.
-        example = {"images": [None] * count, **dict(zip(texts, words, strict=True))}
-        misplaced += [(number, given, wanted) for _, given, wanted in misplaced_images([example], processor)]
+        placeholders = count_placeholders(dict(zip(texts, words, strict=True)), count, processor)
+        if placeholders != count:
+            misplaced.append((number, count, placeholders))
     if misplaced:
         numbers = [number for number, *_ in misplaced]
         count = f" {name_rows(numbers, 'example')} are like this." if len(misplaced) > 1 else ""
-        warn_or_raise(misplaced_message(misplaced[0], f"the {dataset_name} dataset") + count, strict)
+        warn_or_raise(misplaced_message(*misplaced[0], f"the {dataset_name} dataset") + count, strict)
 
 
 def require_teacher(init_kwargs: dict[str, Any]) -> None:

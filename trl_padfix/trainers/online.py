@@ -26,10 +26,10 @@ from .batching.token_budget import SubBatchBudget
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
-from .data.batch_metadata import attach_metadata
 from .data.columns import blank_texts, column_names
 from .data.data_warnings import warn_or_raise
 from .data.image_rows import ImageCounts, numbered_images
+from .data.layout_collator import attach_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
@@ -153,11 +153,10 @@ class OnlineLayouts(PrecomputedLayouts):
         if step is None or metadata is None or not metadata.unmodified(step.inputs, *names):
             return contextlib.nullcontext()
         key = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        known = metadata.forward_metadata
-        # A `dict` once the batch is on its device; a block of flat maps before.
-        if key is None or not isinstance(known, dict) or tuple(ids.shape) != known[""].layout.batch_shape:
+        known = metadata.forward_metadata.get("")
+        if key is None or known is None or tuple(ids.shape) != known.layout.batch_shape:
             return contextlib.nullcontext()
-        return with_known_batch(KnownBatch.of(key, known[""]))
+        return with_known_batch(KnownBatch.of(key, known))
 
     def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Micro-batches of a generation with their layouts, so that their steps need no synchronisation."""

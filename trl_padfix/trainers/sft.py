@@ -17,13 +17,14 @@ from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_metadata import with_labels
+from .data.batch_labels import with_labels
+from .data.chat_templates import check_tool_messages, check_turns
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import column_names, untrained_rows
 from .data.data_warnings import name_rows, warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
-from .data.turns import check_tool_messages, check_turn_settings, check_turns, expand_datasets
+from .data.turns import check_turn_settings, expand_datasets
 from .data.vision_collators import DataCollatorForVisionLanguageModeling
 from .settings import Settings
 from .task import Task

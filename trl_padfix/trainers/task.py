@@ -17,11 +17,11 @@ from ..core.call.labels import FIRST_TOKENS_DROPPED
 from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_metadata import with_counted_labels, without_first_labels
+from .data.batch_labels import with_counted_labels, without_first_labels
+from .data.chat_templates import check_tool_messages
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
-from .data.turns import check_tool_messages
 from .old_task_names import accept_old_names
 
 

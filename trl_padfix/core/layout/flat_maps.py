@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -69,7 +69,7 @@ class FlatIndexMaps(Generic[T]):
     """
     Dataclasses whose index maps are concatenated to one int64 vector.
 
-    There is then one tensor to send between processes, to pin and to upload. A map that occurs twice is stored once,
+    There is then one tensor to send between processes and to upload. A map that occurs twice is stored once,
     and is one tensor again after [`FlatIndexMaps.to`].
 
     Attributes:
@@ -111,10 +111,6 @@ class FlatIndexMaps(Generic[T]):
         with_slots = _replaced(value, torch.Tensor, slot)
         block = torch.cat([x.to(torch.int64) for x in maps.values()])
         return cls(block, tuple((x.numel(), x.dtype) for x in maps.values()), with_slots)
-
-    def pin_memory(self, device: Any = None) -> FlatIndexMaps[T]:
-        """The same maps in page-locked memory; the data loader calls this method."""
-        return replace(self, block=self.block.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> T:
         """The dataclasses, with their tensors on `device`: one transfer, for which the host never waits."""

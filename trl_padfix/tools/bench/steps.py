@@ -27,8 +27,9 @@ from ...trainers.batching.bin_packing import pack_by_budget
 from ...trainers.batching.measures import batch_costs
 from ...trainers.batching.micro_batches import items_of
 from ...trainers.batching.prefix_schedule import MicroBatchRunner, ids_and_masks, plan_on_host, sharing_obstacle
-from ...trainers.data.batch_metadata import LayoutCollator, batch_metadata_of
+from ...trainers.data.batch_metadata import batch_metadata_of
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
+from ...trainers.data.layout_collator import LayoutCollator
 from ...trainers.temporary_attributes import temporarily_set
 from .peak import wait
 

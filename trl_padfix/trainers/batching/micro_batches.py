@@ -19,14 +19,10 @@ from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.shared_prefixes import PrefixPlan
-from ..data.batch_metadata import (
-    BatchWithMetadata,
-    LayoutCollator,
-    image_tensors,
-    label_positions,
-    pop_metadata,
-    rows_with_labels_of_padding,
-)
+from ..data.batch_labels import label_positions, rows_with_labels_of_padding
+from ..data.batch_metadata import BatchWithMetadata, pop_metadata
+from ..data.image_rows import image_tensors
+from ..data.layout_collator import LayoutCollator
 from .bin_packing import Share, StepPlan, halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .measures import RowMeasure, batch_costs
 from .prefix_schedule import ids_and_masks, plan_on_host

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from ..custom_loss import is_custom_collator
-from ..data.batch_metadata import LayoutCollator
+from ..data.layout_collator import LayoutCollator
 from ..distributed import data_replicas
 from ..parts import Part
 from ..settings import check_grouping

@@ -31,8 +31,7 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
-from ..data.batch_metadata import image_tensors
-from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
+from ..data.image_rows import ImageCounts, has_pixels, image_tensors, select_rows, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
 from .prefix_groups import sort_by_prefix
 from .prefix_schedule import plan_on_host

@@ -29,8 +29,8 @@ _STATE = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 _ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = ("model.safetensors", _ADAPTER)
 _INDEX = "model.safetensors.index.json"
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SIZES += ("num_key_value_heads",)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads")
 _OTHER_WEIGHTS = ("pytorch_model*", "adapter_model.bin", "global_step*")
 """Pickles, and files and folders of FSDP and DeepSpeed: not opened, but they count as weights."""
 
@@ -45,22 +45,32 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
     Raises:
         ValueError: If there is no complete checkpoint, or the named one is half-written.
     """
-    word, named = str(resume_from).lower(), Path(str(resume_from))
+    word = str(resume_from).lower()
     if resume_from is None or word in NONE:
         return None
-    if word not in NEWEST or named.is_dir():
-        if (missing := what_is_missing(named)) is None:
-            return str(named)
-        if (named / "config.json").exists() and not any((named / name).exists() for name in _STATE):
-            raise ValueError(
-                f"`resume_from_checkpoint={named}` holds a saved model and no state of a training. Begin a training "
-                f"with it: `model_name_or_path={named}`; or name a folder `checkpoint-N`."
-            )
-        whole = _newest_whole(named.parent)
+    if word in NEWEST and not Path(str(resume_from)).is_dir():
+        return _newest_checkpoint(resume_from, output_dir)
+    return _named_checkpoint(Path(str(resume_from)))
+
+
+def _named_checkpoint(named: Path) -> str:
+    """The folder that `resume_from_checkpoint` names; a `ValueError` if it is no complete checkpoint."""
+    if (missing := what_is_missing(named)) is None:
+        return str(named)
+    if (named / "config.json").exists() and not any((named / name).exists() for name in _STATE):
         raise ValueError(
-            f"`resume_from_checkpoint={named}` is {'half-written' if named.is_dir() else 'no folder'} ({missing}); "
-            f"{f'the newest whole one beside it is {whole}' if whole else 'there is no whole one beside it'}."
+            f"`resume_from_checkpoint={named}` holds a saved model and no state of a training. Begin a training "
+            f"with it: `model_name_or_path={named}`; or name a folder `checkpoint-N`."
         )
+    whole = _newest_whole(named.parent)
+    raise ValueError(
+        f"`resume_from_checkpoint={named}` is {'half-written' if named.is_dir() else 'no folder'} ({missing}); "
+        f"{f'the newest whole one beside it is {whole}' if whole else 'there is no whole one beside it'}."
+    )
+
+
+def _newest_checkpoint(resume_from: str | bool, output_dir: str | Path) -> str:
+    """The newest complete checkpoint of a training; warns of newer half-written ones."""
     half = []
     for checkpoint in checkpoints_of(output_dir):
         if (missing := what_is_missing(checkpoint)) is None:
@@ -116,20 +126,24 @@ def require_same_model(checkpoint: str | Path, model: torch.nn.Module) -> None:
 def _of_models(saved: dict[str, Any], config: PretrainedConfig, model_class: type) -> list[str]:
     """What of a saved `config.json` is of another model than `config`: its class, or sizes."""
     text, saved_text = config.get_text_config(), saved.get("text_config") or saved
-    pairs = {name: (saved_text.get(text.attribute_map.get(name, name)), getattr(text, name, None)) for name in _SIZES}
-    saved_class = (saved.get("architectures") or [None])[0]
+    saved_class, names = (saved.get("architectures") or [None])[0], [base.__name__ for base in model_class.__mro__]
     # A subclass goes on from a checkpoint of its base; FSDP2 makes one of each class, too.
-    names = [base.__name__ for base in model_class.__mro__]
-    return _unequal({"class": (saved_class, saved_class if saved_class in names else names[0])} | pairs)
+    pairs = {"class": (saved_class, saved_class if saved_class in names else names[0])}
+    for name in _SIZES:
+        saved_name = text.attribute_map.get(name, name)
+        pairs[name] = saved_text.get(saved_name), getattr(text, name, None)
+    return _unequal(pairs)
 
 
 def _of_adapters(saved: dict[str, Any], configs: dict[str, Any]) -> list[str]:
     """What of a saved `adapter_config.json`, which is that of the adapter `default`, is of other adapters."""
-    config = configs.get("default")
-    pairs = {name: (saved.get(name), getattr(config, name, None)) for name in ("peft_type", "r", "target_modules")}
-    # PEFT keeps the names in a set, and writes a list.
-    lists = {k: (sorted(a), sorted(b)) for k, (a, b) in pairs.items() if isinstance(a, list) and isinstance(b, set)}
-    return _unequal(pairs | lists)
+    config, pairs = configs.get("default"), {}
+    for name in ("peft_type", "r", "target_modules"):
+        theirs, ours = saved.get(name), getattr(config, name, None)
+        if isinstance(theirs, list) and isinstance(ours, set):  # PEFT keeps the names in a set, and writes a list
+            theirs, ours = sorted(theirs), sorted(ours)
+        pairs[name] = theirs, ours
+    return _unequal(pairs)
 
 
 def _unequal(pairs: dict[str, tuple[Any, Any]]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -14,11 +13,8 @@ import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
 from .columns import empty_lists
-from .data_warnings import name_rows, warn_or_raise
-from .row_checks import worth_a_warning
+from .data_warnings import count_and_warn, name_rows, warn_or_raise
 
-
-logger = logging.getLogger(__name__)
 
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
@@ -62,21 +58,18 @@ class SidedCollator:
     def __post_init__(self) -> None:
         check_padding_side(self.padding_side)
 
-    def raise_or_count(self, rows: list[int], error: str, treatment: str) -> None:
-        """Raise a `ValueError` with the text `error` if `rows` is not empty; in a trainer count and warn instead."""
-        if not rows:
-            return
+    def raise_or_count(self, count: int, error: str, treatment: str, example: str = "") -> None:
+        """Raise a `ValueError` with the text `error` about `count` rows; in a trainer count them and warn instead."""
         if self.strict or not self.for_trainer:
             raise ValueError(error)
-        self.odd_rows[treatment] += len(rows)
-        if worth_a_warning(self.odd_rows[treatment], len(rows)):
-            logger.warning(f"So far {self.odd_rows[treatment]} {treatment}.")
+        count_and_warn(self.odd_rows, treatment, count, example)
 
     def refuse_empty(self, examples: list[dict[str, Any]], treatment: str = EMPTY) -> None:
         """[`raise_or_count`] for examples with an empty text."""
         for column in self.texts:
             rows = [i for i, example in enumerate(examples) if len(example[column]) == 0]
-            self.raise_or_count(rows, self._no_token(column, rows[0], "the batch") if rows else "", treatment)
+            if rows:
+                self.raise_or_count(len(rows), self._no_token(column, rows[0], "the batch"), treatment)
 
     @classmethod
     def check_empty_in(cls, dataset: Dataset, name: str, strict: bool) -> None:
@@ -98,31 +91,30 @@ class SidedCollator:
         """The examples; those with token ids without an embedding are emptied and counted."""
         if self.vocabulary is None:
             return examples
-        unknown = {i: value for i, example in enumerate(examples) for value in self._unknown(example)}
-        if not unknown:
+        unknown = [self._unknown_ids(example, self.vocabulary) for example in examples]
+        rows = [i for i, ids in enumerate(unknown) if ids]
+        if not rows:
             return examples
-        rows = list(unknown)
         error = (
-            f"Row {rows[0]} of the batch holds the token id {unknown[rows[0]]}, and the model has embeddings for 0 to "
-            f"{self.vocabulary - 1}."
+            f"Row {rows[0]} of the batch holds the token id {unknown[rows[0]][0]}, and the model has embeddings for "
+            f"0 to {self.vocabulary - 1}."
         )
         if "seq_lengths" in examples[0]:
             raise ValueError(f"{error} Rows are packed, so it cannot be left out: correct the data.")
         # The text is the key of the count: it must not hold values of a row.
         treatment = f"rows hold token ids outside of 0 to {self.vocabulary - 1}; they are taken for empty ones"
-        if self.for_trainer and not self.odd_rows[treatment]:
-            logger.warning(f"{error} The row is taken for an empty one.")
-        self.raise_or_count(rows, error, treatment)
+        self.raise_or_count(len(rows), error, treatment, example=error)
         return [
-            {k: [] if isinstance(v, list) else v for k, v in example.items()} if i in unknown else example
-            for i, example in enumerate(examples)
+            {k: [] if isinstance(v, list) else v for k, v in example.items()} if ids else example
+            for example, ids in zip(examples, unknown, strict=True)
         ]
 
-    def _unknown(self, example: dict[str, Any]) -> list[int]:
+    @staticmethod
+    def _unknown_ids(example: dict[str, Any], vocabulary: int) -> list[int]:
         """Token ids of an example, labels included, that have no embedding."""
         ids = [i for name, values in example.items() if name.endswith("ids") for i in values]
         ids += [i for i in example.get("labels", ()) if i != -100]
-        return [i for i in ids if not 0 <= i < self.vocabulary]  # type: ignore[operator]
+        return [i for i in ids if not 0 <= i < vocabulary]
 
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A right-padded batch whose empty rows attend to one pad token, which has no label."""
@@ -146,15 +138,17 @@ class SidedCollator:
         first = moved["attention_mask"].argmax(1)
         begins_with_completion = moved["completion_mask"].gather(1, first[:, None]).squeeze(1) == 1
         rows = (begins_with_completion & (first > 0)).nonzero().flatten().tolist()
+        if not rows:
+            return moved
         self.raise_or_count(
-            rows,
+            len(rows),
             f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
             "left padding would score it from padding. Give every row a prompt (a BOS token is enough), truncate with "
             "`truncation_mode='keep_start'`, or pad right.",
             "rows begin with a completion token, which nothing predicts; their batches are padded right, where TRL "
             "does not score it. Give every row a prompt (a BOS token is enough)",
         )
-        return batch if rows else moved
+        return batch
 
 
 @dataclass

@@ -36,7 +36,7 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     """The columns of a dataset, a streamed one included; none where there is no dataset."""
     if dataset is None:
         return set()
-    return set(getattr(dataset, "column_names", None) or next(iter(dataset)))
+    return set(getattr(dataset, "column_names", None) or next(iter(dataset), ()))
 
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:

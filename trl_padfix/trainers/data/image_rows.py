@@ -12,6 +12,8 @@ __all__ = [
     "ImageCounts",
     "count_images",
     "has_pixels",
+    "image_names",
+    "image_tensors",
     "numbered_images",
     "select_rows",
     "split_images",
@@ -49,6 +51,20 @@ def without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
 def has_pixels(batch: Mapping[str, Any]) -> bool:
     """Whether a batch has images."""
     return batch.get("pixel_values") is not None
+
+
+def image_tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Pixel values of a batch: its floating-point tensors with more than one dimension."""
+    return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
+
+
+def image_names(batch: Mapping[str, Any]) -> list[str]:
+    """Names of pixel values, grids and pixel masks: tensors whose shape is not that of ids, `(B, L)`."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 1}
+    shapes_of_ids = {tuple(v.shape) for k, v in tensors.items() if k.endswith("input_ids")}
+    # The first two dimensions and the last two: values for each token may be `(B, L, ...)` or `(..., B, L)`.
+    shapes = {k: {tuple(v.shape[:2]), tuple(v.shape[-2:])} for k, v in tensors.items()}
+    return [k for k, v in tensors.items() if v.is_floating_point() or not shapes[k] & shapes_of_ids]
 
 
 def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | None) -> dict[str, Any] | None:

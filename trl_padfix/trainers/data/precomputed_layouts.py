@@ -12,7 +12,7 @@ from ...core.call.batch_metadata import DeferredCheck, run_deferred_checks, shar
 from ...core.call.layout_of import PrefixSharing
 from ..parts import Part, Step
 from ..temporary_attributes import temporarily_set
-from .batch_metadata import LayoutCollator
+from .layout_collator import LayoutCollator
 
 
 if TYPE_CHECKING:

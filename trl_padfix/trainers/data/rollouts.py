@@ -13,9 +13,12 @@ from collections import Counter
 from itertools import chain, combinations
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, Features
+from datasets import Dataset, Features, Value
 
-from .turns import check_tool_messages, renderer, turns_of
+from .chat_templates import TEMPLATE_COLUMNS, check_tool_messages, renderer
+from .row_checks import validate_rows
+from .tokenizers import tokenizer_of
+from .turns import turns_of
 
 
 if TYPE_CHECKING:
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["RecordedRollouts", "good_rollouts", "rollout_pairs"]
 
 logger = logging.getLogger(__name__)
-
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that are arguments of the chat template."""
 
 
 def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "reward") -> Dataset:
@@ -50,7 +50,7 @@ def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "rew
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If it has no such column, a row has no reward, or no rollout is good.
+        ValueError: If it has no such column, a row has no messages or no reward, or no rollout is good.
 
     Example:
 
@@ -99,7 +99,7 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
 
     Raises:
         TypeError: If the dataset is a stream.
-        ValueError: If a column is missing, a row has no reward, or no two trials of a task give a pair.
+        ValueError: If a column is missing, a row has no messages or no reward, or no two trials of a task give a pair.
 
     Example:
 
@@ -121,8 +121,9 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
     """
     rewards, trials = _rewards(dataset, reward), _trials(dataset, task)
     messages = dataset["messages"][:]
+    columns = {name: dataset[name][:] for name in dataset.column_names if name in (task, *TEMPLATE_COLUMNS)}
     counts = Counter(single=sum(len(rows) == 1 for rows in trials.values()))
-    pairs: dict[str, list[Any]] = {"prompt": [], "chosen": [], "rejected": [], "margin": [], "row": []}
+    pairs: list[dict[str, Any]] = []
     for rows in trials.values():
         counts["equal"] += len(rows) > 1 and len({rewards[i] for i in rows}) == 1
         for pair in combinations(rows, 2):
@@ -135,38 +136,38 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
                 counts["no_pair"] += 1
                 continue
             counts["not_assistant"] += {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}
-            margin = rewards[better] - rewards[worse]
-            for name, value in zip(pairs, (messages[better][:shared], chosen, rejected, margin, better), strict=True):
-                pairs[name].append(value)
+            pairs.append(
+                {
+                    "prompt": messages[better][:shared],
+                    "chosen": chosen,
+                    "rejected": rejected,
+                    "margin": rewards[better] - rewards[worse],
+                    **{name: columns[name][better] for name in columns},
+                }
+            )
     reasons = {
         "single": f"{counts['single']} of {len(trials)} tasks have one trial, so there is nothing to compare",
         "equal": f"the trials of {counts['equal']} tasks all have one reward",
         "no_pair": f"{counts['no_pair']} pairs of trials share no message, or one is the beginning of the other",
     }
     left_out = "; ".join(text for name, text in reasons.items() if counts[name])
-    source = pairs.pop("row")  # the rollout of each pair from which its other columns are taken
-    if not source:
+    if not pairs:
         raise ValueError(
             f"`rollout_pairs` makes no pair of {len(dataset)} rollouts: {left_out or 'there is none'}. A pair needs "
             f"two trials of one `{task}` with different values of `{reward}`. Check the columns, or sample more."
         )
-    logger.info(f"`rollout_pairs`: {len(source)} pairs of {len(dataset)} rollouts of {len(trials)} tasks.")
+    logger.info(f"`rollout_pairs`: {len(pairs)} pairs of {len(dataset)} rollouts of {len(trials)} tasks.")
     if left_out:
         logger.warning(f"`rollout_pairs`: {left_out}.")
     if counts["not_assistant"]:
         logger.warning(
-            f"`rollout_pairs`: {counts['not_assistant']} of {len(source)} pairs part at a message that is not the "
+            f"`rollout_pairs`: {counts['not_assistant']} of {len(pairs)} pairs part at a message that is not the "
             "assistant's. Messages of users or tools are in `chosen` and `rejected` too, and DPO trains on them."
         )
-    message_type = dataset.features["messages"]
-    names = [name for name in dataset.column_names if name in (task, *TEMPLATE_COLUMNS)]
-    columns = dataset.select_columns(names).select(source)
     # The types of the dataset: inferred ones would merge the keys of all tool calls into one struct.
-    features = dict.fromkeys(("prompt", "chosen", "rejected"), message_type) | {"margin": dataset.features[reward]}
-    result = Dataset.from_dict(pairs, features=Features(features))
-    for name in names:
-        result = result.add_column(name, columns[name][:], feature=columns.features[name])
-    return result
+    types = dict.fromkeys(("prompt", "chosen", "rejected"), dataset.features["messages"])
+    types |= {"margin": Value("float64"), **{name: dataset.features[name] for name in columns}}
+    return Dataset.from_list(pairs, features=Features(types))
 
 
 class RecordedRollouts:
@@ -281,14 +282,24 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "Rollouts are told apart by it: name the column of the rewards with `reward=`.")
+    validate_rows(dataset, "rollouts", ("messages",), strict=False)
     values = dataset[reward][:]
-    without = [i for i, value in enumerate(values) if value is None or not math.isfinite(float(value))]
+    numbers = list(map(_as_number, values))
+    without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
     if without:
         raise ValueError(
             f"{len(without)} of {len(values)} rollouts have no number as `{reward}`, the first of them row "
             f"{without[0]} (counted from 0): {values[without[0]]!r}. Give them one, or filter them out."
         )
-    return [float(value) for value in values]
+    return numbers
+
+
+def _as_number(value: Any) -> float:
+    """A value as a number; NaN if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
@@ -335,7 +346,7 @@ def _token_ids(
     row: dict[str, Any], number: int, processing_class: PreTrainedTokenizerBase | ProcessorMixin
 ) -> tuple[list[int], list[int], list[int]]:
     """Ids before the first turn of the assistant, ids after, and a mask of the latter: 1 in turns of the assistant."""
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = tokenizer_of(processing_class)
     render, messages = renderer(row, processing_class), row["messages"]
     chunks, mask, previous = [], [], ""
     for begin, end in turns_of(messages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +12,10 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from .columns import chunks, ids_outside, values
-from .data_warnings import name_rows, warn_or_raise
+from .data_warnings import count_and_warn, name_rows, warn_or_raise
 
 
 __all__ = ["TRAINED", "EmptyTextError", "check_ids", "check_row", "image_token_ids", "validate_rows"]
-
-logger = logging.getLogger(__name__)
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns that hold text or messages."""
@@ -50,7 +48,9 @@ def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterab
     columns = tuple(columns)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(ValidRow(name, columns, strict))
-    for column in columns if isinstance(dataset, Dataset) else ():
+    if not isinstance(dataset, Dataset):
+        return dataset
+    for column in columns:
         if column not in dataset.column_names or all(_is_valid(chunk, column) for chunk in chunks(dataset, column)):
             continue
         doubtful: dict[int, DoubtfulRowError] = {}
@@ -87,7 +87,7 @@ class ValidRow:
 
     def __init__(self, name: str, columns: tuple[str, ...], strict: bool = False):
         self.name, self.columns, self.strict = name, columns, strict
-        self.left_out = self.doubtful = 0
+        self.counts: Counter[str] = Counter()
 
     def __call__(self, row: dict[str, Any]) -> bool:
         try:
@@ -95,23 +95,11 @@ class ValidRow:
         except ValueError as error:
             if self.strict:
                 raise
-            if isinstance(error, DoubtfulRowError):
-                self.doubtful += 1
-                if worth_a_warning(self.doubtful):
-                    logger.warning(f"So far {self.doubtful} rows of the {self.name} stream are doubtful. {error}")
-                return True
-            self.left_out += 1
-            if worth_a_warning(self.left_out):
-                logger.warning(f"So far {self.left_out} rows of the {self.name} stream were left out. {error}")
-            return False
+            is_kept = isinstance(error, DoubtfulRowError)
+            treatment = "are doubtful" if is_kept else "were left out"
+            count_and_warn(self.counts, f"rows of the {self.name} stream {treatment}", example=str(error))
+            return is_kept
         return True
-
-
-def worth_a_warning(count: int, added: int = 1) -> bool:
-    """Whether the count has reached 1, 10, 100, ... with the last `added`: a warning for each power of 10."""
-    before = count - added
-    # One more digit than before means that a power of 10 lies between the two counts.
-    return before == 0 or len(str(before)) < len(str(count))
 
 
 def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: Iterable[str] | None = None) -> None:
@@ -120,11 +108,13 @@ def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: It
 
     `used` are the columns that training reads; all are checked without it.
     """
-    for column in dataset.column_names if isinstance(dataset, Dataset) else ():
-        is_labels, is_used = column == "labels", used is None or column in used
-        if not is_used or not (column.endswith("_ids") or is_labels):
+    if not isinstance(dataset, Dataset):
+        return
+    for column in dataset.column_names:
+        holds_ids = column.endswith("_ids") or column == "labels"
+        if not holds_ids or (used is not None and column not in used):
             continue
-        if outside := ids_outside(dataset, column, size, ignored=(-100,) if is_labels else ()):
+        if outside := ids_outside(dataset, column, size, ignored=(-100,) if column == "labels" else ()):
             row, value = outside
             raise ValueError(
                 f"Row {row} (counted from 0) of the {name} dataset holds {value} in `{column}`, and the "
@@ -146,10 +136,10 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
     which = "A row" if number is None else f"Row {number} (counted from 0)"
     columns, where = tuple(columns), f"{which}{of and f' of the {of} dataset'} has"
     remedy = "correct the row, or filter it out"
-    for name in (column for column in columns if column in row):
-        value = row[name]
-        if isinstance(value, str) and name != "messages":
+    for name in columns:
+        if name not in row or (isinstance(row[name], str) and name != "messages"):
             continue
+        value = row[name]
         expected = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
             # Of no message a template may render something; of a missing value TRL renders nothing.
@@ -159,10 +149,11 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
             if defect := _defect(message):
                 kind = DoubtfulRowError if isinstance(message, dict) else ValueError
                 raise kind(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
-    if empty := next((name for name in columns if name != "prompt" and row.get(name) == ""), None):
-        raise EmptyTextError(
-            f"{where} an empty text in column `{empty}`, and only its EOS token is trained on: {remedy}."
-        )
+    for name in columns:
+        if name != "prompt" and row.get(name) == "":
+            raise EmptyTextError(
+                f"{where} an empty text in column `{name}`, and only its EOS token is trained on: {remedy}."
+            )
 
 
 def _defect(message: Any) -> str | None:

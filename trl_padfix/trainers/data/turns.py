@@ -9,11 +9,8 @@ computation. With prefix sharing, and the rows of a conversation in one batch, t
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,34 +18,15 @@ from datasets import Dataset, DatasetDict, Features, IterableDataset
 from trl.data_utils import maybe_convert_to_chatml
 
 from .columns import column_names
-from .data_warnings import warn_or_raise
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+    from transformers import TrainingArguments
 
 
-__all__ = [
-    "check_tool_messages",
-    "check_turn_settings",
-    "check_turns",
-    "expand_datasets",
-    "expand_turns",
-    "renderer",
-    "turns_of",
-]
+__all__ = ["check_turn_settings", "expand_datasets", "expand_turns", "turns_of"]
 
 logger = logging.getLogger(__name__)
-
-MAX_RENDERED_ROWS = 1000
-"""Maximum number of rows of a dataset that [`check_turns`] renders."""
-
-MAX_STREAMED_ROWS = 100
-"""Number of rows of a stream, from the first on, that [`check_turns`] renders."""
-
-ROWS_CHECKED_FOR_TOOLS = 20
-"""Number of rows, from the first on, that [`check_tool_messages`] searches for tool calls and answers."""
-
 
 D = TypeVar("D", Dataset, IterableDataset)
 
@@ -101,8 +79,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             "`prompt` and `completion`, each with its own images."
         )
     if "messages" not in columns and "conversations" in columns:
-        how = {} if is_stream else {"desc": f"Converting the {name} dataset to messages"}
-        dataset = dataset.map(maybe_convert_to_chatml, **how)
+        dataset = dataset.map(maybe_convert_to_chatml)
         columns = sorted(column_names(dataset))
     if "messages" not in columns:
         raise ValueError(
@@ -110,21 +87,22 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             "a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` are rows of one "
             "turn already."
         )
-    counts: Counter[str] = Counter(conversations=0 if is_stream else len(dataset))
-    said: set[str] = set()
+    counts: Counter[str] = Counter()
     other_columns = [column for column in columns if column not in ("messages", "prompt", "completion")]
 
     def expand(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows: dict[str, list[Any]] = {column: [] for column in [*other_columns, "prompt", "completion"]}
         for i, messages in enumerate(batch["messages"]):
-            for begin, end in _turns(messages or [], counts):
+            turns, kinds = _trained_turns(messages or [])
+            for kind in kinds:
+                if is_stream and not counts[kind]:
+                    logger.warning(f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. Said once.")
+                counts[kind] += 1
+            for begin, end in turns:
                 rows["prompt"].append(messages[:begin])
                 rows["completion"].append(messages[begin:end])
                 for column in other_columns:
                     rows[column].append(batch[column][i])
-        for kind in sorted(counts.keys() & _LEFT_OUT.keys() - said) if is_stream else ():
-            said.add(kind)
-            logger.warning(f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. Said once.")
         return rows
 
     types: Any = dataset.features
@@ -133,14 +111,13 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         {column: types[column] for column in other_columns}
         | dict.fromkeys(("prompt", "completion"), types["messages"])
     )
-    # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
+    how: dict[str, Any] = {"batched": True, "remove_columns": columns, "features": features}
     if is_stream:
-        return dataset.map(expand, batched=True, remove_columns=columns, features=features)
-    rows: Any = dataset.map(
-        expand, batched=True, remove_columns=columns, features=features, load_from_cache_file=False,
-        desc=f"Making a row of each turn of the {name} dataset",
-    )  # fmt: skip
-    _report(counts, len(rows), name)
+        return dataset.map(expand, **how)
+    # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
+    how |= {"load_from_cache_file": False, "desc": f"Making a row of each turn of the {name} dataset"}
+    rows: Any = dataset.map(expand, **how)
+    _report(counts, len(dataset), len(rows), name)
     return rows
 
 
@@ -163,118 +140,14 @@ def check_turn_settings(config: TrainingArguments) -> None:
             )
 
 
-def check_turns(
-    dataset: Dataset | IterableDataset, processing_class: PreTrainedTokenizerBase | ProcessorMixin, name: str
-) -> None:
-    """Raise a `ValueError` if the rendered prompt of a turn is not the beginning of the rendered row."""
-    if getattr(processing_class, "chat_template", None) is None:
-        return  # TRL raises an error for conversations without a template
-    if isinstance(dataset, Dataset):
-        step = -(-len(dataset) // MAX_RENDERED_ROWS)  # evenly spaced; -(-a // b) rounds up
-        sample = [*dataset.select(range(0, len(dataset), step))]
-    else:  # its first rows; all of them are read in training only
-        sample = [*dataset.take(MAX_STREAMED_ROWS)]
-    differing = []
-    for row in sample:
-        render = renderer(row, processing_class)
-        prompt = render(row["prompt"], add_generation_prompt=True)
-        full_text = render(row["prompt"] + row["completion"])
-        if not full_text.startswith(prompt):
-            differing.append((prompt, full_text))
-    if differing:
-        prompt, full_text = differing[0]
-        index = next((i for i, (a, b) in enumerate(zip(prompt, full_text, strict=False)) if a != b), len(full_text))
-        raise ValueError(
-            f"The chat template does not render {len(differing)} of {len(sample)} prompts of the {name} dataset as "
-            f"the beginning of their rows: after {prompt[max(0, index - 40) : index]!r} the prompt has "
-            f"{prompt[index : index + 40]!r} and the row {full_text[index : index + 40]!r}. The model would be "
-            "trained with a different prompt than it gets when it generates. Fix the template (a turn must begin with "
-            "the generation prompt), or write rows with `prompt` and `completion` as text and leave `expand_turns` "
-            "out."
-        )
-
-
-def renderer(row: dict[str, Any], processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> Callable[..., Any]:
-    """A function that renders messages as text (`str`), with the `tools` and `chat_template_kwargs` of the row."""
-    tools = row.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools  # TRL takes both
-    kwargs = {"tools": tools, **(row.get("chat_template_kwargs") or {})}
-    return partial(processing_class.apply_chat_template, tokenize=False, **kwargs)
-
-
-def check_tool_messages(
-    dataset: Dataset | IterableDataset,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    name: str,
-    columns: Sequence[str],
-    strict: bool = True,
-) -> None:
-    """
-    Warn if the chat template silently drops tool calls, or the answers of tools; with `strict` raise a `ValueError`.
-
-    Tests the first row with tool calls and the first with answers, on the messages of all `columns` together. Streams
-    are not checked.
-    """
-    if not isinstance(dataset, Dataset) or getattr(processing_class, "chat_template", None) is None:
-        return
-    untested = set(_WITHOUT)
-    present = [column for column in columns if column in dataset.column_names]
-    if not present:  # rows of text, or of tokens
-        return
-    present += [column for column in ("tools", "chat_template_kwargs") if column in dataset.column_names]
-    rows = dataset.select_columns(present).select(range(min(len(dataset), ROWS_CHECKED_FOR_TOOLS)))
-    for number, row in enumerate(rows):
-        messages = [message for column in columns if isinstance(row.get(column), list) for message in row[column]]
-        render = renderer(row, processing_class)
-        for kind in sorted(untested):
-            emptied = [_WITHOUT[kind](message) for message in messages]
-            if emptied == messages:
-                continue
-            untested.remove(kind)
-            # A template that renders them cannot give the same text without them.
-            if render(emptied) == render(messages):
-                warn_or_raise(
-                    f"Row {number} (counted from 0) of the {name} dataset has {kind}, and the chat template renders "
-                    "nothing of them: the model would be trained on answers to messages that it never receives. Take "
-                    "a template that renders tools (`chat_template_path` in the configuration), or write them as "
-                    "text.",
-                    strict,
-                )
-        if not untested:
-            return
-
-
-def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "tool_calls": None} if message.get("tool_calls") else message
-
-
-def _without_answer(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": ""} if message["role"] == "tool" and message.get("content") else message
-
-
-_WITHOUT = {"tool calls": _without_calls, "messages of tools": _without_answer}
-"""By kind, the function that empties it in a message."""
-
-
 def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """The half-open ranges `(begin, end)` of the assistant's turns in a conversation."""
     turns, begin = [], 0
-    for is_assistant, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
+    for is_assistant, run in groupby(messages, key=lambda message: message.get("role") == "assistant"):
         length = len(list(run))
         if is_assistant:
             turns.append((begin, begin + length))
         begin += length
-    return turns
-
-
-def _turns(messages: list[dict[str, Any]], counts: Counter[str]) -> list[tuple[int, int]]:
-    """[`turns_of`] a conversation, except a turn without a message before it; updates `counts` for [`_report`]."""
-    turns = turns_of(messages)
-    begins_with_turn = bool(turns) and turns[0][0] == 0
-    joined = any(end - begin > 1 for begin, end in turns)
-    turns = turns[begins_with_turn:]
-    kinds = {"joined": joined, "first": begins_with_turn, "without": not turns}
-    counts.update(kind for kind, holds in kinds.items() if holds)
     return turns
 
 
@@ -286,9 +159,21 @@ _LEFT_OUT = {
 """What is said of conversations that are not used as they are."""
 
 
-def _report(counts: Counter[str], rows: int, name: str) -> None:
+def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]], list[str]]:
+    """[`turns_of`] a conversation that follow a message, and the keys of [`_LEFT_OUT`] that hold for it."""
+    turns, kinds = turns_of(messages), []
+    if any(end - begin > 1 for begin, end in turns):
+        kinds.append("joined")
+    if turns and turns[0][0] == 0:
+        turns = turns[1:]
+        kinds.append("first")
+    if not turns:
+        kinds.append("without")
+    return turns, kinds
+
+
+def _report(counts: Counter[str], conversations: int, rows: int, name: str) -> None:
     """Warn about conversations that are not used as they are; raise a `ValueError` if there is no row."""
-    conversations = counts["conversations"]
     if not rows:
         raise ValueError(
             f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "

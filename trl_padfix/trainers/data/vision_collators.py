@@ -17,8 +17,7 @@ __all__ = [
     "DataCollatorForVisionLanguageModeling",
     "DataCollatorForVisionPreference",
     "VisionCollator",
-    "check_ids_of_batch",
-    "misplaced_images",
+    "count_placeholders",
     "misplaced_message",
     "to_padding_side_with_kl",
 ]
@@ -32,27 +31,50 @@ class VisionCollator(SidedCollator):
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = copied(examples)
-        misplaced = misplaced_images(examples, self.processor)  # type: ignore[attr-defined]
-        self.raise_or_count(
-            [row for row, *_ in misplaced],
-            misplaced_message(misplaced[0], "the batch") if misplaced else "",
-            "rows have other images than placeholders; they are left to the model",
-        )
+        for row, example in enumerate(examples):
+            images = len(example["images"])
+            placeholders = count_placeholders(example, images, self.processor)  # type: ignore[attr-defined]
+            if placeholders != images:
+                treatment = "rows have other images than placeholders; they are left to the model"
+                self.raise_or_count(1, misplaced_message(row, images, placeholders, "the batch"), treatment)
         batch = dict(super().torch_call(examples))  # type: ignore[misc]
-        check_ids_of_batch(self, batch, len(examples))
+        self.check_ids(batch, len(examples))
         return batch
+
+    def check_ids(self, batch: dict[str, Any], count: int) -> None:
+        """
+        Refuse token ids without an embedding, except the ids of image tokens (`stand_ins`).
+
+        Row `i` of the batch comes from example `i % count`: a batch of pairs has `2 * count` rows.
+
+        Raises:
+            ValueError: For another id without an embedding.
+        """
+        if self.vocabulary is None:
+            return
+        for ids in (batch[name] for name in ("input_ids", "KL_input_ids") if name in batch):
+            is_valid = (ids >= 0) & (ids < self.vocabulary)
+            is_valid |= torch.isin(ids, torch.tensor(sorted(self.stand_ins), dtype=ids.dtype))
+            if is_valid.all():
+                continue
+            row, column = (~is_valid).nonzero()[0].tolist()
+            raise ValueError(
+                f"Row {row % count} of the batch (counted from 0) holds the token id {int(ids[row, column])}, and the "
+                f"model has embeddings for 0 to {self.vocabulary - 1}: its forward would stop (on a GPU with a device "
+                "assertion). Use the model's own processor, or "
+                "`model.resize_token_embeddings(len(processor.tokenizer))`."
+            )
 
     def refuse_cut(self, batch: dict[str, Any], count: int, what: str) -> None:
         """[`SidedCollator.raise_or_count`] for those of the `count` examples that have an empty completion."""
         # Modulo, since row `count + i` is the rejected completion of example `i`.
-        rows = (batch["completion_mask"].sum(1) == 0).nonzero().flatten() % count
+        rows = sorted({i % count for i in (batch["completion_mask"].sum(1) == 0).nonzero().flatten().tolist()})
+        if not rows:
+            return
         within = f"a completion without a token (within `max_length={self.max_length}`)"  # type: ignore[attr-defined]
         why = "log-probability would be 0 whatever the model does. Drop them, or raise `max_length`"
-        self.raise_or_count(
-            sorted(set(rows.tolist())),
-            f"{what.capitalize()} {sorted(set(rows.tolist()))} of the batch have {within}: its {why}.",
-            f"{what} have {within}, whose {why}",
-        )
+        error = f"{what.capitalize()} {rows} of the batch have {within}: its {why}."
+        self.raise_or_count(len(rows), error, f"{what} have {within}, whose {why}")
 
 
 @dataclass
@@ -159,61 +181,29 @@ def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> d
     return batch
 
 
-def check_ids_of_batch(collator: Any, batch: dict[str, Any], count: int) -> None:
-    """
-    Refuse token ids without an embedding, except the ids of image tokens (`collator.stand_ins`).
-
-    Row `i` of the batch comes from example `i % count`: a batch of pairs has `2 * count` rows.
-
-    Raises:
-        ValueError: For another id without an embedding.
-    """
-    if collator.vocabulary is None:
-        return
-    for ids in (batch[name] for name in ("input_ids", "KL_input_ids") if name in batch):
-        is_valid = (ids >= 0) & (ids < collator.vocabulary)
-        is_valid |= torch.isin(ids, torch.tensor(sorted(collator.stand_ins), dtype=ids.dtype))
-        if is_valid.all():
-            continue
-        row, column = (~is_valid).nonzero()[0].tolist()
-        raise ValueError(
-            f"Row {row % count} of the batch (counted from 0) "
-            f"holds the token id {int(ids[row, column])}, and the model has embeddings for 0 to "
-            f"{collator.vocabulary - 1}: its forward would stop (on a GPU with a device assertion). Use the model's "
-            "own processor, or `model.resize_token_embeddings(len(processor.tokenizer))`."
-        )
-
-
-def misplaced_message(misplaced: tuple[int, int, int], where: str) -> str:
-    """Error text for an example returned by [`misplaced_images`]."""
-    row, images, placeholders = misplaced
+def misplaced_message(row: int, images: int, placeholders: int, where: str) -> str:
+    """Error text for an example with more or fewer images than placeholders."""
     return (
         f"Example {row} of {where} has {images} images and {placeholders} placeholders for them. Give each "
         "placeholder in its text one image, in their order."
     )
 
 
-def misplaced_images(examples: list[dict[str, Any]], processor: Any) -> list[tuple[int, int, int]]:
-    """For each example with more or fewer images than placeholders: its index, and the number of both."""
-    result = []
-    for i, example in enumerate(examples):
-        images = len(example["images"])
-        value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
-        if isinstance(value, str):
-            placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
-            placeholders = value.count(placeholder) if placeholder else images
-        elif value:
-            messages = [message for message in value if message["role"] != "tool"]
-            parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
-            placeholders = sum(part["type"] == "image" for part in parts)
-            # TRL puts all images before the first content of a user that is plain text.
-            if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages):
-                placeholders += images
-        else:
-            continue
-        if placeholders != images:
-            result.append((i, images, placeholders))
-    return result
+def count_placeholders(example: dict[str, Any], images: int, processor: Any) -> int:
+    """Placeholders in the text of an example with this number of `images`; as many if its text does not show them."""
+    value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
+    if not value:
+        return images
+    if isinstance(value, str):
+        placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+        return value.count(placeholder) if placeholder else images
+    messages = [message for message in value if message["role"] != "tool"]
+    parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
+    placeholders = sum(part["type"] == "image" for part in parts)
+    # TRL puts all images before the first content of a user that is plain text.
+    if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages):
+        placeholders += images
+    return placeholders
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -65,15 +65,16 @@ class Generation(Part):
         evaluated = trainer.eval_dataset
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
             require_prompts(dataset, name)
-            masks = (batch["attention_mask"] for _, batch in self._batches(dataset, range(self._count(dataset))))
-            check_budget(self._generator, max(int(m.sum(1).max()) for m in masks), **self._generation_settings())
+            batches = self._batches(dataset, range(self._count(dataset)))
+            longest = max(int(batch["attention_mask"].sum(1).max()) for *_, batch in batches)
+            check_budget(self._generator, longest, **self._generation_settings())
             sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if self.settings.generation_kwargs and not sharded:
                 self._try_generation_kwargs(dataset)
 
     def _try_generation_kwargs(self, dataset: Dataset | IterableDataset) -> None:
         """Raise a `ValueError` if `generate` fails with `generation_kwargs`: tries the first prompt, for one token."""
-        ((_, batch),) = self._batches(dataset, [0])
+        ((*_, batch),) = self._batches(dataset, [0])
         model = self._generator
         batch = {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         try:
@@ -126,16 +127,16 @@ class Generation(Part):
         # Sharded models meet in each forward, so processes need equally many prompts: the last ones are repeated, and
         # dropped again by the dictionary of indices.
         indices = [min(i, count - 1) for i in range(first, first + share)]
-        remaining, generated, tokenizer = iter(indices), [], tokenizer_of(self.trainer.processing_class)
+        generated, tokenizer = [], tokenizer_of(self.trainer.processing_class)
         with self._generating():
-            for prompts, batch in self._batches(dataset, indices):
+            for numbers, prompts, batch in self._batches(dataset, indices):
                 columns = batch["input_ids"].shape[1]
                 rows = generate(self._generator, self.trainer._prepare_inputs(batch), **self._generation_settings())
                 for i, prompt in enumerate(prompts):
                     ids = batch["input_ids"][i][batch["attention_mask"][i].bool()]
                     reference = tokenizer(prompt.reference, add_special_tokens=False)["input_ids"]
                     sample = (prompt.text, ids.tolist(), rows[i, columns:].tolist(), reference)
-                    generated.append((next(remaining), sample))
+                    generated.append((numbers[i], sample))
         gathered = dict(gather_object(generated))
         texts, inputs, predictions, references = zip(*(gathered[i] for i in range(count)), strict=True)
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
@@ -154,17 +155,18 @@ class Generation(Part):
 
     def _batches(
         self, dataset: Dataset | IterableDataset, indices: Sequence[int]
-    ) -> Iterator[tuple[list[Prompt], dict[str, Any]]]:
-        """Batches of the rows at `indices`: prompts, and their token ids, mask and images."""
+    ) -> Iterator[tuple[Sequence[int], list[Prompt], dict[str, Any]]]:
+        """Batches of the rows at `indices`: their numbers, their prompts, and token ids, mask and images."""
         processing: Any = self.trainer.processing_class
         size = self.trainer.args.per_device_eval_batch_size
         template = getattr(self.trainer, "chat_template", None)
         for start in range(0, len(indices), size):
-            prompts = [prompt_of(dataset[i], processing, template) for i in indices[start : start + size]]
+            numbers = indices[start : start + size]
+            prompts = [prompt_of(dataset[i], processing, template) for i in numbers]
             batch = self._encode(prompts)
             parts = self._within_budget(batch["attention_mask"].sum(1).tolist())
             for part in parts:
-                yield prompts[part], batch if len(parts) == 1 else self._encode(prompts[part])
+                yield numbers[part], prompts[part], batch if len(parts) == 1 else self._encode(prompts[part])
 
     def _encode(self, prompts: list[Prompt]) -> dict[str, Any]:
         """Token ids, mask and images of prompts."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformers import ProcessorMixin
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
+from ..data.chat_templates import tools_of
 from ..data.columns import column_names
 
 
@@ -71,11 +71,11 @@ def prompt_of(
             f"The data are conversations, and the {type(processing_class).__name__} has no chat template to make "
             "prompts of them with. Set its `chat_template`, or use that of a chat model."
         )
-    tools, settings = row.get("tools"), row.get("chat_template_kwargs")
+    settings = row.get("chat_template_kwargs")
     rendered = maybe_apply_chat_template(
         {"prompt": prompt, "completion": answer} | ({"chat_template_kwargs": settings} if settings else {}),
         processing_class,
-        json.loads(tools) if isinstance(tools, str) else tools,
+        tools_of(row),
         **({"chat_template": chat_template} if chat_template is not None else {}),
     )
     return Prompt(rendered["prompt"], rendered["completion"], images, is_chat)

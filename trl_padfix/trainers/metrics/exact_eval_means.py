@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from ..data.batch_metadata import pop_metadata
 from ..distributed import data_replicas, datasets_of
-from ..parts import Evaluation, Part, Step
+from ..parts import Evaluation, Part, Step, entered
 from ..temporary_attributes import temporarily_set
 
 
@@ -78,10 +78,12 @@ class ExactMeans(Part):
         with local_metrics_only(accelerator):
             yield
         new = {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
-        names = ["loss", *sorted(new)]
+        metric_names = sorted(new)
+        names = ["loss", *metric_names]
         # A process without rows of its own computed a batch of duplicates; its weights are 0.
         weights = has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
-        values = torch.cat([step.loss.detach().float().reshape(1), weights.new_tensor([new[n] for n in names[1:]])])
+        new_values = weights.new_tensor([new[name] for name in metric_names])
+        values = torch.cat([step.loss.detach().float().reshape(1), new_values])
         # `where`, because a metric without items may be NaN, and NaN * 0 is NaN.
         totals = torch.stack([torch.where(weights > 0, values * weights, 0.0), weights], dim=1)
         if accelerator.num_processes > 1:
@@ -89,24 +91,24 @@ class ExactMeans(Part):
         for name, total in zip(names, totals.cpu().double(), strict=True):
             self._sums[name] = self._sums.get(name, 0) + total
 
-    def _mean(self, name: str) -> dict[str, float]:
-        """The mean of a loss or metric by its name; empty if it has no items."""
+    def _mean(self, name: str) -> float | None:
+        """The mean of a loss or metric; `None` if it has no items."""
         total, items = self._sums.get(name, torch.zeros(2)).tolist()
-        return {name: total / items} if items else {}
+        return total / items if items else None
 
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
         self._sums = {}
         yield
-        for mean in self._mean("loss").values():
+        if (mean := self._mean("loss")) is not None:
             evaluation.output.metrics[f"{evaluation.prefix}_loss"] = mean
 
     def log(self, logs: dict[str, float], mode: str) -> None:
         if self.settings.exact_eval_means and mode == "eval":
             metrics = self.trainer._metrics["eval"]
             for name in metrics.keys() - {"num_tokens"}:
-                # TRL logs the mean of each list, so the list becomes its exact mean.
-                metrics[name] = list(self._mean(name).values()) or metrics[name]
+                if (mean := self._mean(name)) is not None:
+                    metrics[name] = [mean]  # TRL logs the mean of the list
 
 
 @contextlib.contextmanager
@@ -117,10 +119,8 @@ def local_metrics_only(accelerator: Accelerator) -> Iterator[None]:
     def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor
 
-    with (
-        temporarily_set(accelerator, "gather", identity),
-        temporarily_set(accelerator, "gather_for_metrics", identity),
-    ):
+    names = ("gather", "gather_for_metrics")
+    with entered(temporarily_set(accelerator, name, identity) for name in names):
         yield
 
 
@@ -155,4 +155,5 @@ def drop_duplicate_rows(
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if unique in (0, items) or any(v.shape[0] not in (items, rows) for v in tensors.values()):
         return original, unique > 0
-    return {**batch, **{k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}}, True
+    kept = {k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}
+    return {**batch, **kept}, True

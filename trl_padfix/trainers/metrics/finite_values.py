@@ -12,8 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
-from ..data.data_warnings import warn_or_raise
-from ..data.row_checks import worth_a_warning
+from ..data.data_warnings import warn_or_raise, worth_a_warning
 from ..data.tokenizers import tokenizer_of
 from ..parts import Part, Step
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
 from transformers import ProgressCallback
 
-from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import to_device_async
 from ..distributed import data_replicas
 from ..parts import Evaluation, Part, Step
@@ -21,9 +21,38 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["TokenCounter", "TokenCounts", "forward_counts", "report_of", "summed_over_processes"]
+__all__ = ["ForwardCounts", "TokenCounter", "TokenCounts", "report_of", "summed_over_processes"]
 
 logger = get_logger(__name__)
+
+
+class ForwardCounts(NamedTuple):
+    """
+    Counts of the forwards of a model: tokens of the packed ones, and numbers of forwards.
+
+    `shared_forwards` and `forwards` are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share.
+    """
+
+    padded: int = 0
+    real: int = 0
+    packed: int = 0
+    filler: int = 0
+    padded_forwards: int = 0
+    shared_forwards: int = 0
+    forwards: int = 0
+
+    @classmethod
+    def of(cls, handle: PaddingRemoval | None) -> ForwardCounts:
+        """The counts of a model so far."""
+        if handle is None:
+            return cls()
+        stats = handle.stats
+        choices = (stats.shared_forwards, stats.forwards) if handle.prefix_sharing == "auto" else (0, 0)
+        tokens = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.filler_tokens)
+        return cls(*tokens, stats.padded_forwards, *choices)
+
+    def since(self, before: ForwardCounts) -> ForwardCounts:
+        return ForwardCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class TokenCounter:
@@ -45,28 +74,29 @@ class TokenCounter:
             self._since = None
 
     def add(self, counts: torch.Tensor) -> None:
-        """Add the counts of a step, `(8,)`: real tokens of its batches, and the counts of [`forward_counts`]."""
+        """Add the counts of a step, `(8,)`: the real tokens of its batches, and its [`ForwardCounts`]."""
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; resets the counter. Fractions are of packed forwards, if any."""
         self.pause()
-        counts = torch.stack([torch.zeros(8, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
-        tokens, padded, real, packed, filler, unpacked_forwards, shared, forwards = counts.tolist()
-        seconds = self.seconds
-        self.__init__()  # resets sums and seconds
+        sums = torch.stack([torch.zeros(8, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
+        tokens, *of_forwards = sums.tolist()
+        counts = ForwardCounts(*of_forwards)
+        seconds, self.seconds, self.sums = self.seconds, 0.0, {}
         if not tokens:
             return {}
         self.start()
         metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
-        if padding_free and real:
-            metrics |= {"padfix/pad_fraction": 1 - real / padded, "padfix/shared_fraction": 1 - packed / real}
-        if filler:
-            metrics["padfix/filler_fraction"] = filler / (packed + filler)
-        if unpacked_forwards:
-            metrics["padfix/padded_forwards"] = unpacked_forwards
-        if forwards:
-            metrics["padfix/auto_shared"] = shared / forwards
+        if padding_free and counts.real:
+            metrics["padfix/pad_fraction"] = 1 - counts.real / counts.padded
+            metrics["padfix/shared_fraction"] = 1 - counts.packed / counts.real
+        if counts.filler:
+            metrics["padfix/filler_fraction"] = counts.filler / (counts.packed + counts.filler)
+        if counts.padded_forwards:
+            metrics["padfix/padded_forwards"] = counts.padded_forwards
+        if counts.forwards:
+            metrics["padfix/auto_shared"] = counts.shared_forwards / counts.forwards
         return metrics
 
 
@@ -82,15 +112,14 @@ class TokenCounts(Part):
     def around_step(self, step: Step) -> Iterator[None]:
         counter = self.counters[step.mode]
         counter.start()
-        before = forward_counts(self.trainer.padding.handle)
+        before = ForwardCounts.of(self.trainer.padding.handle)
         yield
-        after = forward_counts(self.trainer.padding.handle)
-        new = [a - b for a, b in zip(after, before, strict=True)]
+        new = ForwardCounts.of(self.trainer.padding.handle).since(before)
         if (lengths := self.trainer.padding.task.row_lengths(step.inputs)) is None:
             counts = _step_counts(step.batches, new)
         else:  # packed forwards count the tokens of the tree, not those of its rows
-            padded, real = len(lengths) * int(lengths.max()), int(lengths.sum())
-            counts = torch.tensor([real, padded, real, *new[2:]])
+            new = new._replace(padded=len(lengths) * int(lengths.max()), real=int(lengths.sum()))
+            counts = torch.tensor([new.real, *new])
         step.counts = counts  # which `ProcessErrors` adds up
         self._warn_if_unpacked(step)
 
@@ -133,20 +162,6 @@ def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool =
     return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
 
 
-def forward_counts(handle: PaddingRemoval | None) -> list[int]:
-    """
-    Counts of a model so far: padded, real, packed and filler tokens, forwards that could not be packed, shared and
-    all packed forwards.
-
-    The last two are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share prefixes.
-    """
-    stats = handle.stats if handle is not None else PaddingStats()
-    chooses = handle is not None and handle.prefix_sharing == "auto"
-    choices = [stats.shared_forwards, stats.forwards] if chooses else [0, 0]
-    tokens = [stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.filler_tokens]
-    return [*tokens, stats.padded_forwards, *choices]
-
-
 def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> torch.Tensor:
     """The counts summed over processes; processes that have the same rows count once."""
     accelerator = trainer.accelerator
@@ -155,19 +170,19 @@ def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> 
     return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
 
 
-def _step_counts(batches: list[dict[str, torch.Tensor]], counts: list[int]) -> torch.Tensor:
+def _step_counts(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) -> torch.Tensor:
     """
-    The counts of a step, `(8,)`: real tokens of `batches`, and the `counts` of its packed forwards.
+    The counts of a step, `(8,)`: real tokens of `batches`, and the `counts` of its forwards.
 
     A policy that is its own reference (with its adapter switched off) runs twice on the same batches, so the real
     tokens of the forwards are scaled to the padded size of the batches. Without packed forwards the real tokens are
     the sum of the masks.
     """
-    padded, real, *_ = counts
     if not batches:
-        return torch.tensor([real, *counts])
-    if padded:
-        return torch.tensor([round(real * sum(batch["input_ids"].numel() for batch in batches) / padded), *counts])
+        return torch.tensor([counts.real, *counts])
+    if counts.padded:
+        padded = sum(batch["input_ids"].numel() for batch in batches)
+        return torch.tensor([round(counts.real * padded / counts.padded), *counts])
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     tokens = torch.stack([mask.sum() for mask in masks]).sum()
     # `tokens` stays on its device: reading it here would wait for it in every step.
