@@ -113,9 +113,9 @@ def test_batches_come_with_their_layouts(workers, sharing, tmp_path):
     assert batch_metadata_of(plain) is None
 
 
-def test_a_layout_is_one_block_that_is_pickled(gpu):
+def test_a_layout_is_one_block_that_is_pinned_and_pickled(gpu):
     maps = FlatIndexMaps.of(sft_batch_layout())
-    again = pickle.loads(pickle.dumps(maps)).to("cpu")
+    again = pickle.loads(pickle.dumps(maps)).pin_memory().to("cpu")
     assert again.cu_seqlens_q is again.cu_seqlens_k
     assert again.positions.tolist() == [0, 1, 2, 0, 1]
     assert again.cu_seqlens_q.dtype == torch.int32

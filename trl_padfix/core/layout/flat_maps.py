@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -111,6 +111,10 @@ class FlatIndexMaps(Generic[T]):
         with_slots = _replaced(value, torch.Tensor, slot)
         block = torch.cat([x.to(torch.int64) for x in maps.values()])
         return cls(block, tuple((x.numel(), x.dtype) for x in maps.values()), with_slots)
+
+    def pin_memory(self) -> FlatIndexMaps[T]:
+        """The same maps in page-locked memory: the data loader calls this method for the prefix plan of a step."""
+        return replace(self, block=self.block.pin_memory())
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> T:
         """The dataclasses, with their tensors on `device`: one transfer, for which the host never waits."""
