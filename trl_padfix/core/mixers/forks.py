@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from ..call.calls import PackedCall
 from ..call.prefix_states import PrefixStates
@@ -99,10 +100,7 @@ class Scan(NamedTuple):
         tokens = torch.cat([block.tokens.flatten() for level in levels for block in level])
         # The first place of each token: at the places of its copies the same is computed.
         places = torch.full((T + 1,), len(tokens)).scatter_reduce(0, tokens, torch.arange(len(tokens)), "amin")
-        on_device = [
-            [NodeBlock(*(x if x is None else x.to(device) for x in block)) for block in level] for level in levels
-        ]
-        return cls(on_device, places[:T].to(device))
+        return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, places[:T]))
 
 
 class NodeTree:

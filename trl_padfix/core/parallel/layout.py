@@ -152,9 +152,8 @@ class ContextParallelLayout:
 
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
-        chunks = [[x[begin:end] for begin, end in ranges] for ranges in self.ranges]
-        tokens = [torch.cat(of_rank) if len(of_rank) > 1 else of_rank[0] for of_rank in chunks]  # no copy of one chunk
-        return self._exchange.heads_to_tokens(tokens, heads)
+        in_rank_order = x if self._ranks_in_order else x.index_select(0, self._rank_order)
+        return self._exchange.heads_to_tokens(in_rank_order, heads)
 
     def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
@@ -164,10 +163,14 @@ class ContextParallelLayout:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
         return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
 
-    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def _ranks_in_order(self) -> bool:
+        """Whether rank order is that of the packed tokens, as with one range per process."""
         begins = [begin for ranges in self.ranges for begin, _ in ranges]
-        has_order = begins == sorted(begins)  # as with one range per process
-        return x if has_order else x.index_select(0, self.index_in_rank_order)
+        return begins == sorted(begins)
+
+    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks_in_order else x.index_select(0, self.index_in_rank_order)
 
     def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""
