@@ -32,7 +32,6 @@ from ..model.patching import ForwardPatch
 from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
 from ..parallel.layout import HEADS, ROWS
-from ..parallel.operators import compiled_all_to_all, name_of_group
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
 from .segments import GatherKeys, in_attention_dtype
@@ -207,12 +206,9 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
     layout, exchange, comm = call.layout, None, ROWS
     if (cp_layout := call.cp_layout) is not None:
-        group, comm = cp_layout.group, cp_layout.comm
-        if comm != HEADS:
-            layout = cp_layout.local_layout
-        if comm != ROWS:
-            all_to_all = compiled_all_to_all(name_of_group(group.group))
-            exchange = Exchange(group.rank, tuple(cp_layout.tokens_per_rank), all_to_all)
+        comm = cp_layout.comm
+        layout = layout if comm == HEADS else cp_layout.local_layout
+        exchange = None if comm == ROWS else cp_layout.exchange
     mask_spec = PackedMask() if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal or call.prepared is not None:
         return None

@@ -68,8 +68,10 @@ class Group:
 
     @property
     def all_to_all(self) -> AllToAll:
-        """An all-to-all of flat tensors, with gradients."""
-        return partial(_AllToAll.apply, self)
+        """An all-to-all of flat tensors, with gradients, which compilers can trace."""
+        from .operators import all_to_all_of  # registers an operator with torch
+
+        return all_to_all_of(self.group)
 
     def all_gather_for_loss(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenate the tensors of all processes in rank order, for a loss that every process computes in full."""
@@ -168,21 +170,6 @@ def _all_to_all(
     received = sent.new_empty(sum(receive_sizes))
     distributed.all_to_all_single(received, sent.contiguous(), receive_sizes, send_sizes, group=group)
     return received
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all; backward sends the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.sizes = group.group, (receive_sizes, send_sizes)
-        return _all_to_all(group.group, sent, send_sizes, receive_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return None, _all_to_all(ctx.group, grads[0], *ctx.sizes), None, None
 
 
 class _AllGatherForLoss(torch.autograd.Function):

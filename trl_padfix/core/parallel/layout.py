@@ -143,21 +143,22 @@ class ContextParallelLayout:
         return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0].contiguous()
 
     @cached_property
-    def _exchange(self) -> Exchange:
-        return Exchange(self.group.rank, self.tokens_per_rank, self.group.all_to_all)
+    def exchange(self) -> Exchange:
+        """The exchange of local tokens with the other processes, in rank order."""
+        return Exchange(self.group.rank, tuple(self.tokens_per_rank), self.group.all_to_all)
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """All-to-all from local tokens to local heads, in the order of the packed tokens; see [`Exchange`]."""
-        return [self._in_packed_order(x) for x in self._exchange.tokens_to_heads(states, heads)]
+        return [self._in_packed_order(x) for x in self.exchange.tokens_to_heads(states, heads)]
 
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
         in_rank_order = x if self._ranks_in_order else x.index_select(0, self._rank_order)
-        return self._exchange.heads_to_tokens(in_rank_order, heads)
+        return self.exchange.heads_to_tokens(in_rank_order, heads)
 
     def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
-        return self._exchange.all_gather(states)
+        return self.exchange.all_gather(states)
 
     def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
