@@ -66,13 +66,6 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a model can be copied, a process group cannot
 
-    @property
-    def all_to_all(self) -> AllToAll:
-        """An all-to-all of flat tensors, with gradients, which compilers can trace."""
-        from .operators import all_to_all_of  # registers an operator with torch
-
-        return all_to_all_of(self.group)
-
     def all_gather_for_loss(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenate the tensors of all processes in rank order, for a loss that every process computes in full."""
         return _AllGatherForLoss.apply(x, self, tuple(lengths))

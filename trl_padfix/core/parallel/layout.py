@@ -145,7 +145,9 @@ class ContextParallelLayout:
     @cached_property
     def exchange(self) -> Exchange:
         """The exchange of local tokens with the other processes, in rank order."""
-        return Exchange(self.group.rank, tuple(self.tokens_per_rank), self.group.all_to_all)
+        from .operators import all_to_all_of  # registers an operator with torch
+
+        return Exchange(self.group.rank, tuple(self.tokens_per_rank), all_to_all_of(self.group.group))
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """All-to-all from local tokens to local heads, in the order of the packed tokens; see [`Exchange`]."""

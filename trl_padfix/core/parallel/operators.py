@@ -24,7 +24,7 @@ _groups: dict[str, distributed.ProcessGroup | None] = {}
 
 
 def all_to_all_of(group: distributed.ProcessGroup | None) -> AllToAll:
-    """An all-to-all of flat tensors among the processes of a group."""
+    """An all-to-all of flat tensors among the processes of a group, with gradients, which compilers can trace."""
     name = "" if group is None else group.group_name
     _groups[name] = group
     return partial(_all_to_all, name)
