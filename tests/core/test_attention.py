@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from simulated_gpu import reference_flash_attn
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from simulated_gpu.simulated_cuda import to_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo.models import batch, build, drawn_batches
@@ -215,11 +216,6 @@ class Recorded(TorchDispatchMode):
         self.calls.append((func, args))
         return func(*args, **kwargs or {})
 
-    def waits(self):
-        """Operations for which the host would wait for another device."""
-        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-        return [str(func) for func, _ in self.calls if tags & set(func.tags)]
-
 
 def gathered_gradient(layout, select):
     generator = torch.Generator().manual_seed(0)
@@ -257,16 +253,15 @@ def test_no_two_threads_add_to_one_gradient(ours, ordered):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_attention_does_not_wait_for_the_device(implementation):
+def test_attention_does_not_wait_for_the_device(implementation, gpu):
     layout, _ = layout_of("holes", sharing=True)
-    module = attention_module("mistral", implementation)
-    with Recorded() as recorded:
-        attend(module, random_states(layout), layout, sliding_window=4).sum().backward()
-    assert recorded.calls
-    assert recorded.waits() == []
-    with Recorded() as recorded:
-        layout.real_index.max().item()
-    assert recorded.waits() == ["aten._local_scalar_dense.default"]
+    states, layout = [to_simulated(x) for x in random_states(layout)], layout.to("cuda:0")
+    gpu.reset()
+    attend(attention_module("mistral", implementation), states, layout, sliding_window=4).sum().backward()
+    assert gpu.launches
+    assert not gpu.synchronisations
+    layout.real_index.max().item()
+    assert gpu.synchronisations
 
 
 # -- memory
@@ -324,49 +319,12 @@ def test_a_row_that_shares_little_is_made_whole_instead_of_masked(shared, masked
 # -- torch's variable-length kernel
 
 
-class OnCuda(torch.Tensor):
-    """A tensor on the CPU that says it is on a GPU, so that what is meant for GPUs runs here."""
-
-    device = property(lambda self: torch.device("cuda"))
-
-
-@pytest.fixture
-def varlen_calls(monkeypatch) -> list[dict]:
-    """Let torch's kernel be the reference; the record of its calls."""
-    calls: list[dict] = []
-
-    def varlen_attn(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-    ):
-        calls.append({"window_size": window_size, "enable_gqa": enable_gqa, "scale": scale})
-        assert enable_gqa or query.shape[1] == key.shape[1]
-        states = [x.as_subclass(torch.Tensor) for x in (query, key, value)]
-        return reference_flash_attn.flash_attn_varlen_func(
-            *states, cu_seq_q, cu_seq_k, max_q, max_k, softmax_scale=scale, window_size=window_size
-        )
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(trl_padfix.core.attention.varlen, "torch_varlen_is_complete", lambda: True)
-    return calls
-
-
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
-@pytest.mark.parametrize("kwargs", [{}, {"scaling": 0.1}, {"sliding_window": 3}], ids=str)
-def test_torchs_varlen_kernel_gets_the_same_question(kwargs, sharing, varlen_calls, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention.attention, "torch_varlen_applies", lambda *args: True)
-
-    assert_attends_like_dense(attention_module(), *layout_of("mixed", sharing), **kwargs)
-
-    window = kwargs.get("sliding_window")
-    scale = kwargs.get("scaling", SIZE**-0.5)
-    window_size = (-1, 0) if window is None else (window - 1, 0)
-    assert varlen_calls == [{"window_size": window_size, "enable_gqa": True, "scale": scale}]
-
-
 @pytest.mark.parametrize(
     ("side", "kwargs", "dtype", "applies"),
     [
         ("mixed", {}, torch.bfloat16, True),
+        ("mixed", {"scaling": 0.1}, torch.bfloat16, True),
         ("mixed", {"sliding_window": 3}, torch.float16, True),
         ("holes", {}, torch.bfloat16, True),
         ("mixed", {}, torch.float32, False),
@@ -374,18 +332,20 @@ def test_torchs_varlen_kernel_gets_the_same_question(kwargs, sharing, varlen_cal
         # The kernel's window counts tokens, and the padded computation counts columns: with holes they differ.
         ("holes", {"sliding_window": 3}, torch.bfloat16, False),
     ],
-    ids=["bf16", "fp16 window", "bf16 holes", "fp32", "dropout", "window over holes"],
+    ids=["bf16", "bf16 scaled", "fp16 window", "bf16 holes", "fp32", "dropout", "window over holes"],
 )
-def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applies, varlen_calls):
-    layout, mask = layout_of(side, sharing=True)
+def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applies, sharing, gpu):
+    layout, mask = layout_of(side, sharing)
     states = random_states(layout, dtype)
+    expected = (
+        dense_attention([x.float() for x in states], layout, mask, **kwargs) if "dropout" not in kwargs else None
+    )
 
-    got = attend(attention_module(), [x.as_subclass(OnCuda) for x in states], layout, **kwargs)
+    got = attend(attention_module(), [to_simulated(x) for x in states], layout.to("cuda:0"), **kwargs)
 
-    assert bool(varlen_calls) is applies
-    if "dropout" not in kwargs:
-        got = unpack(got.as_subclass(torch.Tensor), layout)[mask.bool()].float()
-        expected = dense_attention([x.float() for x in states], layout, mask, **kwargs)
+    assert bool(gpu.varlen) is applies
+    if expected is not None:
+        got = unpack(got.cpu(), layout)[mask.bool()].float()
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 

@@ -9,7 +9,6 @@ for is no case for it.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 
 import pytest
@@ -17,26 +16,23 @@ import torch
 from simulated_gpu import reference_flash_attn, varlen_reference
 from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
 
+from trl_padfix.core.attention.varlen import torch_varlen
 
-def torch_varlen(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
 
-    takes = inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": case.heads[0] != case.heads[1]} if "enable_gqa" in takes else {}
+def of_torch(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
+    """torch's own kernel, as the package calls it."""
     ends = (bounds(lengths, str(states[0].device)) for lengths in (case.queries, case.keys))
-    window = (-1, 0) if case.window is None else (case.window - 1, 0)
-    scale = case.asked.get("scale")
-    longest = max(case.queries), max(case.keys)
-    return varlen_attn(*states, *ends, *longest, scale=scale, window_size=window, **grouped)
+    segments = *ends, max(case.queries), max(case.keys)
+    return torch_varlen(*states, segments, case.asked.get("scale"), case.window)
 
 
-torch_varlen.asked = {"scale"}
+of_torch.asked = {"scale"}
 
 
-def torch_varlen_on_cpu() -> Callable:
+def of_torch_on_cpu() -> Callable:
     pytest.importorskip("torch.nn.attention.varlen")
     varlen_reference.on_cpu()
-    return torch_varlen
+    return of_torch
 
 
 def installed(module: str, name: str = "flash_attn_varlen_func") -> Callable:
@@ -56,11 +52,11 @@ def cached(repository: str) -> Callable:
 
 ON_CPU = {
     "the reference of flash-attn": lambda: of_flash_attn(reference_flash_attn.flash_attn_varlen_func),
-    "the reference of torch's varlen": torch_varlen_on_cpu,
+    "the reference of torch's varlen": of_torch_on_cpu,
     "the operator of compiled layers": lambda: of_operator,
 }
 ON_GPU = {
-    "torch": lambda: torch_varlen,
+    "torch": lambda: of_torch,
     "FlashAttention 2": lambda: installed("flash_attn"),
     "FlashAttention 3": lambda: installed("flash_attn_interface"),
     "FlashAttention 4": lambda: installed("flash_attn.cute"),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from simulated_gpu.gpu_runs import CONFIG, build, check_half_precision, log_probs_and_gradient, pairs
-from transformers import Qwen2Config
+from simulated_gpu.gpu_runs import CONFIG, check_half_precision
+from zoo.gpu_models import build, pairs, step
 
 from trl_padfix import prefix_sharing_layout, remove_padding
 from trl_padfix.core.attention.segments import gather_keys
@@ -44,18 +44,17 @@ def test_bf16_packed_is_as_close_to_float32_as_bf16_padded(implementation, autoc
 
 @pytest.mark.parametrize("sharing", [False, True])
 def test_float32_on_the_gpu_equals_the_padded_computation(sharing):
-    torch.manual_seed(0)
-    model = build(Qwen2Config(**CONFIG), "sdpa").cuda()
-    ids, mask = (x.cuda() for x in pairs())
-    logps, gradient = log_probs_and_gradient(model, ids, mask)
+    model = build(**CONFIG).cuda()
+    ids, mask = (x.cuda() for x in pairs(8, 700, 400))
+    logps, gradient = step(model, ids, mask)
     with remove_padding(model, prefix_sharing=sharing):
-        packed_logps, packed_gradient = log_probs_and_gradient(model, ids, mask)
+        packed_logps, packed_gradient = step(model, ids, mask)
     assert (packed_logps - logps).abs().max() < 1e-4
     assert ((packed_gradient - gradient).norm() / gradient.norm()).item() < 1e-4
 
 
 def test_the_gradients_of_shared_keys_are_the_same_in_every_run():
-    ids, mask = (x.cuda() for x in pairs())
+    ids, mask = (x.cuda() for x in pairs(8, 700, 400))
     layout = prefix_sharing_layout(ids, mask)
     states = torch.randn(1, 2, layout.packed_tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     upstream = torch.randn(1, 2, layout.key_index.numel(), 64, device="cuda", dtype=torch.bfloat16)

@@ -48,6 +48,12 @@ def graphs() -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
+def assert_same(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Log-probabilities and gradients of two steps."""
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
+    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sharing", [False, True], ids=["padding-free", "prefix sharing"])
 @pytest.mark.parametrize("backend", slow_but(["aot_eager"], ["aot_eager", "inductor"]))
@@ -56,9 +62,7 @@ def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
     with remove_padding(plain, prefix_sharing=sharing), remove_padding(compiled, prefix_sharing=sharing) as handle:
         assert compile_layers(handle, backend=backend) == {}
         for ids, mask in batches(20):
-            want, got = step(plain, ids, mask), step(compiled, ids, mask)
-            torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
-            assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+            assert_same(step(compiled, ids, mask), step(plain, ids, mask))
     assert graphs() == (1, 0)
 
 
@@ -70,10 +74,9 @@ def test_what_trains_uncompiled_trains_compiled(case):
     ids, mask = batches(6)[5]
     results = []
     for is_compiled in (False, True):
-        window = (
-            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0} if case == "a window" else {}
-        )
-        model = build(3, **window).train()
+        is_windowed = case == "a window"
+        window = 5 if is_windowed else None
+        model = build(3, use_sliding_window=is_windowed, sliding_window=window, max_window_layers=0).train()
         if "checkpointing" in case:
             how = {"use_reentrant": case.startswith("reentrant")}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -89,8 +92,7 @@ def test_what_trains_uncompiled_trains_compiled(case):
                 padded = step(model, ids, mask)
     (want, got), (found, breaks) = results, graphs()
     for reference in (want, padded):
-        torch.testing.assert_close(got[0] * mask[:, 1:], reference[0] * mask[:, 1:], rtol=0, atol=1e-5)
-        assert (got[1] - reference[1]).norm() / reference[1].norm() < 1e-5
+        assert_same(got, reference)
     assert (1 <= found <= 2, breaks) == (True, 0)
 
 
@@ -124,8 +126,7 @@ def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypat
         ddp = SimpleNamespace(bucket_bytes_cap=1024)
         monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", ddp)
         got = step(compiled, ids, mask)
-    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
-    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+    assert_same(got, want)
     assert len(compilations) == 1
     assert graphs() == (1, 0)
 
@@ -158,9 +159,7 @@ def test_a_wrong_layout_gives_other_numbers(monkeypatch):
 def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     trl_padfix.core.attention.compiled.logger.setLevel("WARNING")
-    model = build(**{k: v for k, v in config.items() if k != "implementation"}).eval()
-    model.config._attn_implementation = config.get("implementation", "sdpa")
-    ids, mask = batches(1)[0]
+    model, (ids, mask) = build(**config), batches(1)[0]
     with torch.no_grad(), remove_padding(model) as handle:
         uncompiled = compile_layers(handle, backend="aot_eager")
         model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -229,13 +228,8 @@ def test_what_is_bound_on_an_instance_is_in_its_compiled_layer():
     (ids, mask), (plain, compiled) = batches(1)[0], models
     with remove_padding(plain), remove_padding(compiled) as handle:
         assert compile_layers(handle, backend="aot_eager") == {}
-        want, got, other = (
-            step(plain, ids, mask),
-            step(compiled, ids, mask),
-            step(build().train(), ids, mask),
-        )
-    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-5)
-    assert (got[1] - want[1]).norm() / want[1].norm() < 1e-5
+        want, got, other = (step(model, ids, mask) for model in (plain, compiled, build().train()))
+    assert_same(got, want)
     assert (got[0] - other[0]).abs().max() > 1e-2
     assert graphs()[0] == 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit.observe import CACHE
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.masking_utils import (
     create_bidirectional_mask,
     create_causal_mask,
@@ -107,16 +107,6 @@ def test_encoder_states_are_refused():
     states = torch.zeros(len(ids), 3, model.config.d_model)
     with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="encoder_hidden_states"):
         model(ids, attention_mask=mask, encoder_hidden_states=states)
-
-
-def test_a_mask_of_the_models_own_making_is_refused():
-    model = AutoModelForCausalLM.from_config(build("llama").config).eval()
-    ids, mask = padded("right")
-    layer = model.model.layers[0]
-    own = torch.zeros(1, 1, 4, 4)
-    layer.register_forward_pre_hook(lambda m, a, k: (a, k | {"attention_mask": own}), with_kwargs=True)
-    with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
-        model(ids, attention_mask=mask)
 
 
 def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():

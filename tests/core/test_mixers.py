@@ -42,7 +42,6 @@ from zoo.family_outcomes import (
 from trl_padfix import (
     PaddingRemovalError,
     check_parity,
-    padding_free_layout,
     prefix_sharing_layout,
     remove_padding,
 )
@@ -134,7 +133,7 @@ def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
 # The tree
 
 
-def summed(chunks, initial, with_states, cu_seqlens=None):
+def summed(chunks, initial, with_states, cu_seqlens):
     """A recurrence: the sum so far. In a block the values beyond the ends of nodes are zero."""
     (x,) = chunks
     if cu_seqlens is not None:
@@ -150,9 +149,15 @@ def test_a_node_ends_where_rows_part():
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
     layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
     tree = NodeTree(layout)
-    assert [level.tokens.tolist() for level in tree.levels] == [[0], [1, 5], [4, 2, 3]]
-    assert [None if (p := level.parents) is None else p.tolist() for level in tree.levels] == [None, [0, 0], [1, 1]]
-    assert [level.cu_seqlens.tolist() for level in tree.levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
+    assert [[block.tokens.tolist() for block in level] for level in tree.padded.levels] == [
+        [[[0]]],
+        [[[1], [5]]],
+        [[[4]], [[2, 3]]],
+    ]
+    levels = [level for (level,) in tree.varlen.levels]
+    assert [level.tokens.tolist() for level in levels] == [[[0]], [[1, 5]], [[4, 2, 3]]]
+    assert [None if (p := level.parents) is None else p.tolist() for level in levels] == [None, [0, 0], [1, 1]]
+    assert [level.cu_seqlens.tolist() for level in levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -167,9 +172,9 @@ def test_levels_of_few_tokens_are_merged_into_the_next_one(copies, levels, monke
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
     monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
     tree = NodeTree(prefix_sharing_layout(ids, (ids > 0).long()))
-    assert [level.tokens.tolist() for level in tree.levels] == levels
-    tokens = torch.cat([level.tokens for level in tree.levels])
-    assert tokens[tree.packed_from_levels].tolist() == [*range(6)]
+    tokens = [level.tokens[0] for (level,) in tree.varlen.levels]
+    assert [level.tolist() for level in tokens] == levels
+    assert torch.cat(tokens)[tree.varlen.packed_index].tolist() == [*range(6)]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -184,11 +189,9 @@ def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatc
     for copies in (0, 2, 5, 12, 999):
         monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
         tree = NodeTree(layout)
-        tokens = torch.cat([level.tokens for level in tree.levels])
-        assert tokens[tree.packed_from_levels].tolist() == [*range(layout.packed_tokens)]
-        for scan in (tree.scan_blocks, tree.scan_levels):
-            assert torch.allclose(scan(summed, [x])[0], expected, atol=1e-5)
-        depths.add(len(tree.levels))
+        for is_varlen in (False, True):
+            assert torch.allclose(tree.scan(summed, [x], is_varlen=is_varlen)[0], expected, atol=1e-5)
+        depths.add(len(tree.padded.levels))
     assert len(depths) > 2
 
 
@@ -197,19 +200,6 @@ def test_the_left_context_of_a_segment_is_on_its_path():
     index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
     assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
     assert segment_index.tolist() == [2, 3, 4, 5, 8]
-
-
-@SHARING
-@pytest.mark.parametrize("copies", [0, 3, 99])
-def test_a_recurrence_over_the_tree_is_that_of_every_row(sharing, copies, monkeypatch):
-    monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
-    ids, mask = padded("right")
-    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
-    x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(0))
-    expected = layout.dense_mask().float() @ x[0]
-    tree = NodeTree(layout)
-    assert torch.allclose(tree.scan_blocks(summed, [x])[0], expected, atol=1e-5)
-    assert torch.allclose(tree.scan_levels(summed, [x])[0], expected, atol=1e-5)
 
 
 # Whole models
@@ -302,7 +292,7 @@ def test_merged_levels_give_the_numbers_of_rows_computed_alone(family, monkeypat
 
     def counted(self, *args):
         build_tree(self, *args)
-        levels.append(len(self.levels))
+        levels.append(len(self.padded.levels))
 
     monkeypatch.setattr(NodeTree, "__init__", counted)
     for copies in (0, 2, 999):
@@ -314,8 +304,11 @@ def test_merged_levels_give_the_numbers_of_rows_computed_alone(family, monkeypat
     merge = forks._merge_levels
 
     def without_copies(*args):
-        nodes, parents = merge(*args)
-        return [forks._Node(node.tokens[node.copies :]) for node in nodes], parents
+        (nodes, parents), computed = merge(*args), set()
+        for node in nodes:
+            node[:] = [token for token in node if token not in computed]
+            computed.update(node)
+        return nodes, parents
 
     monkeypatch.setattr(forks, "_merge_levels", without_copies)
     with torch.no_grad(), remove_padding(model, prefix_sharing=True):
@@ -466,11 +459,7 @@ def test_no_function_of_transformers_is_replaced_for_other_models():
 # Older versions of transformers
 
 
-def causal_conv1d_fn(*args):
-    raise AssertionError("never called")
-
-
-torch_chunk_gated_delta_rule = mamba_inner_fn = causal_conv1d_fn
+causal_conv1d_fn = torch_chunk_gated_delta_rule = mamba_inner_fn = None
 
 
 class Linear(nn.Module):

@@ -14,7 +14,7 @@ from kit.processes import logged
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo import families
 from zoo.model_numbers import SHARING, merge_segments
-from zoo.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, batch, build
+from zoo.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, build, inputs
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
@@ -35,11 +35,6 @@ from trl_padfix.core.parity.check import TOLERANCES
 def _flash_attention():
     with flash_attention_stand_in():
         yield
-
-
-def inputs(side: str = "left") -> dict[str, torch.Tensor]:
-    ids, mask = batch(side)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def report(**changed: Any) -> ParityReport:

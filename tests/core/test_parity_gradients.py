@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from zoo.models import batch, build
+from zoo.models import build, inputs
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.attention.segments
 from trl_padfix import ParityError, check_parity
 from trl_padfix.core.model.find import find_decoder, find_pretrained
-
-
-def inputs() -> dict[str, torch.Tensor]:
-    ids, mask = batch("left")
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def queries_count_twice(monkeypatch) -> None:

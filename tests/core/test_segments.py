@@ -1,12 +1,13 @@
-"""Attention segment by segment on a CPU: what its graph keeps."""
+"""Attention segment by segment: what its graph keeps on a CPU, and the precision of the gradients of shared keys."""
 
 import pytest
 import torch
 import torch.nn.functional as functional
 from kit.trainer_runs import build_model
+from zoo.gpu_models import pairs
 
 import trl_padfix.core.attention.segments as kernels
-from trl_padfix import remove_padding
+from trl_padfix import prefix_sharing_layout, remove_padding
 
 
 def kept(sharing: bool, shared: int = 1, **config) -> int:
@@ -79,3 +80,22 @@ def test_the_kernel_of_a_cpu_has_the_gradients_of_a_mask(window, chunk, grouped,
     if window is None:  # the control: without the mask of the chunk
         other = kernels.CausalAttention.apply(*states, *places, window, None, 0.3)
         assert torch.allclose(other, expected) is (chunk is None)
+
+
+def test_gradients_of_shared_keys_are_one_sum_in_float32():
+    layout = prefix_sharing_layout(*pairs(512, everyone=8))
+    upstream = torch.randn(layout.key_index.numel(), 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = torch.zeros(layout.packed_tokens, 2, 16, dtype=torch.float64)
+    exact.index_add_(0, layout.key_index, upstream.double())
+
+    def relative_error(got: torch.Tensor) -> torch.Tensor:
+        return (got.double() - exact).norm() / exact.norm()
+
+    ours = kernels.sum_by_token(upstream, *layout.key_sort_order)
+    assert relative_error(ours) <= 1.7e-3
+    assert all(torch.equal(kernels.sum_by_token(upstream, *layout.key_sort_order), ours) for _ in range(3))
+
+    running = torch.zeros_like(exact, dtype=torch.bfloat16)  # a sum that is rounded after every addition
+    for token, row in zip(layout.key_index.tolist(), upstream, strict=True):
+        running[token] += row
+    assert relative_error(running) > 1e-2

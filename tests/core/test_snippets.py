@@ -121,19 +121,19 @@ def test_rows_that_cross_chunks_pass(family, sharing):
 
 @pytest.mark.parametrize(("family", "sharing"), once_each(SCANS, [False, True]))
 def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
-    scan_blocks, chunk = NodeTree.scan_blocks, SCANS[family]
+    scan, chunk = NodeTree.scan, SCANS[family]
 
-    def forgetting(self: NodeTree, step: Any, inputs: list[torch.Tensor], key: Any) -> torch.Tensor:
-        def in_two(parts: list[torch.Tensor], initial: Any, with_states: bool) -> Any:
+    def forgetting(self: NodeTree, step: Any, *others: Any, **kwargs: Any) -> torch.Tensor:
+        def in_two(parts: list[torch.Tensor], initial: Any, *more: Any) -> Any:
             if parts[0].shape[1] <= chunk:
-                return step(parts, initial, with_states)
-            first, _ = step([x[:, :chunk] for x in parts], initial, with_states)
-            rest, final = step([x[:, chunk:] for x in parts], None, with_states)
+                return step(parts, initial, *more)
+            first, _ = step([x[:, :chunk] for x in parts], initial, *more)
+            rest, final = step([x[:, chunk:] for x in parts], None, *more)
             return torch.cat([first, rest], 1), final
 
-        return scan_blocks(self, in_two, inputs, key)
+        return scan(self, in_two, *others, **kwargs)
 
-    monkeypatch.setattr(NodeTree, "scan_blocks", forgetting)
+    monkeypatch.setattr(NodeTree, "scan", forgetting)
     model = build_scan(family)
     assert not check_parity(model, LONG, prefix_sharing=sharing).ok
     # Rows of the usual length do not see it.

@@ -178,18 +178,23 @@ def layout_of(*rows: list[int]) -> Any:
 LAYOUT = layout_of(list(range(1, 15)), [*range(1, 10), 20, 21], [1, 2, 3, 30, 31, 32, 33], [40, 41, 42])
 
 
+EVEN = layout_of([*range(1, 13)], [1, 2, 3, 30, 31], [*range(40, 52)], [40, 41, 42, 60, 61], [*range(80, 94)])
+"""Two trees of 14 tokens and a row of 14: even for three processes."""
+
+
 def cp_layout_of(layout: Any, processes: int, how: str) -> list[ContextParallelLayout]:
     return [ContextParallelLayout(layout, Group(None, rank, processes), how) for rank in range(processes)]
 
 
-@pytest.mark.parametrize("how", ATTENTION)
-@pytest.mark.parametrize("processes", [2, 3, 5])
-def test_every_token_is_computed_by_one_process(processes, how):
-    tokens = torch.arange(LAYOUT.packed_tokens)
-    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(LAYOUT, processes, how)]
+@pytest.mark.parametrize(
+    ("layout", "processes", "how"), [*((LAYOUT, n, how) for n in (2, 3, 5) for how in ATTENTION), (EVEN, 3, ROWS)]
+)
+def test_every_token_is_computed_by_one_process(layout, processes, how):
+    tokens = torch.arange(layout.packed_tokens)
+    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(layout, processes, how)]
     assert torch.cat(parts).sort().values.equal(tokens)
-    assert [len(part) for part in parts] == cp_layout_of(LAYOUT, processes, how)[0].tokens_per_rank
-    for rank, cp_layout in enumerate(cp_layout_of(LAYOUT, processes, how)):
+    assert [len(part) for part in parts] == cp_layout_of(layout, processes, how)[0].tokens_per_rank
+    for rank, cp_layout in enumerate(cp_layout_of(layout, processes, how)):
         assert (cp_layout.rank_of(parts[rank]) == rank).all()
         assert cp_layout.local_index(parts[rank]).equal(torch.arange(len(parts[rank])))
 
@@ -204,54 +209,30 @@ def test_a_label_is_scored_where_its_token_is_computed(how):
         )
 
 
-@pytest.mark.parametrize("processes", [2, 3, 5])
+def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any) -> Any:
+    is_causal = mask is None and query.shape[2] > 1
+    x = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+    return x.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "how"),
+    [*((LAYOUT, processes, "keys") for processes in (2, 3, 5)), (EVEN, 3, ROWS)],
+    ids=["2 processes", "3 processes", "5 processes", "whole rows"],
+)
 @pytest.mark.parametrize("window", [None, 4])
-def test_local_queries_see_the_keys_that_they_see_in_the_full_row(processes, window):
+def test_local_queries_see_the_keys_that_they_see_in_the_full_row(layout, processes, how, window):
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 2, LAYOUT.packed_tokens, 8, generator=draw) for _ in range(3))
-
-    def attend(module, query, key, value, mask, **kwargs):
-        is_causal = mask is None and query.shape[2] > 1
-        x = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
-        return x.transpose(1, 2), None
-
-    kwargs = {"sliding_window": window}
-    module: Any = SimpleNamespace()
-    whole = attend_by_segment(attend, module, query, key, value, LAYOUT, kwargs, is_eager=False)
-    for cp_layout in (cp_layouts := cp_layout_of(LAYOUT, processes, "keys")):
-        gathered = [torch.cat([s.local(x, 2) for s in cp_layouts], dim=2) for x in (key, value)]
-        own = attend_by_segment(
-            attend, module, cp_layout.local(query, 2), *gathered, cp_layout.local_layout, kwargs, is_eager=False
-        )
-        torch.testing.assert_close(own, cp_layout.local(whole, 1))
-
-
-EVEN = layout_of([*range(1, 13)], [1, 2, 3, 30, 31], [*range(40, 52)], [40, 41, 42, 60, 61], [*range(80, 94)])
-"""Two trees of 14 tokens and a row of 14: even for three processes."""
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_whole_rows_see_their_keys_without_communication(window):
-    draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 2, EVEN.packed_tokens, 8, generator=draw) for _ in range(3))
-
-    def attend(module, query, key, value, mask, **kwargs):
-        x = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and query.shape[2] > 1
-        )
-        return x.transpose(1, 2), None
-
-    kwargs, module = {"sliding_window": window}, SimpleNamespace()
-    whole = attend_by_segment(attend, module, query, key, value, EVEN, kwargs, is_eager=False)
-    parts = cp_layout_of(EVEN, 3, ROWS)
-    assert parts[0].tokens_per_rank == [14, 14, 14]
+    query, key, value = (torch.randn(1, 2, layout.packed_tokens, 8, generator=draw) for _ in range(3))
+    arguments: Any = {"sliding_window": window}
+    whole = attend_by_segment(attend, SimpleNamespace(), query, key, value, layout, arguments, is_eager=False)
+    parts = cp_layout_of(layout, processes, how)
+    gathered = [torch.cat([part.local(x, 2) for part in parts], dim=2) for x in (key, value)]
     for part in parts:
-        local = [part.local(x, 2) for x in (query, key, value)]
-        own = attend_by_segment(attend, module, *local, part.local_layout, kwargs, is_eager=False)
+        kv = gathered if how == "keys" else [part.local(x, 2) for x in (key, value)]
+        states = part.local(query, 2), *kv
+        own = attend_by_segment(attend, SimpleNamespace(), *states, part.local_layout, arguments, is_eager=False)
         torch.testing.assert_close(own, part.local(whole, 1))
-        tokens = part.local(torch.arange(EVEN.packed_tokens))
-        assert part.local_index(tokens).equal(torch.arange(14))
-        assert part.rank_of(tokens).unique().tolist() == [part.group.rank]
 
 
 def test_only_rows_that_are_even_are_left_whole():
@@ -272,15 +253,14 @@ def test_gathered_keys_cost_every_process_the_same_attention():
         positions = [cp_layout.local(layout.positions + 1).sum().item() for cp_layout in cp_layout_of(layout, 8, how)]
         return max(positions) / (sum(positions) / 8)
 
-    assert largest_share("heads") == pytest.approx(
-        1.875, rel=1e-3
-    )  # of tokens; the heads that they are exchanged for are even
+    # Of tokens; the heads that they are exchanged for are even.
+    assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)
     assert largest_share("keys") == pytest.approx(1, rel=1e-3)
 
 
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
     for cp_layout in cp_layout_of(LAYOUT, 5, "heads"):
-        convolution = with_context_parallel("causal_conv1d_fn", torch.nn.functional.conv1d, cp_layout)
+        convolution = with_context_parallel("causal_conv1d_fn", lambda hidden_states, weight: None, cp_layout)
         with pytest.raises(PaddingRemovalError, match=r"4 heads .or channels. cannot be shared by 5 processes"):
             convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 

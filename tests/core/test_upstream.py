@@ -50,6 +50,11 @@ def is_set(value: str = "", owner: Any = None, name: str = "") -> bool:
     return re.search(rf"self\.{name}(: [^=]+)? = {re.escape(value)}", inspect.getsource(owner)) is not None
 
 
+def is_attribute(owner: Any, name: str) -> bool:
+    """Instances of the class have the name."""
+    return name in vars(owner())
+
+
 def says(owner: Any, name: str) -> bool:
     """The source of the object has the name in it."""
     return name in inspect.getsource(owner).lower()
@@ -86,10 +91,6 @@ def of_trainers(name: str, why: str, fits: Callable, *methods: str, needs: str =
 MASKS = "transformers.masking_utils"
 ASYNC = "trl.experimental.async_grpo"
 MODELS = "transformers.models"
-INTERFACE = "an attention module that goes through the interface is known by this name in its forward"
-EAGER = "the eager function of a module is found by the name that its forward uses"
-POOLED = "a classifier that scores one state of each row is known by this local of its forward"
-SUPPORTS = "which attention a class has"
 
 TRANSFORMERS = [
     Upstream("_attn_implementation_internal", "transformers.PretrainedConfig._attn_implementation.fget",
@@ -122,17 +123,24 @@ TRANSFORMERS = [
              "transformers>=5.0"),
     Upstream("create_masks_for_generate", MASKS, "the masks that a decoder makes of a two-dimensional one",
              takes("config", "attention_mask"), "transformers>=4.53"),
-    Upstream("ALL_ATTENTION_FUNCTIONS", f"{MODELS}.qwen2.modeling_qwen2.Qwen2Attention", INTERFACE, global_names),
-    Upstream("ALL_ATTENTION_FUNCTIONS", f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention", INTERFACE, global_names),
+    *(
+        Upstream(name, f"{MODELS}.{attention}", f"{what} is known by this name in its forward", global_names)
+        for attention in ("qwen2.modeling_qwen2.Qwen2Attention", "gpt2.modeling_gpt2.GPT2Attention")
+        for name, what in {
+            "ALL_ATTENTION_FUNCTIONS": "an attention module that goes through the interface",
+            "eager_attention_forward": "the eager function of a module",
+        }.items()
+    ),
     Upstream("_local_mapping", "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS",
              "item assignment registers a function, and deletion takes it out again", has),
-    Upstream("eager_attention_forward", f"{MODELS}.qwen2.modeling_qwen2.Qwen2Attention", EAGER, global_names),
-    Upstream("eager_attention_forward", f"{MODELS}.gpt2.modeling_gpt2.GPT2Attention", EAGER, global_names),
     Upstream("arange", f"{MODELS}.llama4.modeling_llama4.Llama4TextAttention",
              "an attention that numbers its columns itself is known by this name in its forward", global_names,
              "transformers>=5.23"),
-    Upstream("pooled_logits", "transformers.Qwen2ForSequenceClassification", POOLED, local_names),
-    Upstream("pooled_logits", "transformers.GPT2ForSequenceClassification", POOLED, local_names),
+    *(
+        Upstream("pooled_logits", f"transformers.{model}ForSequenceClassification",
+                 "a classifier that scores one state of each row is known by this local of its forward", local_names)
+        for model in ("Qwen2", "GPT2")
+    ),
     Upstream("pad_token_id", "transformers.Qwen2ForSequenceClassification",
              "a classifier that looks for the id of the pad token is known by this name in its forward", global_names),
     Upstream("create_position_ids_from_input_ids", f"{MODELS}.roberta.modeling_roberta.RobertaEmbeddings",
@@ -143,10 +151,11 @@ TRANSFORMERS = [
     Upstream("neftune_noise_alpha", "transformers.Trainer", "NEFTune is on where the embedding has it", says),
     Upstream("_is_stateful", "transformers.GenerationMixin", "models whose order is in a recurrence",
              lambda owner, name: says(owner, f".{name}")),
-    Upstream("_supports_flash_attn", "transformers.PreTrainedModel", SUPPORTS, has, "transformers>=4.54"),
-    Upstream("_supports_flash_attn_2", "transformers.PreTrainedModel", SUPPORTS, has, "transformers<4.53"),
-    Upstream("_supports_sdpa", "transformers.PreTrainedModel", SUPPORTS, has),
-    Upstream("_supports_flex_attn", "transformers.PreTrainedModel", SUPPORTS, has),
+    *(
+        Upstream(f"_supports_{attention}", "transformers.PreTrainedModel", "which attention a class has", has, needs)
+        for attention, needs in {"flash_attn": "transformers>=4.54", "flash_attn_2": "transformers<4.53"}.items()
+        | {"sdpa": "", "flex_attn": ""}.items()
+    ),
     Upstream("_compatible_flash_implementations", "transformers.PreTrainedModel",
              "the FlashAttention that a model with sinks needs", has, "transformers>=5.23"),
     Upstream("_from_config", "transformers.PreTrainedModel", "builds a model without weights", takes("config")),
@@ -162,9 +171,6 @@ TRANSFORMERS = [
              takes("train_dataset")),
     Upstream("_remove_unused_columns", "transformers.Trainer",
              "what is asked for the rows of a step has the columns of the collator", takes("dataset", "description")),
-    Upstream("_signature_columns", "transformers.Trainer", "columns that the collator gets of a stream",
-             partial(is_set, "")),
-    Upstream("_set_signature_columns_if_needed", "transformers.Trainer", "fills in the former", has),
     Upstream("_get_num_items_in_batch", "transformers.Trainer", "overridden: counts the labels of all micro-batches",
              takes("batch_samples", "device"), "transformers>=5.23"),
     Upstream("_track_num_input_tokens", "transformers.Trainer", "overridden: counts the tokens of all micro-batches",
@@ -284,16 +290,15 @@ OTHERS = [
     Upstream("_hf_hook", "accelerate.hooks.add_hook_to_module", "the hook that moves a module's inputs to its device",
              lambda owner, name: says(owner, f"module.{name} = ")),
     *(
-        Upstream(name, "torch.nn.Module", "hooks that a module has, by which backward hooks are noticed",
-                 lambda owner, name: name in vars(owner()))
+        Upstream(name, "torch.nn.Module", f"the {what} of a module, by name", is_attribute)
+        for name, what in {"_modules": "children", "_buffers": "buffers"}.items()
+    ),
+    *(
+        Upstream(name, "torch.nn.Module", "hooks that a module has, by which backward hooks are noticed", is_attribute)
         for name in ("_backward_hooks", "_backward_pre_hooks")
     ),
     Upstream("_in_backward_optimizers", "torch.distributed.optim.apply_optimizer_in_backward",
              "an optimizer that steps within the backward", says),
-    Upstream("_modules", "torch.nn.Module", "the children of a module, by name",
-             lambda owner, name: name in vars(owner())),
-    Upstream("_buffers", "torch.nn.Module", "the buffers of a module, by name",
-             lambda owner, name: name in vars(owner())),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "a module that draws", has),
     Upstream("_reshard", "torch.distributed.fsdp._runtime_utils", "FSDP1 gathers its parameters again",
              takes("state", "handle", "free_unsharded_flat_param")),

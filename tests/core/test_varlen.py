@@ -204,8 +204,8 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu, error, autocast, expect
 # -- TRL's default precision, float32 weights under bfloat16 autocast, reaches the varlen kernel
 
 
-def every_layer_is_varlen(gpu, **config: Any) -> None:
-    model = to_simulated(build(**config))
+def every_layer_is_varlen(gpu) -> None:
+    model = to_simulated(build())
     gpu.reset()
     with remove_padding(model, prefix_sharing=True), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
         ids, mask = map(to_simulated, pairs(8))
@@ -218,18 +218,6 @@ def test_queries_that_stay_in_float32_are_noticed(gpu, monkeypatch):
     monkeypatch.setattr(attention, "in_attention_dtype", lambda *states: list(states))
     with pytest.raises(AssertionError):
         every_layer_is_varlen(gpu)
-
-
-# -- torch 2.11 groups heads by itself, and is enough
-
-
-def test_a_gate_that_asks_for_torch_2_12_is_noticed(gpu, monkeypatch):
-    monkeypatch.setattr(kernels, "_varlen_parameters", lambda: frozenset({"scale", "window_size"}))
-    every_layer_is_varlen(gpu, num_key_value_heads=4)
-    wanted = {"scale", "window_size", "enable_gqa"}
-    monkeypatch.setattr(kernels, "torch_varlen_is_complete", lambda: wanted <= kernels._varlen_parameters())
-    with pytest.raises(AssertionError):
-        every_layer_is_varlen(gpu, num_key_value_heads=4)
 
 
 # -- cuDNN, which torch 2.15 prefers on Hopper, takes causal calls only where both bounds are one object

@@ -41,12 +41,11 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
+    **unsupported: Any,
 ) -> Tensor:
     """Attention of `q` `(B, Lq, N, D)` over `k` and `v` `(B, Lk, K, D)`, every row on its own."""
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    _refuse(dropout_p=dropout_p, **unsupported)
     _check(q, k, v, dimensions=4)
     assert q.shape[0] == k.shape[0]
     bounds = (torch.arange(len(x) + 1, device=x.device) * x.shape[1] for x in (q, k))
@@ -68,14 +67,11 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
-    return_attn_probs: bool = False,
-    block_table: Tensor | None = None,
+    **unsupported: Any,
 ) -> Tensor:
     """Attention of `q` `(Tq, N, D)` over `k` and `v` `(Tk, K, D)`, within the segments bounded by `cu_seqlens`."""
-    _refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes)
-    _refuse(return_attn_probs=return_attn_probs, block_table=block_table)
+    _refuse(dropout_p=dropout_p, **unsupported)
     _check(q, k, v, dimensions=3)
     lengths_q = _lengths(cu_seqlens_q, q.shape[0], max_seqlen_q)
     lengths_k = _lengths(cu_seqlens_k, k.shape[0], max_seqlen_k)

@@ -169,10 +169,8 @@ def trees_without_parents() -> Iterator[None]:
 
     def without_parents(self: NodeTree, layout: Layout, prefix_states: Any) -> None:
         build_tree(self, layout, prefix_states)
-        self.levels = [
-            replace(level, parents=None, blocks=tuple(replace(block, parents=None) for block in level.blocks))
-            for level in self.levels
-        ]
+        for scan in (self.padded, self.varlen):
+            scan.levels[:] = [[block._replace(parents=None) for block in level] for level in scan.levels]
 
     with mock.patch.object(NodeTree, "__init__", without_parents):
         yield

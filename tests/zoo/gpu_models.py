@@ -21,7 +21,8 @@ def build(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+        model = Qwen2ForCausalLM._from_config(config, attn_implementation=implementation).eval()
+    # As a checkpoint in half precision is loaded: the frequencies of the rotary embedding stay in float32.
     frequencies = model.model.rotary_emb.inv_freq.clone()
     model.to(dtype).model.rotary_emb.inv_freq = frequencies
     return model

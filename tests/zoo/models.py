@@ -118,6 +118,11 @@ def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
+def inputs(side: str = "left") -> dict[str, torch.Tensor]:
+    """[`batch`] as the arguments of a model."""
+    return dict(zip(("input_ids", "attention_mask"), batch(side), strict=True))
+
+
 @st.composite
 def drawn_batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of a small vocabulary, so that rows share much, under any mask that leaves no row empty."""

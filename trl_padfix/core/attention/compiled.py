@@ -29,10 +29,9 @@ from ..handle import PaddingRemoval
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
-from ..parallel.attention import heads_of_ranks, with_copies
+from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
-from ..parallel.layout import HEADS, KEYS, ROWS
-from ..parallel.operators import compiled_all_to_all, name_of_group
+from ..parallel.layout import HEADS, ROWS
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
 from .segments import GatherKeys, in_attention_dtype
@@ -58,26 +57,13 @@ COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
 
 
-class LocalTokens(NamedTuple):
-    """
-    The part of a process in a packed row, as an argument of a compiled layer: see [`ContextParallelLayout`].
-
-    `group` is the name of the group, `tokens` the number of tokens of each of its processes.
-    """
-
-    group: str
-    rank: int
-    comm: str
-    tokens: tuple[int, ...]
-
-
 class Segments(NamedTuple):
     """
     A layout as an argument of a compiled layer: tensors, lengths of the longest segments, and the window of its mask.
 
     `keys` are `key_index` and the two tensors of `key_sort_order`, arguments of [`GatherKeys`]. `keys` and
-    `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window. With `local_tokens`
-    the processes of a group exchange theirs around attention.
+    `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window. With `exchange` the
+    processes of a group communicate around attention, by `comm`: see [`ContextParallelLayout`].
     """
 
     cu_seqlens_q: torch.Tensor
@@ -86,7 +72,8 @@ class Segments(NamedTuple):
     longest_query: int
     longest_key: int
     window: int | None
-    local_tokens: LocalTokens | None
+    exchange: Exchange | None
+    comm: str
 
 
 def compile_layers(
@@ -190,41 +177,38 @@ def attend_compiled(
             "`torch_compile=False`."
         )
     query, key, value = in_attention_dtype(query, key, value)
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    local, heads = segments.local_tokens, []
-    exchange = None if local is None else Exchange(local.rank, local.tokens, compiled_all_to_all(local.group))
-    if local is not None and exchange is not None and local.comm == KEYS:
-        key, value = exchange.all_gather([key, value])
-    elif local is not None and exchange is not None:
-        copies, heads = heads_of_ranks(query.shape[1], key.shape[1], len(local.tokens))
-        query, key, value = exchange.tokens_to_heads(with_copies([query, key, value], copies), heads)
-    if segments.keys is not None:
-        key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
-    cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _attend_segments(query, key, value, segments, scale)
+
+    states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    if segments.exchange is None:
+        return attend(*states).unsqueeze(0), None
+    return exchange_around(attend, states, segments.exchange, segments.comm).unsqueeze(0), None
+
+
+def _attend_segments(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
+) -> torch.Tensor:
+    """Attention over segments in one call, on `(T, heads, D)`."""
+    cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
+    if segments.keys is not None:
+        key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
     if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
         longest = segments.longest_query, segments.longest_key
-        output = torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
-    else:
-        window = -1 if segments.window is None else segments.window
-        output = attend_segments(query, key, value, *cu_seqlens, scale, window)
-    if local is not None and exchange is not None and local.comm == HEADS:
-        output = exchange.heads_to_tokens(output.split(list(local.tokens)), heads[0])
-    return output.unsqueeze(0), None
+        return torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
+    return attend_segments(query, key, value, *cu_seqlens, scale, -1 if segments.window is None else segments.window)
 
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
-    layout, local_tokens = call.layout, None
+    layout, exchange, comm = call.layout, None, ROWS
     if (cp_layout := call.cp_layout) is not None:
-        if cp_layout.comm != HEADS:
-            layout = cp_layout.local_layout
-        if cp_layout.comm != ROWS:
-            group = cp_layout.group
-            local_tokens = LocalTokens(
-                name_of_group(group.group), group.rank, cp_layout.comm, tuple(cp_layout.tokens_per_rank)
-            )
+        comm = cp_layout.comm
+        layout = layout if comm == HEADS else cp_layout.local_layout
+        exchange = None if comm == ROWS else cp_layout.exchange
     mask_spec = PackedMask() if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal or call.prepared is not None:
         return None
@@ -245,10 +229,10 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
             empty = _power_of_two(len(cu_seqlens)) - len(cu_seqlens)
             cu_seqlens = functional.pad(cu_seqlens, (0, empty), value=layout.packed_tokens)
             longest = _power_of_two(longest)
-        return Segments(cu_seqlens, None, None, longest, longest, window, local_tokens)
+        return Segments(cu_seqlens, None, None, longest, longest, window, exchange, comm)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
-    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, local_tokens)
+    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, exchange, comm)
 
 
 def _power_of_two(n: int) -> int:

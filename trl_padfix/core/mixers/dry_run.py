@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from ..call.arguments import bind
 from ..call.calls import LAYOUT, RowsCall
@@ -72,7 +72,7 @@ class DryRun:
         self._run(self.packed, None)
 
     def _layer_calls(self, rows: RowBuckets, bucket: int) -> LayerCalls:
-        arguments = {k: rows_of(v, v, rows, bucket) for k, v in self.packed.items()}
+        arguments: dict[str, Any] = tree_map(lambda x: rows_of(x, x, rows, bucket), self.packed)
         if (packed := self.packed.get("position_ids")) is not None:
             packed = packed.flatten(-2)  # `(T,)`, or `(P, T)` where a token has several positions
             # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.

@@ -18,13 +18,13 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from ..call.calls import PackedCall
 from ..call.prefix_states import PrefixStates
@@ -60,59 +60,47 @@ Copies on other devices. A level is some 230 launches in each layer with transfo
 """
 
 
-@dataclass(frozen=True, eq=False)
-class NodeBlock:
+class NodeBlock(NamedTuple):
     """
-    Nodes of one level that are computed together.
+    Nodes of one depth that a kernel computes in one call.
 
     Attributes:
         tokens (`torch.Tensor` of shape `(n, l)`):
-            Packed tokens of each node, copies of its parent's among them; `T` beyond its end.
-        parents (`torch.Tensor` of shape `(n,)`, *optional*): State number of the parent of each node; `None` if no
-            node of the level has an initial state.
+            Packed tokens of each of `n` nodes, `T` beyond its end. For variable-length kernels `(1, t)`, the tokens of
+            all nodes, node after node.
+        parents (`torch.Tensor` of shape `(n,)`, *optional*):
+            State number of the parent of each node; `None` if no node of this depth has an initial state.
+        cu_seqlens (`torch.Tensor` of shape `(n + 1,)`, int32, *optional*):
+            Where the nodes begin and end, for variable-length kernels.
     """
 
     tokens: torch.Tensor
     parents: torch.Tensor | None
-
-    @classmethod
-    def of(cls, nodes: list[_Node], parents: torch.Tensor | None, T: int, device: torch.device) -> NodeBlock:
-        """A block of `nodes` with the state numbers of their `parents`, for a packed row of `T` tokens."""
-        tokens = _padded([torch.tensor(node.tokens) for node in nodes], T)
-        return cls(tokens.to(device), None if parents is None else parents.to(device))
+    cu_seqlens: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Level:
+class Scan(NamedTuple):
     """
-    The nodes of one depth.
+    The order in which a kernel computes the nodes of a tree.
 
     Attributes:
-        blocks (`tuple` of [`NodeBlock`]): The nodes in blocks of about equal length.
-        tokens (`torch.Tensor` of shape `(sum of lengths,)`): Packed tokens of all nodes, node after node.
-        cu_seqlens (`torch.Tensor` of shape `(nodes + 1,)`, int32): Where the nodes begin and end in `tokens`.
-        parents (`torch.Tensor` of shape `(nodes,)`, *optional*): State number of the parent of each node.
-        is_last (`bool`): Whether no later node and no other forward continues from a node of this level.
+        levels (`list[list[NodeBlock]]`):
+            The nodes by depth, roots first: in blocks of about equal length, or for variable-length kernels in one
+            block for each depth.
+        packed_index (`torch.Tensor` of shape `(T,)`):
+            Index of each packed token in the outputs of all blocks, flattened and concatenated.
     """
 
-    blocks: tuple[NodeBlock, ...]
-    tokens: torch.Tensor
-    cu_seqlens: torch.Tensor
-    parents: torch.Tensor | None
-    is_last: bool
+    levels: list[list[NodeBlock]]
+    packed_index: torch.Tensor
 
     @classmethod
-    def of(cls, blocks: list[NodeBlock], nodes: list[_Node], is_last: bool) -> Level:
-        """A level of `blocks`, with their `nodes` in the same order."""
-        device = blocks[0].tokens.device
-        parents = [block.parents for block in blocks if block.parents is not None]
-        return cls(
-            tuple(blocks),
-            torch.tensor([token for node in nodes for token in node.tokens], device=device),
-            cu_seqlens_of(len(node.tokens) for node in nodes).to(device),
-            torch.cat(parents) if parents else None,
-            is_last,
-        )
+    def of(cls, levels: list[list[NodeBlock]], T: int, device: torch.device) -> Scan:
+        """The scan of these blocks on `device`, for a packed row of `T` tokens."""
+        tokens = torch.cat([block.tokens.flatten() for level in levels for block in level])
+        # The first place of each token: at the places of its copies the same is computed.
+        places = torch.full((T + 1,), len(tokens)).scatter_reduce(0, tokens, torch.arange(len(tokens)), "amin")
+        return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, places[:T]))
 
 
 class NodeTree:
@@ -123,11 +111,7 @@ class NodeTree:
     forward with prefix states), then the final states of the nodes, level by level and within a level block by block.
 
     Attributes:
-        levels (`list` of [`Level`]): Roots first.
-        packed_from_blocks (`torch.Tensor` of shape `(T,)`):
-            Index of each packed token in the outputs of all blocks, flattened and concatenated.
-        packed_from_levels (`torch.Tensor` of shape `(T,)`):
-            Index of each packed token in the concatenated tokens of all levels.
+        padded, varlen ([`Scan`]): The nodes for kernels that take `(n, l)` tokens, and for variable-length kernels.
         parent_tokens (`list` of [`Parent`]): The token before each segment on its path.
         num_prefix_states (`int`): How many states of other forwards this forward reads.
         fork_tokens (`list[int]`, *optional*):
@@ -135,7 +119,7 @@ class NodeTree:
     """
 
     def __init__(self, layout: Layout, prefix_states: PrefixStates | None = None):
-        self.layout, self.tokens = layout, layout.packed_tokens
+        self.layout, self.tokens = layout, (T := layout.packed_tokens)
         self.prefix_states = prefix_states = prefix_states or PrefixStates([])
         self.device = layout.packed_index.device
         self.fork_tokens = None if prefix_states.records is None else list(prefix_states.records.fork_tokens)
@@ -143,39 +127,30 @@ class NodeTree:
         nodes, parents = _nodes(layout.query_lengths, self.parent_tokens, self.fork_tokens or [])
         if self.fork_tokens is None:  # else other forwards need the states between the levels
             nodes, parents = _merge_levels(nodes, parents, MAX_COPIES.get(self.device.type, MAX_COPIES_ELSEWHERE))
-        depth = _depths(parents)
-        # Numbers of states: the prefix states, one state of zeros for nodes without a parent, then nodes in the order
-        # of their computation. Without prefix states roots have no initial state at all, and numbers begin with nodes.
+        levels = _levels(nodes, parents)
+        # Without prefix states roots have no initial state at all, and numbers begin with nodes.
         number: dict[Parent, int] = {}
         if self.num_prefix_states:
             number = {Parent("prefix", n): n for n in range(self.num_prefix_states)}
             number[_NO_PARENT] = self.num_prefix_states
-        self.levels: list[Level] = []
-        tokens_in_blocks: list[torch.Tensor] = []
-        tokens_in_levels: list[torch.Tensor] = []
-        for d in range(max(depth) + 1):
-            level = [n for n in range(len(nodes)) if depth[n] == d]
-            has_states = d > 0 or self.num_prefix_states > 0
-            blocks: list[NodeBlock] = []
-            in_order: list[_Node] = []  # the nodes of the level, block by block
-            for group in bucket_by_length([len(nodes[n].tokens) for n in level]):
-                members = [level[i] for i in group]
-                block_nodes = [nodes[n] for n in members]
-                parent_states = torch.tensor([number[parents[n]] for n in members]) if has_states else None
-                number |= {Parent("packed", n): len(number) + i for i, n in enumerate(members)}
-                blocks.append(NodeBlock.of(block_nodes, parent_states, self.tokens, self.device))
-                tokens_in_blocks.append(_padded([node.computed(self.tokens) for node in block_nodes], self.tokens))
-                in_order += block_nodes
-            tokens_in_levels += [node.computed(self.tokens) for node in in_order]
-            is_last = d == max(depth) and self.fork_tokens is None
-            self.levels.append(Level.of(blocks, in_order, is_last))
-        # argsort inverts a permutation. Each token is in one block only, and the number `T`, of copies and of places
-        # beyond the ends of nodes, sorts behind all tokens, so the first `T` places are the inverse.
-        self.packed_from_blocks, self.packed_from_levels = (
-            torch.cat([x.flatten() for x in tokens]).argsort()[: self.tokens].to(self.device)
-            for tokens in (tokens_in_blocks, tokens_in_levels)
-        )
-        state_after = {node.tokens[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
+        for n in chain(*chain(*levels)):
+            number[Parent("packed", n)] = len(number)
+
+        def parent_states(members: list[int]) -> torch.Tensor | None:
+            numbers = [number[parents[n]] for n in members if parents[n] in number]
+            return torch.tensor(numbers) if numbers else None
+
+        def padded_block(members: list[int]) -> NodeBlock:
+            tokens = [torch.tensor(nodes[n]) for n in members]
+            return NodeBlock(pad_sequence(tokens, batch_first=True, padding_value=T), parent_states(members))
+
+        def varlen_block(members: list[int]) -> NodeBlock:
+            tokens = torch.tensor([[token for n in members for token in nodes[n]]])
+            return NodeBlock(tokens, parent_states(members), cu_seqlens_of(len(nodes[n]) for n in members))
+
+        self.padded = Scan.of([[padded_block(block) for block in level] for level in levels], T, self.device)
+        self.varlen = Scan.of([[varlen_block([*chain(*level)])] for level in levels], T, self.device)
+        state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         self._fork_states = torch.tensor(
             # A dtype, because a tensor of an empty list would be float32.
             [state_after[fork] for fork in self.fork_tokens or []],
@@ -250,50 +225,40 @@ class NodeTree:
             self._left_context[width] = index, segment_index, fork_index
         return self._left_context[width]
 
-    def scan_blocks(
-        self, kernel: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Hashable = None
+    def scan(
+        self,
+        kernel: Callable[..., tuple[Any, Any]],
+        inputs: list[torch.Tensor],
+        key: Hashable = None,
+        *,
+        is_varlen: bool = False,
     ) -> torch.Tensor:
         """
-        Run a recurrence over the nodes, block by block, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
+        Run a recurrence over the nodes, level by level, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
 
-        `kernel(chunks, initial_states, with_states)` computes the nodes of a block: `chunks` are the inputs of its
-        tokens, `(n, l, ...)` with zeros beyond the ends of nodes. It returns outputs `(n, l, ...)` and final states.
-        `key` names the call: under it, states are recorded for other forwards, and those of other forwards are read.
+        `kernel(chunks, initial_states, with_states, cu_seqlens)` computes the nodes of a block: `chunks` are the
+        inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. If it `is_varlen`, they are
+        `(1, t, ...)`, and `cu_seqlens` says where nodes begin and end. It returns outputs for these tokens, and a
+        final state for each node. `key` names the call: under it, states are recorded for other forwards, and those
+        of other forwards are read.
         """
-        padded = [with_zero(x[0]) for x in inputs]
+        scan = self.varlen if is_varlen else self.padded
+        sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
         outputs, states = [], self._initial_states(key)
-        for level in self.levels:
+        for depth, level in enumerate(scan.levels, start=1):
+            is_last = depth == len(scan.levels) and self.fork_tokens is None  # no node continues from this level
             computed_states: Any = torch.cat(states) if states else None
-            for block in level.blocks:
+            for block in level:
                 shape = block.tokens.shape
-                chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in padded]
+                chunks = [x.index_select(0, block.tokens.flatten()).unflatten(0, shape) for x in sources]
                 initial = None if block.parents is None else computed_states.index_select(0, block.parents)
-                output, final = kernel(chunks, initial, not level.is_last)
+                output, final = kernel(chunks, initial, not is_last, block.cu_seqlens)
                 outputs.append(output.flatten(0, 1))
-                if not level.is_last:
+                if not is_last:
                     states.append(final)
-        self._record(key, states)
-        return torch.cat(outputs).index_select(0, self.packed_from_blocks).unsqueeze(0)
-
-    def scan_levels(
-        self, kernel: Callable[..., tuple[Any, Any]], inputs: list[torch.Tensor], key: Hashable = None
-    ) -> torch.Tensor:
-        """
-        Like [`NodeTree.scan_blocks`] with a variable-length kernel, one call for each level.
-
-        `kernel(chunks, initial_states, with_states, cu_seqlens)` computes the nodes of a level as one row: `chunks`
-        are the inputs of its tokens, `(1, t, ...)`. It returns outputs `(1, t, ...)` and a final state for each node.
-        """
-        outputs, states = [], self._initial_states(key)
-        for level in self.levels:
-            chunks = [x.index_select(1, level.tokens) for x in inputs]
-            initial = None if level.parents is None else torch.cat(states).index_select(0, level.parents)
-            output, final = kernel(chunks, initial, not level.is_last, level.cu_seqlens)
-            outputs.append(output)
-            if not level.is_last:
-                states.append(final)
-        self._record(key, states)
-        return torch.cat(outputs, dim=1).index_select(1, self.packed_from_levels)
+        if self.fork_tokens is not None:
+            self.prefix_states.record(key, torch.cat(states).index_select(0, self._fork_states))
+        return torch.cat(outputs).index_select(0, scan.packed_index).unsqueeze(0)
 
     def _initial_states(self, key: Hashable) -> list[torch.Tensor]:
         """The prefix states and the state of zeros, in the order of their numbers; empty without prefix states."""
@@ -301,10 +266,6 @@ class NodeTree:
             return []
         prefix_states = self.prefix_states.initial_states(key)
         return [prefix_states, torch.zeros_like(prefix_states[:1])]
-
-    def _record(self, key: Hashable, states: list[torch.Tensor]) -> None:
-        if self.fork_tokens is not None:
-            self.prefix_states.record(key, torch.cat(states).index_select(0, self._fork_states))
 
 
 def tree_of(call: PackedCall) -> NodeTree:
@@ -338,34 +299,18 @@ def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Pa
     return parents, len(prefix_forks)
 
 
-class _Node(NamedTuple):
-    """The packed tokens of a node, of which the first `copies` belong to another node too, which computes them."""
-
-    tokens: list[int]
-    copies: int = 0
-
-    def computed(self, filler: int) -> torch.Tensor:
-        """The tokens of the node, `filler` in place of copies."""
-        return torch.tensor([filler] * self.copies + self.tokens[self.copies :])
-
-
-def _padded(tokens: list[torch.Tensor], filler: int) -> torch.Tensor:
-    """The tokens of nodes as one tensor `(n, l)`, with `filler` beyond their ends."""
-    return pad_sequence(tokens, batch_first=True, padding_value=filler)
-
-
 def _nodes(
     lengths: Iterable[int], parent_tokens: list[Parent], fork_tokens: list[int]
-) -> tuple[list[_Node], list[Parent]]:
+) -> tuple[list[list[int]], list[Parent]]:
     """
-    The nodes of segments, and the parent of each node.
+    The packed tokens of each node of some segments, and its parent.
 
     A node ends at the end of its segment, at the parent token of a segment, and at each of `fork_tokens`. Segments of
     lengths 4 and 1, of which the second continues after token 1, have the nodes `0 1`, `2 3` and `4`; node 0 is the
     parent of the other two.
     """
     forks = {parent.number for parent in parent_tokens if parent.kind == "packed"}.union(fork_tokens)
-    nodes: list[_Node] = []
+    nodes: list[list[int]] = []
     parents: list[Parent] = []
     node_ending_at: dict[int, Parent] = {}
     begin = 0
@@ -373,7 +318,7 @@ def _nodes(
         is_packed, last = parent_token.kind == "packed", begin + length - 1
         parent = node_ending_at[parent_token.number] if is_packed else parent_token
         for end in sorted({f for f in forks if begin <= f < last} | {last}):
-            nodes.append(_Node([*range(begin, end + 1)]))
+            nodes.append([*range(begin, end + 1)])
             parents.append(parent)
             parent = node_ending_at[end] = Parent("packed", len(nodes) - 1)
             begin = end + 1
@@ -388,35 +333,40 @@ def _depths(parents: list[Parent]) -> list[int]:
     return depths
 
 
-def _merge_levels(nodes: list[_Node], parents: list[Parent], max_copies: int) -> tuple[list[_Node], list[Parent]]:
+def _levels(nodes: list[list[int]], parents: list[Parent]) -> list[list[list[int]]]:
+    """The numbers of the nodes by depth, and at each depth in blocks of about equal length."""
+    depths = _depths(parents)
+    levels = [[n for n in range(len(nodes)) if depths[n] == depth] for depth in range(max(depths) + 1)]
+    return [
+        [[level[i] for i in block] for block in bucket_by_length([len(nodes[n]) for n in level])] for level in levels
+    ]
+
+
+def _merge_levels(
+    nodes: list[list[int]], parents: list[Parent], max_copies: int
+) -> tuple[list[list[int]], list[Parent]]:
     """
     Merge levels into the next ones, the cheapest first, as long as a merge copies `max_copies` tokens at most.
 
-    Example: the nodes `0 1` and its children `2 3` and `4` become `0 1 2 3` and `0 1 4`, where `0 1` are copies.
+    Example: the nodes `0 1` and its children `2 3` and `4` become `0 1 2 3` and `0 1 4`.
     """
     while max_copies:
         depths, children = _depths(parents), Counter(parent.number for parent in parents if parent.kind == "packed")
-        copies: Counter[int] = Counter()
+        copies: Counter[int] = Counter()  # by depth
         for n, count in children.items():
-            copies[depths[n]] += len(nodes[n].tokens) * (count - 1)
+            copies[depths[n]] += len(nodes[n]) * (count - 1)
         if not copies or min(copies.values()) > max_copies:
             break
         merged = min(copies, key=copies.__getitem__)
         is_merged = [depths[n] == merged and n in children for n in range(len(nodes))]
         number = [*accumulate((not gone for gone in is_merged), initial=0)]  # of the nodes that are left
-        begun: set[int] = set()  # merged nodes whose tokens a child computes already
-        left_nodes: list[_Node] = []
+        left_nodes: list[list[int]] = []
         left_parents: list[Parent] = []
         for node, parent, gone in zip(nodes, parents, is_merged, strict=True):
             if gone:
                 continue
             if parent.kind == "packed" and is_merged[parent.number]:
-                before = nodes[parent.number]
-                is_copy = parent.number in begun
-                begun.add(parent.number)
-                # Copies come first: the first child, which computes the tokens of its parent, has none itself.
-                node_copies = len(before.tokens) + node.copies if is_copy else before.copies
-                node = _Node(before.tokens + node.tokens, node_copies)
+                node = nodes[parent.number] + node
                 parent = parents[parent.number]
             if parent.kind == "packed":
                 parent = Parent("packed", number[parent.number])

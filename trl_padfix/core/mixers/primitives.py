@@ -185,7 +185,7 @@ def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
             chunks: list[torch.Tensor],
             initial: torch.Tensor | None,
             with_states: bool,
-            cu_seqlens: torch.Tensor | None = None,
+            cu_seqlens: torch.Tensor | None,
         ) -> Any:
             # Zeros beyond the end of a node leave its final state unchanged: no decay (g = 0), no write (beta = 0).
             # q, k and v are positional, because kernels have other names for them.
@@ -195,8 +195,7 @@ def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
                 arguments["cu_seqlens"] = cu_seqlens
             return original(q, k, v, g=decay, beta=write, **arguments)
 
-        scan = tree.scan_levels if is_varlen else tree.scan_blocks
-        return scan(kernel, [query, key, value, g, beta], next(keys)), None
+        return tree.scan(kernel, [query, key, value, g, beta], next(keys), is_varlen=is_varlen), None
 
     return chunk
 
@@ -230,13 +229,13 @@ def _state_space(original: Callable, call: PackedCall, keys: Keys) -> Callable:
         if takes_seq_idx and tree.is_flat:  # the kernel resets its state where the number of the row changes
             return original(hidden_states, dt, A, B, C, chunk_size=chunk_size, D=D, seq_idx=tree.seq_idx)
 
-        def kernel(chunks: list[torch.Tensor], initial: torch.Tensor | None, with_states: bool) -> Any:
+        def kernel(chunks: list[torch.Tensor], initial: torch.Tensor | None, with_states: bool, _: None) -> Any:
             x, step_sizes, b, c = chunks
             states = {"initial_states": initial, "return_final_states": with_states}
             output = original(x, step_sizes, A, b, c, chunk_size=chunk_size, D=D, **states)
             return output if with_states else (output, None)
 
-        return tree.scan_blocks(kernel, [hidden_states, dt, B, C], next(keys))
+        return tree.scan(kernel, [hidden_states, dt, B, C], next(keys))
 
     return scan
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_is_leaf, tree_map
 from transformers.utils import ModelOutput
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
@@ -160,68 +160,57 @@ class RowsPatch(ForwardPatch):
         rows, outputs = row_buckets(call, one_bucket), []
         for bucket, layer_calls in enumerate(calls_of_layers(call, one_bucket)):
             recorded = layer_calls.get(id(running_layer.layer), {})
-            pick = partial(_bucket_argument, rows=rows, bucket=bucket, running_layer=running_layer, recorded=recorded)
-            bucket_args = [pick(None, value) for value in args]
-            bucket_kwargs = {name: pick(name, value) for name, value in kwargs.items()}
+            bucket_args = [_bucket_argument(None, x, running_layer, recorded, rows, bucket) for x in args]
+            bucket_kwargs = {
+                name: _bucket_argument(name, x, running_layer, recorded, rows, bucket) for name, x in kwargs.items()
+            }
             with outside_calls():
                 outputs.append(self.wrapped(*bucket_args, **bucket_kwargs))
         return concat_outputs(outputs, rows)
 
 
 def _bucket_argument(
-    name: str | None, value: Any, *, rows: RowBuckets, bucket: int, running_layer: LayerCall, recorded: dict[str, Any]
+    name: str | None, value: Any, running_layer: LayerCall, recorded: dict[str, Any], rows: RowBuckets, bucket: int
 ) -> Any:
     """
     The argument `name` of a module within a layer, for the rows of a bucket.
 
-    An argument that the layer passes through unchanged is replaced by the value `recorded` in the dry run. A tensor
-    that the layer computed is gathered for the tokens of the rows.
+    Layers pass arguments on under other names, or parts of them (the cosines of `position_embeddings`), so these are
+    compared by identity: the value `recorded` in the dry run replaces them. A tensor that the layer computed is
+    gathered for the tokens of the rows.
     """
     packed = running_layer.arguments  # of the layer
-    # Layers pass arguments on under other names, so they are compared by identity. The argument of the same name comes
-    # first: `None`, `True` and small numbers are the same object wherever they are.
-    for key in sorted(packed, key=lambda key: key != name):
-        if packed[key] is value and (value is not None or key == name):
-            return rows_of(value, recorded.get(key), rows, bucket)
-    pick = partial(_bucket_argument, name, rows=rows, bucket=bucket, running_layer=running_layer, recorded=recorded)
-    if isinstance(value, dict):
-        return {k: pick(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        values: Any = value
-        return type(values)(pick(v) for v in values)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    # One tensor of a tuple or a `dict` of the layer's arguments, such as the cosines of `position_embeddings`.
-    dry_run_value = next((b for a, b in _paired_leaves(packed, recorded) if a is value), value)
-    return rows_of(value, dry_run_value, rows, bucket)
+    if name in packed and packed[name] is value and tree_is_leaf(value):
+        return rows_of(value, recorded.get(name), rows, bucket)
+    counterparts = {id(a): b for a, b in _paired_leaves(packed, recorded)}
+
+    def pick(leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, bool | int | float | str):
+            return leaf  # the same object wherever it is
+        return rows_of(leaf, counterparts.get(id(leaf), leaf), rows, bucket)
+
+    return tree_map(pick, value)
 
 
 def _paired_leaves(a: object, b: object) -> Iterator[tuple[Any, Any]]:
-    """Pairs of values at the same place in `a` and `b`, which are dictionaries and sequences of one structure."""
-    pairs: Any = ()
+    """Pairs of leaves at the same place in `a` and `b`, which are dictionaries and sequences of one structure."""
     if isinstance(a, dict) and isinstance(b, dict):
-        pairs = [(a[k], b[k]) for k in a if k in b]
+        for key in a.keys() & b.keys():
+            yield from _paired_leaves(a[key], b[key])
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        pairs = zip(a, b, strict=False)
-    for pair in pairs:
-        yield pair
-        yield from _paired_leaves(*pair)
+        for x, y in zip(a, b, strict=False):
+            yield from _paired_leaves(x, y)
+    else:
+        yield a, b
 
 
 def rows_of(value: Any, dry_run_value: Any, rows: RowBuckets, bucket: int) -> Any:
     """
-    An argument for the rows of a bucket.
+    An argument that is no collection, for the rows of a bucket.
 
     A tensor `(1, T, ...)` is gathered for the rows, unless the dry run made one of another shape. Every other argument
     is `dry_run_value`: that of the decoder's own call for these rows.
     """
-    if isinstance(value, dict):
-        others = dry_run_value if isinstance(dry_run_value, dict) else {}
-        return {k: rows_of(v, others.get(k), rows, bucket) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        has_others = isinstance(dry_run_value, list | tuple) and len(dry_run_value) == len(value)
-        others: Any = dry_run_value if has_others else [None] * len(value)
-        return type(value)(rows_of(v, other, rows, bucket) for v, other in zip(value, others, strict=True))
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, len(rows.packed_from_rows)):
         return dry_run_value
     if dry_run_value is None or dry_run_value is value:

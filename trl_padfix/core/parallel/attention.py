@@ -8,18 +8,18 @@ values of all tokens, with a layout of its own. With `"rows"` all that its queri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..model.views import view_of
-from .collectives import even_split
-from .layout import HEADS, ROWS, ContextParallelLayout
+from .collectives import Exchange, Group, even_split
+from .layout import HEADS, KEYS, ROWS, ContextParallelLayout
 
 
-__all__ = ["attend_context_parallel", "heads_of_ranks", "with_copies"]
+__all__ = ["attend_context_parallel", "exchange_around"]
 
 
 def attend_context_parallel(
@@ -51,41 +51,61 @@ def attend_context_parallel(
     Returns:
         `torch.Tensor` of shape `(1, t, N, D)`.
     """
+    layout = cp_layout.layout if cp_layout.comm == HEADS else cp_layout.local_layout
     if cp_layout.comm == ROWS:
-        return attend(module, query, key, value, cp_layout.local_layout, kwargs)
-    group = cp_layout.group
-    # Exchanged tensors have tokens in front, `(t, N, D)`; attention has heads in front.
+        return attend(module, query, key, value, layout, kwargs)
+
+    def attend_received(*received: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
+        here = module, kwargs
+        if cp_layout.comm == HEADS:
+            here = _with_local_heads(module, kwargs, query.shape[1] // key.shape[1], cp_layout.group)
+        return attend(here[0], query, key, value, layout, here[1])[0]
+
+    # Exchanged tensors have tokens in front, attention has heads in front.
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
-    if cp_layout.comm != HEADS:
-        states[1:] = cp_layout.all_gather(states[1:])
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in states)
-        return attend(module, query, key, value, cp_layout.local_layout, kwargs)
-    copies, heads = heads_of_ranks(query.shape[1], key.shape[1], group.size)
-    local: dict[str, Any] = {"num_key_value_groups": query.shape[1] // (key.shape[1] * copies)}
-    states = cp_layout.tokens_to_heads(with_copies(states, copies), heads)
-    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in states)
-    if kwargs.get("s_aux") is not None:
-        local["sinks"] = kwargs["s_aux"].split(heads[0])[group.rank]
+    return exchange_around(attend_received, states, cp_layout, cp_layout.comm).unsqueeze(0)
+
+
+def exchange_around(
+    attend: Callable[..., torch.Tensor],
+    states: list[torch.Tensor],
+    exchange: Exchange | ContextParallelLayout,
+    comm: str,
+) -> torch.Tensor:
+    """
+    Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
+
+    Queries, keys and values are `(t, N, D)`. With `comm="keys"` `attend` gets the keys and values of all tokens, in
+    rank order; with `"heads"` it gets all tokens with the local heads.
+    """
+    query, *kv = states
+    if comm == KEYS:
+        return attend(query, *exchange.all_gather(kv))
+    processes = len(exchange.tokens_per_rank)
+    copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
+    if copies > 1:
+        kv = [x.repeat_interleave(copies, dim=1) for x in kv]
+    states = [query, *kv]
+    heads = [even_split(x.shape[1], processes) for x in states]
+    return exchange.heads_to_tokens(attend(*exchange.tokens_to_heads(states, heads)), heads[0])
+
+
+def _with_local_heads(
+    module: nn.Module, kwargs: dict[str, Any], kv_groups: int, group: Group
+) -> tuple[nn.Module, dict[str, Any]]:
+    """
+    An attention module and its arguments, for the local heads.
+
+    Attention functions read the sinks and the size of a group of heads from the module: they must be the local ones.
+    """
+    local: dict[str, Any] = {"num_key_value_groups": kv_groups}
+    if (sinks := kwargs.get("s_aux")) is not None:
+        local["sinks"] = sinks.split(even_split(len(sinks), group.size))[group.rank]
         kwargs = kwargs | {"s_aux": local["sinks"]}
-    # Attention functions read the sinks and the size of a group of heads from the module: they must be the local ones.
     overrides = {name: value for name, value in local.items() if hasattr(module, name)}
     # With its own config: by default a view gets one for packed attention.
-    view = view_of(module, {"config": module.config, **overrides})
-    output = attend(view, query, key, value, cp_layout.layout, kwargs)
-    return cp_layout.heads_to_tokens(output[0], heads[0]).unsqueeze(0)
-
-
-def heads_of_ranks(heads: int, kv_heads: int, size: int) -> tuple[int, list[list[int]]]:
-    """Copies of each KV head, and the heads of each process: of queries, keys and values."""
-    copies = _copies_of_kv_heads(heads, kv_heads, size)
-    kv_heads_per_rank = even_split(kv_heads * copies, size)
-    return copies, [even_split(heads, size), kv_heads_per_rank, kv_heads_per_rank]
-
-
-def with_copies(states: Sequence[torch.Tensor], copies: int) -> Sequence[torch.Tensor]:
-    """Queries, and keys and values with their heads repeated, each `(t, N, D)`."""
-    query, *keys = states
-    return states if copies == 1 else [query, *(x.repeat_interleave(copies, dim=1) for x in keys)]
+    return view_of(module, {"config": module.config, **overrides}), kwargs
 
 
 def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:

@@ -66,11 +66,6 @@ class Group:
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a model can be copied, a process group cannot
 
-    @property
-    def all_to_all(self) -> AllToAll:
-        """An all-to-all of flat tensors, with gradients."""
-        return partial(_AllToAll.apply, self)
-
     def all_gather_for_loss(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Concatenate the tensors of all processes in rank order, for a loss that every process computes in full."""
         return _AllGatherForLoss.apply(x, self, tuple(lengths))
@@ -118,12 +113,12 @@ class Exchange(NamedTuple):
 
     Attributes:
         rank (`int`): Rank of this process.
-        tokens (`Sequence[int]`): Number of tokens of each process; `t` of this one, `T` of all.
+        tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this one, `T` of all.
         all_to_all (`Callable`): The collective.
     """
 
     rank: int
-    tokens: Sequence[int]
+    tokens_per_rank: Sequence[int]
     all_to_all: AllToAll
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -134,22 +129,24 @@ class Exchange(NamedTuple):
         """
         split = [x.split(list(of_ranks), dim=1) for x, of_ranks in zip(states, heads, strict=True)]
         local_heads = [of_ranks[self.rank] for of_ranks in heads]
-        shapes = [[(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens]
+        shapes = [
+            [(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens_per_rank
+        ]
         received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
         return [torch.cat(x) for x in zip(*received, strict=True)]
 
-    def heads_to_tokens(self, parts: Sequence[torch.Tensor], heads: Sequence[int]) -> torch.Tensor:
-        """All-to-all from local heads to local tokens: `(tokens[i], n, ...)` for each process i to `(t, N, ...)`."""
-        shapes = [[(self.tokens[self.rank], n, *parts[0].shape[2:])] for n in heads]
-        received = exchange([[x] for x in parts], shapes, self.all_to_all)
-        return torch.cat([x for (x,) in received], dim=1)
+    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        """All-to-all from local heads to local tokens: `(T, n, ...)` in rank order to `(t, N, ...)`."""
+        shapes = [[(self.tokens_per_rank[self.rank], n, *x.shape[2:])] for n in heads]
+        received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
+        return torch.cat([part for (part,) in received], dim=1)
 
     def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """
         Each of the `states`, `(t, ...)` to `(T, ...)` in rank order, in one collective. Backward is a reduce-scatter.
         """
-        shapes = [[(t, *x.shape[1:]) for x in states] for t in self.tokens]
-        received = exchange([states] * len(self.tokens), shapes, self.all_to_all)
+        shapes = [[(t, *x.shape[1:]) for x in states] for t in self.tokens_per_rank]
+        received = exchange([states] * len(self.tokens_per_rank), shapes, self.all_to_all)
         return [torch.cat(x) for x in zip(*received, strict=True)]
 
 
@@ -166,21 +163,6 @@ def _all_to_all(
     received = sent.new_empty(sum(receive_sizes))
     distributed.all_to_all_single(received, sent.contiguous(), receive_sizes, send_sizes, group=group)
     return received
-
-
-class _AllToAll(torch.autograd.Function):
-    """All-to-all; backward sends the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, sent: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.sizes = group.group, (receive_sizes, send_sizes)
-        return _all_to_all(group.group, sent, send_sizes, receive_sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        return None, _all_to_all(ctx.group, grads[0], *ctx.sizes), None, None
 
 
 class _AllGatherForLoss(torch.autograd.Function):

@@ -143,31 +143,37 @@ class ContextParallelLayout:
         return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0].contiguous()
 
     @cached_property
-    def _exchange(self) -> Exchange:
-        return Exchange(self.group.rank, self.tokens_per_rank, self.group.all_to_all)
+    def exchange(self) -> Exchange:
+        """The exchange of local tokens with the other processes, in rank order."""
+        from .operators import all_to_all_of  # registers an operator with torch
+
+        return Exchange(self.group.rank, tuple(self.tokens_per_rank), all_to_all_of(self.group.group))
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """All-to-all from local tokens to local heads, in the order of the packed tokens; see [`Exchange`]."""
-        return [self._in_packed_order(x) for x in self._exchange.tokens_to_heads(states, heads)]
+        return [self._in_packed_order(x) for x in self.exchange.tokens_to_heads(states, heads)]
 
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
-        chunks = [[x[begin:end] for begin, end in ranges] for ranges in self.ranges]
-        tokens = [torch.cat(of_rank) if len(of_rank) > 1 else of_rank[0] for of_rank in chunks]  # no copy of one chunk
-        return self._exchange.heads_to_tokens(tokens, heads)
+        in_rank_order = x if self._ranks_in_order else x.index_select(0, self._rank_order)
+        return self.exchange.heads_to_tokens(in_rank_order, heads)
 
     def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
-        return self._exchange.all_gather(states)
+        return self.exchange.all_gather(states)
 
     def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
         return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
 
-    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
+    @cached_property
+    def _ranks_in_order(self) -> bool:
+        """Whether rank order is that of the packed tokens, as with one range per process."""
         begins = [begin for ranges in self.ranges for begin, _ in ranges]
-        has_order = begins == sorted(begins)  # as with one range per process
-        return x if has_order else x.index_select(0, self.index_in_rank_order)
+        return begins == sorted(begins)
+
+    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks_in_order else x.index_select(0, self.index_in_rank_order)
 
     def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""

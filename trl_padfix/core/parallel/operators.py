@@ -1,9 +1,8 @@
 """
-The all-to-all of context parallelism as an operator of torch, for compiled layers.
+The all-to-all of context parallelism as an operator of torch, with gradients.
 
 A compiler cannot trace a collective of a process group that the process has made. As an operator it is one node of the
-graph, and its backward another. Importing this module registers it with torch; it is imported when the first layers
-are compiled.
+graph, and its backward another. Importing this module registers it with torch; it is imported with the first exchange.
 """
 
 from __future__ import annotations
@@ -18,21 +17,16 @@ from . import collectives
 from .collectives import AllToAll
 
 
-__all__ = ["compiled_all_to_all", "name_of_group"]
+__all__ = ["all_to_all_of"]
 
 _groups: dict[str, distributed.ProcessGroup | None] = {}
 """Process groups by name: an operator takes no objects."""
 
 
-def name_of_group(group: distributed.ProcessGroup | None) -> str:
-    """The name under which [`compiled_all_to_all`] finds a group."""
+def all_to_all_of(group: distributed.ProcessGroup | None) -> AllToAll:
+    """An all-to-all of flat tensors among the processes of a group, with gradients, which compilers can trace."""
     name = "" if group is None else group.group_name
     _groups[name] = group
-    return name
-
-
-def compiled_all_to_all(name: str) -> AllToAll:
-    """An all-to-all of flat tensors among the processes of a group, which compilers can trace."""
     return partial(_all_to_all, name)
 
 

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -142,9 +142,9 @@ def check_parity(
         other_attention = None if dtype in TOLERANCES else _other_attention(handle)
         outcome = _compute(model, sample, handle, other_attention, gradients)
         reset_gather_order(handle.anatomy.pretrained, sample.ids)
-        if handle.context_parallel is not None and not sample.is_packed:
-            outcome = replace(outcome, long_row=_compare_long_row(model, batch, handle))
-        return _judge(outcome, sample, handle, dtype)
+        has_long_row = handle.context_parallel is not None and not sample.is_packed
+        long_row = _compare_long_row(model, batch, handle) if has_long_row else None
+        return _judge(outcome, long_row, sample, handle, dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,25 +165,22 @@ class _Sample:
         return self.inputs["attention_mask"]
 
 
+class Scores(NamedTuple):
+    """The scores `(n,)` of a forward, and their gradient `(distinct ids, H)`, if it was computed."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """
-    Scores `(n,)` and gradients `(distinct ids, H)` of the packed, the padded and the other padded forward.
+    """The packed and the padded forward, and a padded one with another attention function: it differs by rounding."""
 
-    The other padded forward has another attention function: its difference from the padded one is rounding. Where the
-    tolerance is fixed there is none, and `other_attention` is `None`.
-    """
-
-    packed: torch.Tensor
-    padded: torch.Tensor
-    other_padded: torch.Tensor
-    packed_gradient: torch.Tensor | None
-    padded_gradient: torch.Tensor | None
-    other_gradient: torch.Tensor | None
+    packed: Scores
+    padded: Scores
+    other_padded: Scores | None  # `None` where the tolerance is fixed
     packed_tokens: int
-    other_attention: str | None
     gradient_obstacle: str = ""  # empty if gradients were compared, or not asked for
-    long_row: torch.Tensor | None = None  # differences of the scores of a row that several processes compute
 
 
 def _called_module(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> nn.Module:
@@ -284,44 +281,37 @@ def _run(
         logits = logits_of_packed(model, ids, sample.mask) if is_packed else logits_of(by_name(model)(**sample.inputs))
         return scores_of(logits, ids, sample.mask, sample.columns)
 
-    def run(score: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return with_gradient(handle.anatomy.pretrained, ids, score) if gradients else (score(), None)
+    def run(score: Callable[[], torch.Tensor]) -> Scores:
+        return Scores(*with_gradient(handle.anatomy.pretrained, ids, score)) if gradients else Scores(score(), None)
 
-    packed, packed_gradient = run(partial(forward, sample.is_packed))
-    if packed_gradient is not None and handle.context_parallel is not None:
+    packed, other_padded = run(partial(forward, sample.is_packed)), None
+    if packed.gradient is not None and handle.context_parallel is not None:
         # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
-        packed_gradient = handle.context_parallel.group.all_reduce_mean(packed_gradient)
+        packed = packed._replace(gradient=handle.context_parallel.group.all_reduce_mean(packed.gradient))
     with handle.disabled():
-        padded, padded_gradient = run(forward)
-        other_padded, other_gradient = padded, padded_gradient
+        padded = run(forward)
         if other_attention is not None:
             with within(attention=other_attention):
-                other_padded, other_gradient = run(forward)
-    return Outcome(
-        packed=packed,
-        padded=padded,
-        other_padded=other_padded,
-        packed_gradient=packed_gradient,
-        padded_gradient=padded_gradient,
-        other_gradient=other_gradient,
-        packed_tokens=handle.stats.packed_tokens,
-        other_attention=other_attention,
-    )
+                other_padded = run(forward)
+    return Outcome(packed, padded, other_padded, handle.stats.packed_tokens)
 
 
-def _judge(outcome: Outcome, sample: _Sample, handle: PaddingRemoval, dtype: torch.dtype) -> ParityReport:
-    """Compare the forwards of an outcome with the tolerances of `dtype`."""
-    padded, obstacle = outcome.padded, outcome.gradient_obstacle
+def _judge(
+    outcome: Outcome, long_row: torch.Tensor | None, sample: _Sample, handle: PaddingRemoval, dtype: torch.dtype
+) -> ParityReport:
+    """Compare the forwards of an outcome, and the differences `(n,)` of a long row, with the tolerances of `dtype`."""
+    (packed, packed_gradient), (padded, padded_gradient) = outcome.packed, outcome.padded
+    other, other_gradient = outcome.other_padded or outcome.padded
+    obstacle = outcome.gradient_obstacle
     # A sample without scores (rows of one token) gives one zero: its mean and maximum must exist.
-    difference = (outcome.packed - padded).abs() if padded.numel() else padded.new_zeros(1)
-    rounding = (outcome.other_padded - padded).abs() if padded.numel() else padded.new_zeros(1)
-    if outcome.long_row is not None:
-        difference = torch.cat([difference, outcome.long_row])
+    difference = (packed - padded).abs() if padded.numel() else padded.new_zeros(1)
+    rounding = (other - padded).abs() if padded.numel() else padded.new_zeros(1)
+    if long_row is not None:
+        difference = torch.cat([difference, long_row])
     mean_tolerance, maximum_tolerance = _tolerances(dtype, rounding)
     gradient_difference, tolerance = None, None
-    packed_gradient, padded_gradient = outcome.packed_gradient, outcome.padded_gradient
-    if packed_gradient is not None and padded_gradient is not None and outcome.other_gradient is not None:
-        tolerance = gradient_tolerance(dtype, relative_difference(outcome.other_gradient, padded_gradient))
+    if packed_gradient is not None and padded_gradient is not None and other_gradient is not None:
+        tolerance = gradient_tolerance(dtype, relative_difference(other_gradient, padded_gradient))
         if padded_gradient.isfinite().all():
             gradient_difference = relative_difference(packed_gradient, padded_gradient)
         else:
@@ -331,14 +321,14 @@ def _judge(outcome: Outcome, sample: _Sample, handle: PaddingRemoval, dtype: tor
         maximum=difference.max().item(),
         mean_tolerance=mean_tolerance,
         maximum_tolerance=maximum_tolerance,
-        compared=outcome.packed.numel() and difference.numel(),
+        compared=packed.numel() and difference.numel(),
         padded_tokens=sample.ids.numel(),
         packed_tokens=outcome.packed_tokens,
         dtype=dtype,
         implementation=handle.decoder.config._attn_implementation,
         prefix_sharing=bool(handle.prefix_sharing),
         finite=bool(padded.isfinite().all()),
-        rounding=None if outcome.other_attention is None else rounding.mean().item(),
+        rounding=None if outcome.other_padded is None else rounding.mean().item(),
         gradient=gradient_difference,
         gradient_tolerance=tolerance,
         not_compared=obstacle,
