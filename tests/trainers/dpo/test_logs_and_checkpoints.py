@@ -10,7 +10,6 @@ import trl
 from kit.cells import slow_but
 from kit.dpo_cases import STEPS, build_pairs
 from kit.trainer_runs import (
-    SHORT,
     SIDED_MODES,
     TWO_MODES,
     Run,
@@ -51,10 +50,10 @@ def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monke
 
 
 def test_the_parity_check_says_one_line_for_each_model(make, capsys):
-    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
+    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
     trainer.train()
     assert trainer.padding.parity.keys() == {"train", "eval"}
-    alone = make(config=SHORT | SIDED_MODES["prefix sharing, left"])
+    alone = make(config=SIDED_MODES["prefix sharing, left"])
     alone.evaluate()
     lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
     name = type(trainer.model).__name__
@@ -73,7 +72,7 @@ def test_a_log_covers_all_batches_since_the_last(make):
 
 @pytest.mark.parametrize("check", [True, "forward"])
 def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
-    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
+    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
     trainer.train()
     trainer.evaluate()
     (policy, reference), *evaluation = trainer.padding.parity["train"], *trainer.padding.parity["eval"]
@@ -158,7 +157,7 @@ def test_a_second_trainer_takes_over_the_model_as_with_trl(make):
 def checkpoints(make, tmp_path_factory):
     """The folder of a run of ours with checkpoints in the middle and at the end, and its trainer."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10}
+    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": STEPS // 2}
     return folder, make.train("plain", **config, output_dir=str(folder))
 
 

@@ -196,7 +196,9 @@ def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
             train(trainer)
 
 
-@pytest.mark.parametrize(("given", "seconds"), [({"vllm_server_timeout": 0.2}, 0.2), ({"vllm_server_timeout": 240}, 0.1)])
+@pytest.mark.parametrize(
+    ("given", "seconds"), [({"vllm_server_timeout": 0.2}, 0.2), ({"vllm_server_timeout": 240}, 0.1)]
+)
 def test_no_server_is_an_error_before_any_process_starts(make_online, given, seconds):
     trainer = make_online(vllm_server_base_url="http://127.0.0.1:9", weight_transfer=CountedTransfer(), **given)
     with pytest.raises(TimeoutError, match=rf"No server answers at .*127\.0\.0\.1:9'` for {seconds} seconds"):

@@ -9,7 +9,7 @@ import trl
 from kit.cells import slow_but
 from kit.rows import METRICS
 from kit.sft_cases import packing
-from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, is_bare, run, watch_inputs
+from kit.trainer_runs import MODES, assert_mode_ran, assert_same, is_bare, run, watch_inputs
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import TrainerCallback
 from transformers.models.llama import modeling_llama
@@ -88,7 +88,7 @@ def test_a_stage_of_dpo_goes_before(make, makers):
 def test_a_padded_stage_after_a_packed_one_is_padded(make):
     first = make(config=packing())
     first.train()
-    after = run(make(config=SHORT, model=first.model), watch_inputs(""))
+    after = run(make(model=first.model), watch_inputs(""))
     assert_mode_ran(after, "padded")
 
 
