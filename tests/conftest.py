@@ -25,6 +25,7 @@ for name in ("COLUMNS", "LINES"):
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is fetched, and what the Hub knows changes no result
 
+gc.disable()  # until all tests are collected: imports leave no garbage
 torchvision_loads()  # where it is installed, transformers imports it
 
 import accelerate  # noqa: E402
@@ -36,16 +37,19 @@ torch.set_num_threads(1)  # the tensors are tiny, and threads would change the o
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()
-# What takes much of a tiny training and gives its tests nothing: accelerate reads at every step what is installed and
-# collects garbage before the first, datasets names a table by a hash of all that made it, to find it on disk again,
-# and torch notes the stack of every seed for a device that is not there.
+# What takes much of a tiny training and gives its tests nothing: versions of packages are read from disk at every
+# import, accelerate reads at every step what is installed and collects garbage before the first, datasets names a
+# table by a hash of all that made it, to find it on disk again, and torch notes the stack of every seed for a device
+# that is not there.
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 accelerate.utils.imports._is_package_available = functools.cache(accelerate.utils.imports._is_package_available)
 accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)
 for module in (datasets.fingerprint, datasets.arrow_dataset):
     module.update_fingerprint = module.generate_fingerprint = lambda *_: (
         datasets.fingerprint.generate_random_fingerprint()
     )
+datasets.fingerprint.format_kwargs_for_fingerprint = lambda *_, **__: {}
 if not torch.cuda.is_available():
     for module in (torch.cuda, torch.mtia, torch.xpu):
         module.traceback = SimpleNamespace(format_stack=list)
@@ -95,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out tests that take minutes, and `gpu` tests without a GPU, unless `-m` or a node id names them."""
     by_hand = tuple(arg.rpartition("/")[2] for arg in config.args if "::" in arg)
     asked, without_kernels = set(re.findall(r"\w+", config.option.markexpr)), not _asks_for_kernels(config)
-    left_out = []
+    left_out, kept = [], []
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         is_named = marks & asked or item.nodeid.rpartition("/")[2].startswith(by_hand)
@@ -104,9 +108,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         if ("kernels" in marks and without_kernels) or (marks & {"slow", "families", "campaign"} and not is_named):
             left_out.append(item)
+        else:
+            kept.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = kept
 
 
 _DESELECTED = pytest.StashKey[int]()
@@ -131,9 +137,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector off what all imports have left."""
-    gc.collect()
+    """Keep the garbage collector off what all imports have left, and let it wait for a few trainings to be done."""
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture

@@ -58,9 +58,11 @@ def switches() -> list[tuple[str, str, Any]]:
     """Type, field and value of every setting of transformers by which a model is made causal."""
     found = []
     for model_type in CONFIG_MAPPING:
+        if model_type in NOT_TRIED or auto_class(model_type) is None:
+            continue  # before its module is imported
         fields = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters
         for name in SWITCHES:
-            if name not in fields or model_type in NOT_TRIED or auto_class(model_type) is None:
+            if name not in fields:
                 continue
             is_gemma4 = model_type.startswith("gemma4")  # whose masks depend on images too
             values = ("all", None) if is_gemma4 else VALUES.get(name, (False, True))

@@ -118,7 +118,7 @@ def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processe
     assert len(cases) == 24 * len(models)
     assert any(case["filler"] for case in cases)
     for case in cases:
-        assert case["values"] < 1e-5, case
+        assert case["values"] < 2e-5, case
         assert case["gradients"] < (5e-5 if case["case"] == "qwen3_5_text" else 1e-5), case
         assert sum(case["entered"]) == case["distinct"] + case["filler"]
         assert max(case["entered"]) < 0.7 * sum(case["entered"])
@@ -150,7 +150,8 @@ def test_rows_with_images_are_split(processes, families):
     cases = launched(processes, families, run="split_images")
     assert len(cases) == 6 * len(families)
     for case in cases:
-        if case["case"] == ["gemma3", "long", "keys"]:
+        # With two processes the rows of even lengths stay whole, so no keys are gathered.
+        if case["case"] in [["gemma3", rows, "keys"] for rows in ("long", "even")[: processes // 2]]:
             assert "tokens of an image see later ones" in case["error"]
             continue
         assert case["logits"] < 2e-5, case

@@ -42,8 +42,9 @@ BUDGET = {"dpo": 60, "sft": 30, "reward": 60, "kto": 30}
 LOSSES = {"kto": {"loss_type": "apo_zero_unpaired"}}
 """A loss without the KL term of KTO, for which TRL pairs the completions of a device's batch."""
 
-LAUNCHED = {"save_strategy": "steps", "save_steps": 6, "max_steps": 9}
-"""Nine steps of two epochs and a quarter, and a checkpoint in the middle of the second."""
+STEPS = 6
+LAUNCHED = {"save_strategy": "steps", "save_steps": 5, "max_steps": STEPS}
+"""An epoch and a half, and a checkpoint within the second."""
 
 
 def build_data(name: str) -> Dataset:
@@ -198,7 +199,7 @@ def train_on_rows(folder: Path) -> dict[str, Any]:
     # By two, so that accumulation is a part of it.
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
     config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
-    checkpoints = [None, "checkpoint-6"]
+    checkpoints = [None, "checkpoint-5"]
     if on_gpus():  # as FSDP shards
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged, prefixes, check = {}, [], MicroBatchRunner.check

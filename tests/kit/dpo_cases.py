@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from kit import trainer_runs
-from kit.trainer_runs import SHORT, build_model, lora
+from kit.trainer_runs import build_model, lora
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from zoo import models
 
@@ -63,41 +63,41 @@ SMOOTHED = {"exo_pair": 1e-3, "robust": 0.1}
 LOSSES = ["hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot_unpaired", "apo_zero", "apo_down"]
 LOSSES += ["discopop", "sft", "sigmoid_norm"]
 OTHER_OBJECTIVES = {
-    loss: (SHORT | {"loss_type": [loss], "label_smoothing": SMOOTHED.get(loss, 0.0)}, dict) for loss in LOSSES
+    loss: ({"loss_type": [loss], "label_smoothing": SMOOTHED.get(loss, 0.0)}, dict) for loss in LOSSES
 } | {
-    f"{divergence}, {loss}": (SHORT | {"f_divergence_type": divergence, "loss_type": [loss]}, dict)
+    f"{divergence}, {loss}": ({"f_divergence_type": divergence, "loss_type": [loss]}, dict)
     for divergence in ("forward_kl", "js_divergence", "alpha_divergence")
     for loss in ("sigmoid", "ipo")
 }
 SET_UPS = {
-    "checkpointing": (SHORT | {"gradient_checkpointing": True}, dict),
+    "checkpointing": ({"gradient_checkpointing": True}, dict),
     "reentrant checkpointing": (
-        SHORT | {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         dict,
     ),
-    "accumulation": (SHORT | {"gradient_accumulation_steps": 2}, dict),
-    "short rows, padded to multiples of 8": (SHORT | {"max_length": 12, "pad_to_multiple_of": 8}, dict),
-    "keep_end": (SHORT | {"max_length": 16, "truncation_mode": "keep_end"}, dict),
+    "accumulation": ({"gradient_accumulation_steps": 2}, dict),
+    "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8}, dict),
+    "keep_end": ({"max_length": 16, "truncation_mode": "keep_end"}, dict),
     "synchronised reference": (
         {"max_steps": 7, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
         dict,
     ),
-    "precomputed reference": (SHORT | {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 7}, dict),
-    "precomputed reference, ld_alpha": (SHORT | {"precompute_ref_log_probs": True, "ld_alpha": 0.4}, dict),
-    "lora": (SHORT, adapted),
-    "lora, checkpointing": (SHORT | {"gradient_checkpointing": True}, adapted),
-    "lora, precomputed reference": (SHORT | {"precompute_ref_log_probs": True}, adapted),
-    "an adapter trained before": (SHORT, adapted_before),
-    "experts": (SHORT | {"router_aux_loss_coef": 0.1}, both("qwen3_moe")),
-    "a window": (SHORT, both("mistral")),
-    "absolute positions": (SHORT, both("gpt2")),
+    "precomputed reference": ({"precompute_ref_log_probs": True, "precompute_ref_batch_size": 7}, dict),
+    "precomputed reference, ld_alpha": ({"precompute_ref_log_probs": True, "ld_alpha": 0.4}, dict),
+    "lora": ({}, adapted),
+    "lora, checkpointing": ({"gradient_checkpointing": True}, adapted),
+    "lora, precomputed reference": ({"precompute_ref_log_probs": True}, adapted),
+    "an adapter trained before": ({}, adapted_before),
+    "experts": ({"router_aux_loss_coef": 0.1}, both("qwen3_moe")),
+    "a window": ({}, both("mistral")),
+    "absolute positions": ({}, both("gpt2")),
     # The gradients of equal answers cancel; Adam would make full steps of what rounding leaves of them.
     "answers that are equal, or begin alike": (
-        SHORT | {"optim": "sgd", "learning_rate": 0.02},
+        {"optim": "sgd", "learning_rate": 0.02},
         lambda: {"train_dataset": build_alike_pairs()},
     ),
-    "a stream": (SHORT, lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}),
+    "a stream": ({}, lambda: {"train_dataset": build_pairs(40).to_iterable_dataset(), "eval_dataset": None}),
 }
-CASES = {"plain": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": (SHORT, tuned)}
-CASES |= {"a last batch of one pair": (SHORT, lambda: {"train_dataset": build_pairs(9)})}
+CASES = {"plain": ({"max_steps": STEPS}, dict), "short": ({}, dict), "prompt tuning": ({}, tuned)}
+CASES |= {"a last batch of one pair": ({}, lambda: {"train_dataset": build_pairs(9)})}
 CASES |= OBJECTIVES | OTHER_OBJECTIVES | SET_UPS

@@ -129,7 +129,8 @@ def build(name: str, library: str, folder: Any, policy: str, **given: Any) -> An
     experiment = EXPERIMENTS[name]
     data = {"train_dataset": experiment.data(24, 0)}
     data |= {"eval_dataset": experiment.data(8, 1)} if experiment.evaluates else {}
-    given = {"model": load_policy(policy)} | data | experiment.given(policy) | STEADY | experiment.settings | given
+    plain = {"model": load_policy(policy), "max_steps": 10} | data
+    given = plain | experiment.given(policy) | STEADY | experiment.settings | given
     given.setdefault("processing_class", build_tokenizer(**experiment.tokenizer))
     return make_trainer(module(name, library), name, folder, **given)
 

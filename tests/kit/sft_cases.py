@@ -3,7 +3,7 @@
 import torch
 import trl
 from kit.rows import build_long_rows, build_rows
-from kit.trainer_runs import SHORT, lora
+from kit.trainer_runs import lora
 from peft import PromptTuningConfig, TaskType
 
 
@@ -25,40 +25,40 @@ def half_the_loss(outputs, labels, num_items_in_batch=None):
 
 
 OBJECTIVES = {
-    "texts": (SHORT, rows_of("texts")),
-    "assistant only": (SHORT | {"assistant_only_loss": True}, rows_of("chats")),
-    "dft": (SHORT | {"loss_type": "dft"}, dict),
+    "texts": ({}, rows_of("texts")),
+    "assistant only": ({"assistant_only_loss": True}, rows_of("chats")),
+    "dft": ({"loss_type": "dft"}, dict),
 }
 SET_UPS = {
-    "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2} | SHORT, dict),
-    "checkpointing": ({"gradient_checkpointing": True} | SHORT, dict),
-    "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8} | SHORT, dict),
-    "no length": ({"max_length": None} | SHORT, dict),
-    "keep_end": ({"max_length": 12, "truncation_mode": "keep_end"} | SHORT, rows_of("texts")),
-    "whole rows of completions": ({"completion_only_loss": False} | SHORT, dict),
-    "whole chats": (SHORT, rows_of("chats")),
-    "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"} | SHORT, dict),
-    "a loss of one's own": (SHORT | {"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
-    "a formatting function": (SHORT, lambda: {"formatting_func": lambda row: row["text"]} | rows_of("texts")()),
-    "lora": (SHORT, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
+    "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}, dict),
+    "checkpointing": ({"gradient_checkpointing": True}, dict),
+    "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8}, dict),
+    "no length": ({"max_length": None}, dict),
+    "keep_end": ({"max_length": 12, "truncation_mode": "keep_end"}, rows_of("texts")),
+    "whole rows of completions": ({"completion_only_loss": False}, dict),
+    "whole chats": ({}, rows_of("chats")),
+    "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"}, dict),
+    "a loss of one's own": ({"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
+    "a formatting function": ({}, lambda: {"formatting_func": lambda row: row["text"]} | rows_of("texts")()),
+    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
     "lora, checkpointing": (
-        {"gradient_checkpointing": True} | SHORT,
+        {"gradient_checkpointing": True},
         lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)},
     ),
     "a stream": (
-        SHORT,
+        {},
         lambda: {
             "train_dataset": build_rows().to_iterable_dataset(),
             "eval_dataset": build_rows(8, 1).to_iterable_dataset(),
         },
     ),
-    "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24} | SHORT, dict),
+    "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24}, dict),
 }
-TUNED = (SHORT, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
-CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": (SHORT, dict), "prompt tuning": TUNED}
+TUNED = ({}, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
+CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": ({}, dict), "prompt tuning": TUNED}
 SPLIT = {
     "a long row in five": (
-        SHORT | {"max_length": None, "per_device_train_batch_size": 5},
+        {"max_length": None, "per_device_train_batch_size": 5},
         lambda: {"train_dataset": build_long_rows(40), "eval_dataset": build_long_rows(10, 1)},
     ),
 }
@@ -67,7 +67,7 @@ CASES |= OBJECTIVES | SET_UPS | SPLIT
 
 
 def packing(strategy: str = "bfd") -> dict:
-    return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2} | SHORT
+    return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2}
 
 
 def evaluated(trainer) -> dict[str, float]:

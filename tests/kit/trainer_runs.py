@@ -56,10 +56,9 @@ SIDED_MODES = {
 }
 """Modes of the trainers with a collator."""
 TWO_MODES = ["padding-free, left", "prefix sharing, right"]
-SHORT = {"max_steps": 5}
 
 SETTINGS = dict(
-    max_steps=10, learning_rate=1e-3, gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1,
+    max_steps=5, learning_rate=1e-3, gradient_checkpointing=False, bf16=False, use_cpu=True, logging_steps=1,
     save_strategy="no", report_to=[], log_level="error", disable_tqdm=True,
 )  # fmt: skip
 
@@ -220,7 +219,7 @@ def build_ids(count: int, seed: int = 0, begin: str = "", low: int = 1, high: in
 
 def make_plain_trainer(folder: Any, trainer_class: type[Trainer], **given: Any) -> Trainer:
     """A `transformers.Trainer` on rows of ids, with arguments of it and of its configuration."""
-    settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 5} | given
+    settings = SETTINGS | {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4} | given
     config = {k: v for k, v in settings.items() if k in TrainingArguments.__dataclass_fields__}
     own = {"data_collator": DataCollatorForSeq2Seq(build_tokenizer())}
     own |= {k: v for k, v in given.items() if k not in config}

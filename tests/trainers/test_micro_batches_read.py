@@ -151,10 +151,8 @@ DIVISORS = {
 }
 
 
-@pytest.mark.parametrize("on_object", [False, True], ids=["class", "object"])
-@pytest.mark.parametrize("divisor", DIVISORS)
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "reward"])
-def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, on_object, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "divisor", "where"), every_pair(ALL_TRAINERS, DIVISORS, ["class", "object"]))
+def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, where, tmp_path, monkeypatch):
     """The last micro-batch of the epoch has fewer rows, and the last step fewer micro-batches."""
     figures, seen, own = [], [], step_of_its_own(DIVISORS[divisor])
     for ours in (False, True):
@@ -162,7 +160,7 @@ def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, 
             RAGGED | {"train_dataset": build_data(name).select(range(14))} | ({"parity_check": False} if ours else {})
         )
         trainer = make(name, tmp_path, ours=ours, **given)
-        if on_object:
+        if where == "object":
             trainer.training_step = MethodType(own, trainer)
         else:
             monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"training_step": own}))

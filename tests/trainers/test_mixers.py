@@ -32,7 +32,7 @@ FAST = [
     ("DPO" if i % 2 else "SFT", family, "prefix sharing, right" if i % 2 else "padding-free, left")
     for i, family in enumerate(FAMILIES)
 ]
-STEPS = 20
+STEPS = 10
 KINDS = ("DPO", "SFT")
 
 

@@ -20,6 +20,7 @@ from kit.budget_runs import (
     BUDGET,
     GLOBAL_BATCH,
     LAUNCHED,
+    STEPS,
     TRAINERS,
     assert_same,
     build_data,
@@ -53,7 +54,7 @@ def fixed(tmp_path_factory):
 
     @cache
     def run(name, **config):
-        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": 9} | lists(config))
+        trainer = make(name, tmp_path_factory.mktemp("fixed"), ours=False, **{"max_steps": STEPS} | lists(config))
         trainer.train()
         return trainer.state.log_history
 
@@ -77,7 +78,7 @@ CASES = {
 )
 def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
     name, config = CASES[case]
-    trainer = make(name, tmp_path, ours=True, max_steps=9, **config)
+    trainer = make(name, tmp_path, ours=True, max_steps=STEPS, **config)
     steps = watched(trainer)
     assert_same(figures(trainer.state.log_history), figures(fixed(name)))
     # It was split, unevenly, and within the budget; the decoder computed no more than that.
@@ -109,7 +110,7 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
-    trainer = make(name, tmp_path, ours=True, max_steps=9)
+    trainer = make(name, tmp_path, ours=True, max_steps=STEPS)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
     monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
     monkeypatch.setattr(trainer.padding.task, "num_metric_items", lambda batch: {})
@@ -129,13 +130,13 @@ COMPARING = {
 def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path):
     name, config = COMPARING[case]
     loss = {key: value for key, value in config.items() if key == "loss_type"}
-    trainer = make(name, tmp_path, ours=True, max_steps=9, parity_check=False, **SHARING, **lists(config))
+    trainer = make(name, tmp_path, ours=True, max_steps=STEPS, parity_check=False, **SHARING, **lists(config))
     computed = entered_tokens(trainer.model)
     steps = watched(trainer)
     assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
-    assert [len(step) for step in steps] == [1] * 9  # the loss sees all rows
+    assert [len(step) for step in steps] == [1] * STEPS  # the loss sees all rows
     assert max(computed) <= BUDGET[name]
-    assert len(computed) > 9 * 2 * 2
+    assert len(computed) > STEPS * 2 * 2
 
 
 @pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
@@ -373,7 +374,7 @@ COUNTED = ["num_tokens"]
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(fixed, tmp_path):
     make("dpo", tmp_path, ours=True, **LAUNCHED).train()
     trainer = make("dpo", tmp_path, ours=True, **LAUNCHED)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same(figures(trainer.state.log_history, COUNTED), figures(fixed("dpo"), COUNTED))
 
 
@@ -415,10 +416,10 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
         micro_batch_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     config = {"precompute_ref_log_probs": True} if name == "dpo" else {}
-    trainer = make(name, tmp_path, ours=True, max_steps=9, max_tokens_per_batch=10**6, **config)
+    trainer = make(name, tmp_path, ours=True, max_steps=STEPS, max_tokens_per_batch=10**6, **config)
     steps = watched(trainer)
     rows = 2 if name == "dpo" else 1
-    assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * 9
+    assert [[len(batch) for batch in step] for step in steps] == [[2 * rows, 2 * rows, 4 * rows]] * STEPS
     assert_same(figures(trainer.state.log_history), figures(fixed(name)))
 
 

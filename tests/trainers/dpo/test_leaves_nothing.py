@@ -3,7 +3,6 @@
 import pytest
 import torch
 from kit.trainer_runs import (
-    SHORT,
     SIDED_MODES,
     TWO_MODES,
     assert_mode_ran,
@@ -57,7 +56,7 @@ def test_an_exception_in_a_forward_leaves_models_that_can_be_detached(mode, chec
 
 
 def test_a_trainer_whose_models_are_detached_trains_padded(make):
-    trainer = make(config=SHORT | SIDED_MODES["padding-free, left"])
+    trainer = make(config=SIDED_MODES["padding-free, left"])
     trainer.restore_padding()
     ours = run(trainer, watch_inputs(""))
     assert_same(ours.trajectory(), make.theirs("short").trajectory())

@@ -9,7 +9,6 @@ import trl
 from kit.cells import slow_but
 from kit.dpo_cases import STEPS, build_pairs
 from kit.trainer_runs import (
-    SHORT,
     SIDED_MODES,
     TWO_MODES,
     Run,
@@ -49,10 +48,10 @@ def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monke
 
 
 def test_the_parity_check_says_one_line_for_each_model(make, capsys):
-    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
+    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
     trainer.train()
     assert trainer.padding.parity.keys() == {"train", "eval"}
-    alone = make(config=SHORT | SIDED_MODES["prefix sharing, left"])
+    alone = make(config=SIDED_MODES["prefix sharing, left"])
     alone.evaluate()
     lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
     name = type(trainer.model).__name__
@@ -71,7 +70,7 @@ def test_a_log_covers_all_batches_since_the_last(make):
 
 @pytest.mark.parametrize("check", [True, "forward"])
 def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
-    trainer = make(config=SHORT | SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
+    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"max_steps": 1, "parity_check": check})
     trainer.train()
     trainer.evaluate()
     (policy, reference), *evaluation = trainer.padding.parity["train"], *trainer.padding.parity["eval"]
@@ -147,7 +146,7 @@ def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path
 def checkpoints(make, tmp_path_factory):
     """The folder of a run of ours with checkpoints in the middle and at the end."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": 10}
+    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": STEPS // 2}
     make.train("plain", **config, output_dir=str(folder))
     return folder
 

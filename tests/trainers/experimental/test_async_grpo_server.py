@@ -53,6 +53,12 @@ def policy(tmp_path):
 
 
 @pytest.fixture(autouse=True)
+def _short_waits(monkeypatch):
+    for name, seconds in {"POLL": 0.05, "SERVER": 0.1, "IDLE": 0.1}.items():
+        monkeypatch.setattr(rollout_checks, f"{name}_SECONDS", seconds)
+
+
+@pytest.fixture(autouse=True)
 def no_process_is_left():
     before, begin = set(multiprocessing.active_children()), time.monotonic()
     yield
@@ -175,9 +181,10 @@ def test_a_worker_that_is_killed_ends_the_run(policy, tmp_path, make_online):
             train(trainer)
 
 
-@pytest.mark.parametrize(("given", "seconds"), [({"vllm_server_timeout": 2}, 2), ({"vllm_server_timeout": 240}, 1)])
-def test_no_server_is_an_error_before_any_process_starts(make_online, monkeypatch, given, seconds):
-    monkeypatch.setattr(rollout_checks, "SERVER_SECONDS", 1)  # without a time of the user
+@pytest.mark.parametrize(
+    ("given", "seconds"), [({"vllm_server_timeout": 0.2}, 0.2), ({"vllm_server_timeout": 240}, 0.1)]
+)
+def test_no_server_is_an_error_before_any_process_starts(make_online, given, seconds):
     trainer = make_online(vllm_server_base_url="http://127.0.0.1:9", weight_transfer=CountedTransfer(), **given)
     with pytest.raises(TimeoutError, match=rf"No server answers at .*127\.0\.0\.1:9'` for {seconds} seconds"):
         train(trainer)
@@ -212,7 +219,7 @@ def test_a_token_budget_that_no_sample_fits_in_is_an_error(policy, tmp_path):
 
 
 def test_a_worker_without_samples_is_an_error(policy, tmp_path):
-    limits = {"request_timeout": 1, "heartbeat_stale_after_s": 0.5}
+    limits = {"request_timeout": 0.2, "heartbeat_stale_after_s": 0.1}
     trainer = make(policy, tmp_path / "run", [], **limits, **SHARED)
     with pytest.raises(RuntimeError, match=r"rollout worker \(RecordedWorker\) has yielded no sample for"):
         train(trainer)
@@ -221,14 +228,13 @@ def test_a_worker_without_samples_is_an_error(policy, tmp_path):
 
 @pytest.mark.parametrize(
     ("runs", "timeout", "seconds"),
-    [(False, 1, 0.5), (False, 2, 2.2), (True, 1, 1.2)],
+    [(False, 0.2, 0.1), (False, 0.3, 0.4), (True, 0.2, 0.3)],
     ids=["nothing runs", "a time of the user", "a thread"],
 )
 def test_a_worker_that_runs_nothing_is_not_waited_for(policy, tmp_path, monkeypatch, runs, timeout, seconds):
-    monkeypatch.setattr(rollout_checks, "IDLE_SECONDS", 0.5)
-    monkeypatch.setattr(AsyncGRPOConfig.__dataclass_fields__["request_timeout"], "default", 1)  # it is 10 minutes
+    monkeypatch.setattr(AsyncGRPOConfig.__dataclass_fields__["request_timeout"], "default", 0.2)  # it is 10 minutes
     monkeypatch.setattr(rollout_checks, "_OTHER_THREADS", set(threading.enumerate()))
-    trainer = make(policy, tmp_path / "run", [], heartbeat_stale_after_s=0.2, request_timeout=timeout, **SHARED)
+    trainer = make(policy, tmp_path / "run", [], heartbeat_stale_after_s=0.1, request_timeout=timeout, **SHARED)
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait, daemon=True)
     if runs:

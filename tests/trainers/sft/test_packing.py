@@ -9,7 +9,7 @@ import trl
 from kit.cells import once_each, slow_but
 from kit.rows import METRICS, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated, packing
-from kit.trainer_runs import MODES, SHORT, assert_same, believe_layouts, build_model, run, trained
+from kit.trainer_runs import MODES, assert_same, believe_layouts, build_model, run, trained
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.models import build
@@ -102,7 +102,7 @@ def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(packs_training, ma
 def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, make):
     """transformers counts the labels of GPT-2, whose `loss_type` it does not know, with those of first tokens."""
     given = {"train_dataset": build_rows(40, kind=kind), "eval_dataset": build_rows(8, 1, kind=kind)}
-    settings = SHORT | {"gradient_accumulation_steps": 2}
+    settings = {"gradient_accumulation_steps": 2}
     ours = make(config=settings | config | {"padding_side": "left"}, model=build("gpt2").train(), **given)
     theirs = make(trl.SFTTrainer, settings, model=build("gpt2").train(), **given)
     assert_same(trained(ours), trained(theirs))
@@ -113,7 +113,7 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
 
 
 def test_training_is_padded_where_only_evaluation_packs(make):
-    ours = run(make(config=SHORT | {"eval_packing": True}, eval_dataset=build_rows(8, 1)))
+    ours = run(make(config={"eval_packing": True}, eval_dataset=build_rows(8, 1)))
     steps = ours.trajectory()[:-1]
     assert_same(steps, make.theirs("short").trajectory()[:-1])
     evaluated = ours.trainer.padding.stats.packed_tokens

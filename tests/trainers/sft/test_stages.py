@@ -7,7 +7,7 @@ import torch
 import trl
 from kit.rows import METRICS
 from kit.sft_cases import packing
-from kit.trainer_runs import MODES, SHORT, assert_mode_ran, assert_same, run, watch_inputs
+from kit.trainer_runs import MODES, assert_mode_ran, assert_same, run, watch_inputs
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
@@ -24,7 +24,8 @@ from trl_padfix import DPOTrainer, SFTTrainer
 @pytest.mark.parametrize("shape", ["qwen2", "llama"])
 def test_evaluations_of_ligers_kernels_under_flash_attention_2(shape, side, padding_free, make):
     config = {"padding_side": side, "padding_free": padding_free, "use_liger_kernel": True, "use_cpu": False}
-    config |= {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": 2, "max_length": 500}
+    config |= {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": 2}
+    config |= {"max_length": 500, "max_steps": 10}
     # Liger puts its layers into transformers' modules, for every model that is built later.
     with flash_attention_stand_in(), patch.dict(vars(modeling_qwen2)), patch.dict(vars(modeling_llama)):
         trainer = make(config=config, model=build(shape, "flash_attention_2"))
@@ -47,5 +48,5 @@ def test_a_stage_of_dpo_goes_before(make, makers):
 def test_a_padded_stage_after_a_packed_one_is_padded(make):
     first = make(config=packing())
     first.train()
-    after = run(make(config=SHORT, model=first.model), watch_inputs(""))
+    after = run(make(model=first.model), watch_inputs(""))
     assert_mode_ran(after, "padded")

@@ -5,7 +5,6 @@ import trl
 from kit.cells import once_each
 from kit.trainer_runs import (
     MODES,
-    SHORT,
     SIDED_MODES,
     TWO_MODES,
     assert_mode_ran,
@@ -41,7 +40,7 @@ def test_eager_attention_is_trls(make):
 def test_what_trl_refuses_runs(refused, make):
     inner = make(trl.SFTTrainer).data_collator
     given = {"data_collator": lambda rows: inner(rows)} if refused == "a collator" else {}
-    config = SHORT | {"padding_free": True} | ({} if refused == "max_length" else {"max_length": None})
+    config = {"padding_free": True} | ({} if refused == "max_length" else {"max_length": None})
     with pytest.raises(ValueError, match=r"padding[-_]free"):
         make(trl.SFTTrainer, config, **given)
     ours = run(make(config=config | {"max_length": 26}, **given), watch_inputs(""))

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
-from ..call.layers import layer_call
+from ..call.layers import forward_code, layer_call
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
@@ -100,12 +100,16 @@ def names_attention(module: nn.Module) -> bool:
         return True
     if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
         return False
-    return any(name.startswith("create_") and "mask" in name for name in _forward_code(type(module)).co_names)
+    return any(name.startswith("create_") and "mask" in name for name in forward_code(type(module)).co_names)
 
 
 def counts_columns(module: nn.Module) -> bool:
     """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
-    code = _forward_code(type(module))
+    return _counts_columns(forward_code(type(module)))
+
+
+@cache
+def _counts_columns(code: CodeType) -> bool:
     if "arange" in code.co_names:
         return True
     # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
@@ -277,13 +281,8 @@ def _function_of(module: nn.Module, implementation: str) -> Callable:
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
     # The eager function is a global of the file of the module, by default `eager_attention_forward`.
-    name = next((n for n in _forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
+    name = next((n for n in forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
     return inspect.unwrap(type(module).forward).__globals__[name]
-
-
-@cache
-def _forward_code(cls: type[nn.Module]) -> CodeType:
-    return inspect.unwrap(cls.forward).__code__
 
 
 class ViewPatch(ForwardPatch):

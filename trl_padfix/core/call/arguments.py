@@ -31,8 +31,9 @@ _IMPLIED_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_l
 
 def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
-    bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
-    for name, parameter in inspect.signature(forward).parameters.items():
+    signature = inspect.signature(forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # `bind_partial` puts these in a dictionary of their own
             bound.update(bound.pop(name, {}))
     return dict(bound)

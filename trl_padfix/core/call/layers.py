@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayerCall", "LayerPatch", "hands_arguments_on", "layer_call", "takes_any_argument"]
+__all__ = ["LayerCall", "LayerPatch", "forward_code", "hands_arguments_on", "layer_call", "takes_any_argument"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,14 +52,18 @@ def layer_call(call: PackedCall | None = None) -> LayerCall | None:
 
 def takes_any_argument(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`."""
-    return bool(_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
+    return bool(forward_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
 
 
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
+    return takes_any_argument(module) and _expands_arguments(forward_code(type(module)))
+
+
+@cache
+def _expands_arguments(code: CodeType) -> bool:
     # Python compiles each call with `*` or `**` to this instruction.
-    expands = any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(_code(type(module))))
-    return takes_any_argument(module) and expands
+    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))
 
 
 class LayerPatch(ForwardPatch):
@@ -128,7 +132,6 @@ def _checkpoints(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "gradient_checkpointing", False))
 
 
-@cache
-def _code(cls: type[nn.Module]) -> CodeType:
+def forward_code(cls: type[nn.Module]) -> CodeType:
     """The code of a class's forward, without its decorators."""
     return inspect.unwrap(cls.forward).__code__

@@ -57,7 +57,7 @@ class DryRun:
         # Detached: a recomputation may come after the graph of the embeddings was freed, and only values are needed.
         arguments = {k: v for k, v in packed.items() if k != LAYOUT}
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
-        self.accepted = packed.keys() | inspect.signature(type(patch.module).forward).parameters.keys()
+        self.given = set(packed)  # a view of the keys would keep the call alive
 
     def __call__(self, rows: RowBuckets) -> list[LayerCalls]:
         """The arguments of the layers for the rows of each bucket."""
@@ -78,7 +78,8 @@ class DryRun:
             # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.
             arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
         fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
-        arguments |= {k: v for k, v in fixed.items() if k in self.accepted}
+        accepted = self.given | inspect.signature(type(self.patch.module).forward).parameters.keys()
+        arguments |= {k: v for k, v in fixed.items() if k in accepted}
         positions: Any = arguments.get("position_ids")
         return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
 

@@ -53,9 +53,8 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     """Length of each list of a column, `(n,)`; 0 for a missing one."""
-    # Arrow gives a missing list the length null, and int32; an empty array first, since there may be no chunk.
-    lengths = [pc.fill_null(pc.list_value_length(chunk), 0).to_numpy() for chunk in chunks(dataset, column)]
-    return np.concatenate([np.empty(0, dtype=np.int64), *lengths])
+    # Of int32 in Arrow; an empty array first, since there may be no rows.
+    return np.concatenate([np.empty(0, dtype=np.int64), *map(_lengths, _batches(dataset, column))])
 
 
 def image_counts(dataset: Dataset, column: str) -> np.ndarray:
@@ -111,14 +110,24 @@ def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ..
 
 
 def _flat(dataset: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Concatenated lists of each chunk, and offsets `(n + 1,)`: list `i` is `numbers[offsets[i] : offsets[i + 1]]`."""
-    for chunk in chunks(dataset, column):
+    """Concatenated lists of each batch, and offsets `(n + 1,)`: list `i` is `numbers[offsets[i] : offsets[i + 1]]`."""
+    for batch in _batches(dataset, column):
         # From lengths and not from Arrow's own offsets: those of a sliced chunk do not begin at 0.
-        lengths = pc.fill_null(pc.list_value_length(chunk), 0).to_numpy(zero_copy_only=False)
-        yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False), np.append(0, np.cumsum(lengths))
+        yield pc.list_flatten(batch).to_numpy(), np.append(0, np.cumsum(_lengths(batch)))
+
+
+def _lengths(batch: pa.ChunkedArray) -> np.ndarray:
+    """Length of each list; 0 for a missing one, which has none in Arrow."""
+    return pc.fill_null(pc.list_value_length(batch), 0).to_numpy()
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
-    """The Arrow arrays of a column, about 10,000 rows at a time, so that a large column is never in memory at once."""
+    """The Arrow arrays of a column. Where rows were filtered or shuffled, nearly each is an array of its own."""
+    for batch in _batches(dataset, column):
+        yield from batch.chunks
+
+
+def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
+    """A column, 10,000 rows at a time, so that a large one is never in memory at once."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
-        yield from table[column].chunks
+        yield table[column]
