@@ -40,6 +40,7 @@ import trl_padfix
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
+from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.image_measures import measure_images
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.data.image_rows import select_rows, split_images
@@ -117,7 +118,7 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(kind, tmp_pat
     budget = longest(kind, "llava")
     trainer = make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
+    monkeypatch.setattr(StepPlan, "weights", rising)
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
     trainer.evaluate()
@@ -253,8 +254,9 @@ def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_witho
 def test_a_text_is_cut_before_images_are_repeated():
     text = {"input_ids": torch.arange(4).view(4, 1)}
     image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
-    batches = micro_batches.to_equal_count([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
-    assert [(len(batch["input_ids"]), weight) for batch, weight in batches] == [
+    given = [micro_batches.MicroBatch(image, 0.6), micro_batches.MicroBatch(text, 0.4)]
+    found = micro_batches.to_equal_count(given, 6, rows_per_item=1)
+    assert [(len(batch["input_ids"]), weight) for batch, weight, _ in found] == [
         (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
     ]  # fmt: skip
 

@@ -139,7 +139,7 @@ def test_more_sub_batches_and_empty_ones_change_nothing(name, tmp_path, monkeypa
     to_equal_count = micro_batches.to_equal_count
 
     def more(batches, count, rows):
-        return [*to_equal_count(batches, count + 2, rows), (batches[0][0], 0.0)]
+        return [*to_equal_count(batches, count + 2, rows), batches[0]._replace(weight=0.0)]
 
     monkeypatch.setattr(micro_batch_budget, "to_equal_count", more)
     ours, _, theirs = train_both(name, tmp_path)

@@ -35,6 +35,7 @@ from kit.trainer_runs import build_model, build_tokenizer, figures, trained, tra
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
+from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 
@@ -111,7 +112,7 @@ def test_one_row_and_three_weigh_as_four(name, tmp_path):
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
     trainer = make(name, tmp_path, ours=True, max_steps=9)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
+    monkeypatch.setattr(StepPlan, "weights", rising)
     monkeypatch.setattr(trainer.padding.task, "num_metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
@@ -330,12 +331,12 @@ def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
     config = {"per_device_train_batch_size": 4, "max_steps": 4, "train_dataset": data}
     theirs = make("dpo", tmp_path, ours=False, **config)
     theirs.train()
-    shares = micro_batches.StepPlan.rows_per_process
+    shares = StepPlan.rows_per_process
 
     def sorted_shares(plan, order, costs, **how):
         return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
 
-    monkeypatch.setattr(micro_batches.StepPlan, "rows_per_process", sorted_shares)
+    monkeypatch.setattr(StepPlan, "rows_per_process", sorted_shares)
     ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
     ours.train()
     with pytest.raises(AssertionError, match="not close"):
@@ -424,11 +425,12 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
 
 def test_a_process_with_too_few_rows_computes_one_without_a_weight():
     batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
-    batches = micro_batches.to_equal_count([(batch, 0.75)], 4, rows_per_item=2)
-    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in batches] == [
+    whole = micro_batches.MicroBatch(batch, 0.75, [6, 7, 4])
+    cut = micro_batches.to_equal_count([whole], 4, rows_per_item=2)
+    assert [(m.batch["input_ids"].flatten().tolist(), m.batch["reference"].tolist()) for m in cut] == [
         ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
     ]  # fmt: skip
-    assert [weight for _, weight in batches] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+    assert [(m.weight, m.items) for m in cut] == [(0.25, [6]), (0.25, [7]), (0.25, [4]), (0, [6])]
 
 
 # Input

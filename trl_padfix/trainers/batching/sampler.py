@@ -31,9 +31,9 @@ from ..parts import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
 from .bin_packing import Share, StepPlan
+from .budget_collator import BudgetCollator
 from .image_measures import ImageMeasure, measure_images
 from .measures import RowMeasure
-from .micro_batches import BudgetCollator
 from .prefix_groups import group_rows
 from .token_costs import RowCosts
 
