@@ -40,8 +40,8 @@ import trl_padfix
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
-from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.image_measures import measure_images
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.data.image_rows import select_rows, split_images
 from trl_padfix.trainers.generation.evaluation import Generation
@@ -165,13 +165,13 @@ def test_rows_cost_what_their_batches_hold(family, kind, tmp_path):
     data, collator = trainer.train_dataset, trainer.data_collator
     measure, shared = (measure_images(data, collator, sharing=sharing) for sharing in (False, True))
     batch = collator(list(data))
-    assert measure.dataset(data).total() == batch["attention_mask"].sum()
+    assert measure.costs(data).total() == batch["attention_mask"].sum()
     assert measure.longest(data).max() == batch["attention_mask"].sum(1).max()
     assert measure.images.tolist() == [len(images) for images in data["images"]]
     measure.check(range(IMAGE_ROWS), batch)
     if kind == "DPO":  # a prompt counts once
         prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:IMAGE_ROWS].sum(1)
-        assert (measure.dataset(data).tokens - shared.dataset(data).tokens).tolist() == prompts.tolist()
+        assert (measure.costs(data).tokens - shared.costs(data).tokens).tolist() == prompts.tolist()
 
 
 def test_processes_count_the_tokens_of_a_part_each(monkeypatch):

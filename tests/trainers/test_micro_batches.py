@@ -9,9 +9,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_padfix import padding_free_layout
 from trl_padfix.core.parallel.layout import ranges_of_rows
-from trl_padfix.trainers.batching.bin_packing import Share, StepPlan
 from trl_padfix.trainers.batching.budget_collator import BudgetCollator
 from trl_padfix.trainers.batching.measures import TextMeasure
+from trl_padfix.trainers.batching.step_plan import Share, StepPlan
 
 
 def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_same(tmp_path, monkeypatch):

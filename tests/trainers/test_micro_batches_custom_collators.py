@@ -12,8 +12,8 @@ from kit.trainer_runs import trained
 from transformers import default_data_collator
 
 from trl_padfix.trainers.batching import sampler
-from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.micro_batches import micro_batches_of
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.token_costs import text_costs
 from trl_padfix.trainers.custom_loss import is_custom_collator
 

@@ -35,9 +35,9 @@ from kit.trainer_runs import build_model, build_tokenizer, figures, trained, tra
 import trl_padfix
 from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
-from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
+from trl_padfix.trainers.batching.step_plan import StepPlan
 
 
 SHARING = {"prefix_sharing": True}
@@ -441,7 +441,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
         trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
         steps = watched(trainer)
     dataset = trainer.train_dataset
-    tokens = PairMeasure(max_length=26).dataset(dataset).tokens
+    tokens = PairMeasure(max_length=26).costs(dataset).tokens
     message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
     assert sum(message in text for text in caplog.messages) == 1
     assert any(sum(batch) > 26 for step in steps for batch in step)

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler
 
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
-    StepPlan,
     pack_by_budget,
     pack_depth_first,
     partition_by_tokens,
@@ -20,6 +19,7 @@ from trl_padfix.trainers.batching.bin_packing import (
 )
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, text_costs
 
 
@@ -38,7 +38,7 @@ def costs_of(rows):
 def pairs_of(prompts, chosen, rejected):
     """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
     parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
-    return PairMeasure(sharing=True).examples([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
+    return PairMeasure(sharing=True).costs([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
 
 
 def drawn_costs(most=24):
@@ -263,11 +263,9 @@ def test_pairs_cost_at_least_what_is_computed(data):
         "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
     }
     batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
-    assert (
-        PairMeasure(**settings).examples(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
-    )
+    assert PairMeasure(**settings).costs(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
     shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    costs = PairMeasure(sharing=True, **settings).examples(pairs)
+    costs = PairMeasure(sharing=True, **settings).costs(pairs)
     assert costs.total() >= shared
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])

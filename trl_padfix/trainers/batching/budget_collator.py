@@ -20,10 +20,11 @@ from ..data.batch_metadata import (
     pop_metadata,
     rows_with_labels_of_padding,
 )
-from .bin_packing import Share, StepPlan, pack_by_budget, pack_depth_first, split_by_length
+from .bin_packing import pack_by_budget, pack_depth_first, split_by_length
 from .measures import RowMeasure, batch_costs
 from .micro_batches import CollatedStep, MicroBatch
 from .prefix_schedule import ids_and_masks, plan_on_host
+from .step_plan import Share, StepPlan
 from .token_costs import RowCosts
 
 

@@ -34,8 +34,9 @@ from .micro_batches import CollatedStep, MicroBatch, join_batches, step_of, to_e
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
+from .step_plan import StepPlan
 from .token_budget import SubBatchBudget
-from .user_steps import step_of_user, train_by_trl_micro_batch, whole_batch
+from .user_steps import step_of_user, train_by_trl_micro_batch
 
 
 if TYPE_CHECKING:
@@ -69,12 +70,30 @@ class MicroBatchBudget(SubBatchBudget):
             yield
             return
         self._check_loss()  # a loss may have been set on the trainer since
-        trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
+        trainer, order = self.trainer, self.trainer.padding.part(StepOrder)
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if has_images(trainer) else None)
-        context_parallel = trainer.padding.handle and trainer.padding.handle.context_parallel
-        collator = BudgetCollator(
+        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
+            logger.warning(what_collator_gets(order.images is not None, trainer.padding.task.needs_all_rows()))
+        # An item is a step of a process; the plan has left out the rows that are dropped.
+        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
+        # accelerate would cut the tensors of a step of a stream, and knows none of its micro-batches.
+        dispatching = trainer.accelerator.dataloader_config if is_stream else None
+        with (
+            temporarily_set(trainer, "data_collator", self._collator(order, steps)),
+            temporarily_set(trainer, "train_dataset", items),
+            temporarily_set(trainer, "_train_batch_size", 1),
+            temporarily_set(trainer.args, "dataloader_drop_last", False),
+            temporarily_set(dispatching, "dispatch_batches", False),
+        ):
+            yield
+
+    def _collator(self, order: StepOrder, steps: StepPlan) -> BudgetCollator:
+        """The collator that splits a step of a process into micro-batches."""
+        trainer, task, handle = self.trainer, self.trainer.padding.task, self.trainer.padding.handle
+        assert self.budget is not None
+        return BudgetCollator(
             trainer.data_collator,
             order.measure(),
             self.budget,
@@ -88,21 +107,8 @@ class MicroBatchBudget(SubBatchBudget):
             rows_per_item=task.rows_per_item,
             pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
             adds_whole=may_read_steps(trainer),
-            cp_size=1 if context_parallel is None else context_parallel.group.size,
+            cp_size=handle.context_parallel.group.size if handle and handle.context_parallel else 1,
         )
-        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
-            logger.warning(what_collator_gets(order.images is not None, task.needs_all_rows()))
-        # An item is a step of a process; the plan has left out the rows that are dropped.
-        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
-        fields = {"train_dataset": items, "data_collator": collator, "_train_batch_size": 1}
-        config = trainer.accelerator.dataloader_config
-        with contextlib.ExitStack() as stack:
-            for name, value in fields.items():
-                stack.enter_context(temporarily_set(trainer, name, value))
-            stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
-            if is_stream:  # accelerate would cut the tensors of a step, and knows none of its micro-batches
-                stack.enter_context(temporarily_set(config, "dispatch_batches", False))
-            yield
 
     def training_step(
         self, train: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -216,9 +222,6 @@ class MicroBatchBudget(SubBatchBudget):
         self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         return train_by_trl_micro_batch(self.trainer, self.trl_sizes, train, model, inputs, *args, **kwargs)
-
-    def whole_batch(self, inputs: Any) -> Any:
-        return whole_batch(self.trainer, inputs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""

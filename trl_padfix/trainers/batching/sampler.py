@@ -30,11 +30,11 @@ from ..distributed import data_replicas
 from ..parts import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
-from .bin_packing import Share, StepPlan
 from .budget_collator import BudgetCollator
 from .image_measures import ImageMeasure, measure_images
 from .measures import RowMeasure
 from .prefix_groups import group_rows
+from .step_plan import Share, StepPlan
 from .token_costs import RowCosts
 
 
@@ -132,7 +132,7 @@ class GroupedStream(IterableDataset):
         buffer = max(self.buffer // size, 1) * size  # a buffer ends where a step does
         stream = iter(self.rows)
         while rows := list(islice(stream, buffer)):
-            costs = self.measure.examples(rows)
+            costs = self.measure.costs(rows)
             yield from (rows[i] for i in plan.order_by_micro_batch(group_rows(range(len(rows)), costs, size), costs))
 
 
@@ -169,7 +169,7 @@ class StepStream(GroupedStream):
                 missing = -len(rows) % round_of_all
                 filling = np.resize(np.arange(len(first_rows)), missing).tolist()
                 rows, numbers = rows + [first_rows[i] for i in filling], numbers + filling
-            costs = self.measure.examples(rows)
+            costs = self.measure.costs(rows)
             self._warn_of_large(costs, first)
             order: Any = range(len(rows))
             if self.is_grouped:
@@ -369,17 +369,16 @@ class StepOrder(Part):
             # As accelerate would replace it: all processes draw alike, and each epoch has its seed. Without
             # `data_seed` that is torch's seed, which is `seed` unless the script has set another one since.
             sampler = SeedableRandomSampler(dataset, data_seed=trainer.args.data_seed)
-        costs = self.measure().dataset(dataset)
+        costs = self.measure().costs(dataset)
         if budget is not None:
             self._check_rows(costs, dataset, budget)
         # Each process then has images in a step if it has them in TRL: of what none uses, DDP has no gradient.
         has_texts = self.images is not None and not self.images.images.all()
-        epoch = lambda: int(trainer.state.epoch or 0)  # noqa: E731
         return StepSampler(
             sampler,
             costs,
             self.steps or self.plan(),
-            epoch,
+            lambda: int(trainer.state.epoch or 0),
             is_grouped=bool(self.settings.group_by_prefix),
             is_partitioned=budget is not None,
             equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator or has_texts,
