@@ -68,8 +68,7 @@ class ContextParallel(Part):
         if self.settings.cp_attention not in (HEADS, KEYS):
             raise ValueError(f"`cp_attention` is {HEADS!r} or {KEYS!r}, got {self.settings.cp_attention!r}.")
 
-    @contextlib.contextmanager
-    def around_init(self, config: TrainingArguments) -> Iterator[None]:
+    def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
         original = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
@@ -80,12 +79,8 @@ class ContextParallel(Part):
                 _replace_ring_attention(self.trainer, self.size)
 
         # On the instance, because Trainer calls it in the middle of its `__init__`.
-        attributes = vars(self.trainer)
-        attributes["create_accelerator_and_postprocess"] = create_accelerator_and_postprocess
-        try:
-            yield
-        finally:
-            del attributes["create_accelerator_and_postprocess"]
+        name = "create_accelerator_and_postprocess"
+        return temporarily_set(self.trainer, name, create_accelerator_and_postprocess)
 
     def attach_to_models(self) -> None:
         trainer = self.trainer
@@ -247,26 +242,22 @@ class ContextParallel(Part):
                         stack.enter_context(temporarily_set(module, name, replacing[value]))
             yield
 
-    @contextlib.contextmanager
-    def around_ref_logps(self) -> Iterator[None]:
-        with self._gather_without_duplicates():
-            yield
+    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
+        return self._gather_without_duplicates()
 
-    @contextlib.contextmanager
-    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
-        with self._gather_without_duplicates():
-            yield
+    def around_evaluation_loop(self, evaluation: Evaluation) -> contextlib.AbstractContextManager[None]:
+        return self._gather_without_duplicates()
 
     @contextlib.contextmanager
     def _gather_without_duplicates(self) -> Iterator[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
+        # `gather_for_metrics` of the class calls `gather`; one that a user has set on the instance may not.
+        names = [name for name in ("gather", "gather_for_metrics") if name == "gather" or name in vars(accelerator)]
         with contextlib.ExitStack() as stack:
-            for name in ("gather", "gather_for_metrics"):
-                # That of the class calls `gather`; one that a user has set on the instance may not.
-                if self.group is not None and (name == "gather" or name in vars(accelerator)):
-                    of_groups = self._of_groups(getattr(accelerator, name))
-                    stack.enter_context(temporarily_set(accelerator, name, of_groups))
+            for name in names if self.group is not None else ():
+                of_groups = self._of_groups(getattr(accelerator, name))
+                stack.enter_context(temporarily_set(accelerator, name, of_groups))
             yield
 
     def _of_groups(self, gather_all: Callable) -> Callable:

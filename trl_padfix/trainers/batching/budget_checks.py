@@ -14,7 +14,7 @@ from ..checks import rope_kind_beyond
 from ..custom_loss import custom_loss_name
 from ..data.columns import column_names
 from ..distributed import datasets_of, splitting_parallelism
-from .sub_batches import joins_balancing_losses
+from .balancing_loss import joins_balancing_losses
 
 
 if TYPE_CHECKING:
