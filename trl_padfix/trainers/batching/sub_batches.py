@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableSet, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -32,9 +31,8 @@ from ..data.batch_metadata import image_tensors
 from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
-from .prefix_groups import sort_by_prefix
+from .measures import batch_costs
 from .prefix_schedule import plan_on_host
-from .token_costs import prefix_costs, text_costs
 
 
 __all__ = ["SubBatches"]
@@ -60,9 +58,11 @@ class _SplitBatch:
 
     def check_rows(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Defer the check that these tensors still hold the rows that were split."""
-        now = [(ids[rows], None if mask is None else mask[rows]) for rows in self.rows]
-        pairs = zip(chain(*now), chain(*self.inputs), strict=True)
-        differs = [(new != old).any() for new, old in pairs if new is not None and old is not None]
+        differs: list[torch.Tensor] = []
+        for rows, (ids_then, mask_then) in zip(self.rows, self.inputs, strict=True):
+            differs.append((ids[rows] != ids_then).any())
+            if mask is not None and mask_then is not None:
+                differs.append((mask[rows] != mask_then).any())
         defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
 
     def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
@@ -131,12 +131,7 @@ class SubBatches:
 
     def _rows(self, ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> list[list[int]]:
         """Numbers of the rows of each sub-batch; embeddings, and rows without a mask, share nothing."""
-        is_real = mask.numpy().astype(bool)
-        lengths = is_real.sum(1)
-        costs = text_costs(lengths)
-        if sharing:
-            rows = [row[keep] for row, keep in zip(ids.numpy(), is_real, strict=True)]
-            costs = prefix_costs(lengths, lengths, *sort_by_prefix(rows))
+        costs = batch_costs(ids, mask, rows_per_item=1, sharing=sharing)
         if (costs.tokens > self.budget).any():
             logger.warning_once(
                 f"Rows of a forward have more tokens than `max_tokens_per_batch={self.budget}`: each is a sub-batch "
