@@ -122,7 +122,7 @@ def test_processes_have_equally_many_rows_and_each_row_one_process(costs, proces
     assert {len(part) for part in parts} == {len(costs) // processes}
 
 
-def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
+def test_rows_that_cannot_be_partitioned_evenly_are_an_error():
     with pytest.raises(ValueError, match="5 rows cannot be partitioned into 2 equal parts"):
         partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
 
@@ -170,9 +170,9 @@ def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
                 rows.append(row)
     costs = costs_of(rows[: 32 * processes])
     waiting = {}
-    for deal in (partition_by_tokens, partition_equal_rows):
-        tokens = [costs.total(part) for part in deal(costs, processes)]
-        waiting[deal] = 1 - np.mean(tokens) / max(tokens)
+    for partition in (partition_by_tokens, partition_equal_rows):
+        tokens = [costs.total(part) for part in partition(costs, processes)]
+        waiting[partition] = 1 - np.mean(tokens) / max(tokens)
     assert waiting[partition_by_tokens] < 0.05 < waiting[partition_equal_rows]
 
 
@@ -275,7 +275,7 @@ def test_pairs_cost_at_least_what_is_computed(data):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
+def test_micro_batches_that_share_prefixes_stay_within_the_budget(seed):
     """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
     draw = np.random.default_rng(seed)
     rows = [np.arange(int(draw.integers(1, 300)))]
