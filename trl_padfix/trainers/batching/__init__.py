@@ -3,9 +3,9 @@ The rows of an optimizer step: token budgets (`max_tokens_per_batch`) and rows g
 
 The way of a step under a budget:
 
-1. `sampler.py` takes the rows of each step of TRL (`step_plan.py`), brings rows that begin alike into one step
-   (`prefix_groups.py`), and gives each process about equally many tokens (`measures.py`, `image_measures.py` and
-   `token_costs.py` count them).
+1. `sampler.py` (`streams.py` of a streamed dataset) takes the rows of each step of TRL (`step_plan.py`), brings rows
+   that begin alike into one step (`prefix_groups.py`), and gives each process about equally many tokens, which
+   `measures.py`, `image_measures.py` and `token_costs.py` count.
 2. `budget_collator.py` splits the rows of a process into micro-batches within the budget (`bin_packing.py`), each with
    the weight of its rows in TRL's loss (`micro_batches.py`).
 3. `micro_batch_budget.py` runs forward and backward of one micro-batch after another; `prefix_schedule.py` computes

@@ -155,7 +155,7 @@ class BudgetCollator:
         step = step._replace(micro_batches=micro_batches)
         if not all(m.items for m in micro_batches):
             return step
-        trl_count = -(-share.rows_of_step // (self.plan.micro_batch * self.plan.processes))
+        trl_count = -(-share.rows_of_step // self.plan.per_round)
         return step._replace(trl_index=share.trl_index, trl_count=trl_count)
 
     def _count(self, batch: Any) -> int:

@@ -60,10 +60,20 @@ class StepPlan:
         return self.micro_batch * self.accumulation_steps
 
     @property
+    def per_step(self) -> int:
+        """Rows of a full step, over all processes."""
+        return self.per_process * self.processes
+
+    @property
+    def per_round(self) -> int:
+        """Rows that the processes compute at the same time: a micro-batch each."""
+        return self.micro_batch * self.processes
+
+    @property
     def remainder(self) -> int:
         """Rows of the dataset in a last, incomplete step, over all processes."""
-        rest = self.rows % (self.per_process * self.processes)
-        return rest - rest % (self.micro_batch * self.processes) if self.drop_last else rest
+        rest = self.rows % self.per_step
+        return rest - rest % self.per_round if self.drop_last else rest
 
     @property
     def last(self) -> int:
@@ -71,7 +81,7 @@ class StepPlan:
         if self.processes == 1:
             return self.remainder
         # accelerate repeats the first rows of the epoch, so that all processes have equally many full micro-batches.
-        return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
+        return -(-self.remainder // self.per_round) * self.micro_batch
 
     def weights(self, rows: int, rows_of_step: int) -> np.ndarray:
         """
@@ -95,14 +105,14 @@ class StepPlan:
         Each row stays in its step of `order`. With `equal` each process has the micro-batches that it has in TRL, for
         losses that compare the rows of one; otherwise processes have about equally many tokens.
         """
-        order, size = np.asarray(order), self.per_process * self.processes
+        order, size = np.asarray(order), self.per_step
         for begin in range(0, len(order), size):
             step = order[begin : begin + size]
             if len(step) < size:
                 step = step[: self.remainder]
                 # As in accelerate, the first rows of the epoch fill the last step.
                 missing = self.last * self.processes - len(step)
-                step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
+                step = np.concatenate([step, np.resize(order[: self.per_round], missing)])
             if not len(step):
                 continue
             # accelerate gives the first micro-batches of a step to one process each, then the second ones, ...
@@ -120,7 +130,7 @@ class StepPlan:
         Each row stays in its step. Micro-batches of a step have even token counts, and rows with a shared prefix are
         in one of them. Sorted by tokens, micro-batches that run at the same time have about equally many.
         """
-        order, size = np.asarray(order), self.per_process * self.processes
+        order, size = np.asarray(order), self.per_step
         for begin in range(0, len(order), size):
             step = order[begin : begin + size]
             if len(step) < size or self.accumulation_steps * self.processes == 1:
@@ -133,10 +143,10 @@ class StepPlan:
 
     def share_of_epoch(self, steps: int) -> float:
         """Share of an epoch after its first `steps` steps: of its micro-batches, as transformers counts it."""
-        full = self.rows // (self.per_process * self.processes) * self.accumulation_steps
+        full = self.rows // self.per_step * self.accumulation_steps
         count = full - -self.last // self.micro_batch  # -(-a // b) rounds up
         return min(steps * self.accumulation_steps, count) / count
 
     def __len__(self) -> int:
         """Number of items of [`rows_per_process`] in an epoch."""
-        return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
+        return self.processes * (self.rows // self.per_step + bool(self.last))
