@@ -339,25 +339,22 @@ def _check_completions_per_prompt(trainer: PaddingFreeTrainer, dimension: str, s
 
 
 def _checksums(batch: dict[str, Any]) -> list[Any]:
+    """
+    Two numbers for the whole-number tensors of a batch: one differs if numbers of rows, sizes or the order of tensors
+    differ, and one on the device if values do (but for rare collisions).
+    """
+    shapes: int = 0
+    values: Any = 0
     tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
-    return [_shape_checksum(tensors), _value_checksum(tensors)]
-
-
-def _shape_checksum(tensors: list[torch.Tensor]) -> int:
-    """A number that differs if numbers of rows, sizes or the order of tensors differ (but for rare collisions)."""
-    # Sizes are multiplied with a prime that is larger than numbers of rows, so that the two do not cancel out; the
-    # position `i` distinguishes orders.
-    rows_and_sizes = [(len(x) if x.dim() else 1, x.numel()) for x in tensors]
-    return sum(i * (rows + 65_537 * size) for i, (rows, size) in enumerate(rows_and_sizes, 1))
-
-
-def _value_checksum(tensors: list[torch.Tensor]) -> Any:
-    """A number on the device that differs if values differ; int64 may overflow, which is the same on all processes."""
-    checksum: Any = 0
-    for x in tensors:
-        # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum.
-        checksum = checksum * 3 + (x.flatten().long() * (torch.arange(x.numel(), device=x.device) + 1)).sum()
-    return checksum
+    for i, x in enumerate(tensors, 1):
+        # Sizes are multiplied with a prime that is larger than numbers of rows, so that the two do not cancel out; the
+        # position `i` distinguishes orders.
+        shapes += i * ((len(x) if x.dim() else 1) + 65_537 * x.numel())
+        # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum. int64
+        # may overflow, which is the same on all processes.
+        weights = torch.arange(x.numel(), device=x.device) + 1
+        values = values * 3 + (x.flatten().long() * weights).sum()
+    return [shapes, values]
 
 
 def _check_sizes(config: TrainingArguments) -> None:
