@@ -21,8 +21,9 @@ from accelerate.utils import gather
 from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.tools.bench.data import load_examples
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.batching.bin_packing import StepPlan, halve_largest, pack_by_budget
+from trl_padfix.trainers.batching.bin_packing import halve_largest, pack_by_budget
 from trl_padfix.trainers.batching.prefix_groups import group_rows, sort_by_prefix
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, truncated_tokens
 
 

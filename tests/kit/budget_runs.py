@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl
@@ -20,7 +21,7 @@ from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.processes import on_gpus
 from kit.rows import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, words
+from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, trained, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
@@ -80,6 +81,27 @@ def make(name: str, folder: Any, *, ours: bool, adapters: bool = False, **given:
 
 
 assert_same = partial(trainer_runs.assert_same, rtol=1e-5, atol=1e-5)
+
+
+class Trained(NamedTuple):
+    """What a trainer has logged, the tokens of each of its forwards, and the trainer."""
+
+    figures: torch.Tensor
+    forwards: list[int]
+    trainer: Any
+
+
+def train(name: str, change: Callable[[Any], Any], *, ours: bool, folder: Any = "unused", **given: Any) -> Trained:
+    """Three steps of a trainer that `change` has changed. In ours forwards are only those of the steps."""
+    trainer = make(name, folder, ours=ours, **{"max_steps": 3} | ({"parity_check": False} if ours else {}) | given)
+    change(trainer)
+    forwards = entered_tokens(trainer.model)
+    return Trained(trained(trainer), forwards, trainer)
+
+
+def subclass(trainer: Any, *mixins: type, **members: Any) -> None:
+    """Make the class of a trainer one of a user's."""
+    trainer.__class__ = type("Own", (*mixins, type(trainer)), members)
 
 
 def watched(trainer: Any) -> list[list[list[int]]]:
@@ -203,10 +225,12 @@ def train_on_rows(folder: Path) -> dict[str, Any]:
     if on_gpus():  # as FSDP shards
         config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
     logged, prefixes, check = {}, [], MicroBatchRunner.check
-    MicroBatchRunner.check = lambda once: (
-        prefixes.append(len(once.plan.prefixes) if once.plan else 0),
-        check(once),
-    )[1]
+
+    def checked(runner: MicroBatchRunner) -> None:
+        prefixes.append(len(runner.plan.prefixes) if runner.plan else 0)
+        check(runner)
+
+    MicroBatchRunner.check = checked  # type: ignore[method-assign]
     for name in ALL_TRAINERS:
         for checkpoint in checkpoints:
             trainer = make(name, folder / name, ours=True, **config | LOSSES.get(name, {}))

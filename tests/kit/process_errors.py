@@ -19,7 +19,7 @@ from kit.budget_runs import make
 
 from trl_padfix.core.call.batch_metadata import defer_check
 from trl_padfix.core.parity.report import ParityReport
-from trl_padfix.trainers.batching.micro_batches import BudgetCollator
+from trl_padfix.trainers.batching.budget_collator import BudgetCollator
 from trl_padfix.trainers.metrics.finite_values import FiniteValues, PendingValue
 
 

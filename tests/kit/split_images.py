@@ -7,7 +7,6 @@ Rows with images that several processes compute together, against the padded for
 
 from __future__ import annotations
 
-import json
 import os
 from itertools import product
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.observe import entered_tokens
-from kit.split_runs import ATTENTION, break_it
+from kit.split_runs import ATTENTION, average, break_it, difference, take_gradients, tell
 from torch import nn
 from zoo.vision_families import Row, build_vision, collate
 
@@ -38,9 +37,7 @@ def step(model: nn.Module, call: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     """The logits of real tokens and the gradients of their loss."""
     logits = model(**call, use_cache=False).logits[call["attention_mask"].bool()]
     (logits.log_softmax(-1) * torch.linspace(-1, 1, logits.shape[-1])).sum().backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    model.zero_grad()
-    return logits.detach(), grads
+    return logits.detach(), take_gradients(model)
 
 
 def differences(family: str, kind: str, attention: str) -> dict[str, Any]:
@@ -55,13 +52,10 @@ def differences(family: str, kind: str, attention: str) -> dict[str, Any]:
         except PaddingRemovalError as error:
             return {"error": str(error)}
         packed, padded = handle.stats.packed_tokens, handle.stats.padded_forwards
-    for grad in found.values():
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    floor = max(grad.norm() for grad in expected.values()) / 100
+    average(found)
     return {
         "logits": float((got - want).abs().max()),
-        "gradients": max(float((found[n] - g).norm() / max(g.norm(), floor)) for n, g in expected.items()),
+        "gradients": difference(found, expected),
         "entered": entered[0],
         "packed": packed,
         "padded": padded,
@@ -72,8 +66,4 @@ def main(*families: str) -> None:
     dist.init_process_group("gloo")
     break_it(os.environ.get("BROKEN", ""))
     for family, kind, attention in product(families, BATCHES, ATTENTION):
-        found = differences(family, kind, attention)
-        tokens: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tokens, found.get("entered"))
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": [family, kind, attention]} | found | {"entered": tokens}), flush=True)
+        tell({"case": [family, kind, attention]} | differences(family, kind, attention), "entered")

@@ -8,7 +8,6 @@ over processes, relative to the parameter's or to 1 % of the largest one), and t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from itertools import product
@@ -17,9 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.observe import entered_tokens
-from kit.split_runs import ATTENTION, break_it
+from kit.split_runs import ATTENTION, average, break_it, difference, take_gradients, tell
 from torch import nn
-from torch.nn import functional
 from zoo.families import build as build_family
 from zoo.models import batch, build
 
@@ -29,6 +27,7 @@ from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.trainers.batching.micro_batches import join_batches
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 
 
@@ -45,12 +44,6 @@ def logps_of(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.T
     """Of each token in place of the next one, so that a row of one token has a value, too."""
     logps = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
     return logps.gather(2, ids[:, :, None]).squeeze(2) * mask
-
-
-def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    model.zero_grad()
-    return found
 
 
 def make(name: str) -> nn.Module:
@@ -87,21 +80,14 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
                         got.append(logps_of(model, *rows))
                         (got[-1].sum(1) / 5).sin().sum().backward()
                     runner.check()
-            found = take_gradients(model)
-            for grad in found.values():
-                dist.all_reduce(grad)
-                grad /= dist.get_world_size()
-            floor = max(grad.norm() for grad in expected.values()) / 100
-            width = max(ids.shape[1] for ids, _ in batches)
-            joined = (
-                torch.cat([functional.pad(x, (0, width - x.shape[1])) for x in tensors])
-                for tensors in zip(*batches, strict=True)
-            )
+            average(found := take_gradients(model))
+            rows = [dict(zip(("input_ids", "attention_mask"), tensors, strict=True)) for tensors in batches]
+            joined = join_batches(rows, rows_per_item=1).values()
             again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
             yield {
                 "attention": attention,
                 "values": max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)),
-                "gradients": max(float((found[n] - g).norm() / max(g.norm(), floor)) for n, g in expected.items()),
+                "gradients": difference(found, expected),
                 "entered": sum(entered),
                 "distinct": prefix_sharing_layout(*joined).packed_tokens + again,
                 "filler": handle.stats.filler_tokens,
@@ -123,7 +109,4 @@ def main(*names: str) -> None:
         PrefixStates.prepend_kv = wrong  # type: ignore[method-assign]
     for name in names:
         for case in differences(name):
-            tokens: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(tokens, case["entered"])
-            if dist.get_rank() == 0:
-                print(json.dumps(case | {"case": name, "entered": tokens}), flush=True)
+            tell(case | {"case": name}, "entered")

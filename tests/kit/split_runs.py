@@ -121,6 +121,34 @@ def values_of(model: nn.Module, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     return loss, output.log_probs
 
 
+def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a model, zeros where there is none; the model is left without."""
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    return grads
+
+
+def average(grads: dict[str, torch.Tensor]) -> None:
+    """Make gradients their means over the processes."""
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient, relative to the parameter's or to 1 % of the largest one of the model."""
+    floor = max(grad.norm() for grad in expected.values()) / 100
+    return max(float((found[name] - grad).norm() / max(grad.norm(), floor)) for name, grad in expected.items())
+
+
+def tell(case: dict[str, Any], key: str) -> None:
+    """Print a line of JSON, in the first process, with what each process has as `key`."""
+    of_each: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_each, case.get(key))
+    if dist.get_rank() == 0:
+        print(json.dumps(case | {key: of_each}), flush=True)
+
+
 def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attention: str = "") -> tuple:
     """Loss, values, gradients, the tokens of a layer and the parity report; padded, with `sharing` of `None`."""
     config, more, implementation = MODELS[name]
@@ -142,13 +170,11 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
         split_rows(handle, attention=attention)
     loss, values = values_of(model, kind)
     loss.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    grads = take_gradients(model)
     if sharing is not None:
         packed = handle.stats.packed_tokens + handle.stats.filler_tokens
         report = check_parity(model, batch_of(kind)) if kind == "sft" else None
-        for grad in grads.values():
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
+        average(grads)
     return loss.detach(), values.detach(), grads, (entered[0], packed), report
 
 
@@ -157,14 +183,13 @@ def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:
         if checkpointing and kind not in ("pairs", "sft"):
             continue
         loss, values, grads, *_ = run(name, kind, checkpointing, None)
-        floor = max(grad.norm() for grad in grads.values()) / 100
         for attention, sharing in product(ATTENTION, (False, True)):
             own = run(name, kind, checkpointing, sharing, attention)
             yield {
                 "case": [name, kind, attention, f"{sharing=}", f"{checkpointing=}"],
                 "loss": (own[0] - loss).abs().item(),
                 "values": (own[1] - values).abs().max().item(),
-                "gradients": max(float((own[2][n] - g).norm() / max(g.norm(), floor)) for n, g in grads.items()),
+                "gradients": difference(own[2], grads),
                 "tokens": own[3][0],
                 "packed": own[3][1],
                 "parity": own[4] and {"ok": own[4].ok, "gradient": own[4].gradient, "compared": own[4].compared},
@@ -225,7 +250,4 @@ def main(*models: str) -> None:
     dist.init_process_group("gloo")
     break_it(os.environ.get("BROKEN", ""))
     for case in cases(models):
-        tokens: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(tokens, case["tokens"])
-        if dist.get_rank() == 0:
-            print(json.dumps({**case, "tokens": tokens}), flush=True)
+        tell(case, "tokens")

@@ -33,7 +33,7 @@ from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 import trl_padfix
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.trainers.batching import micro_batches
+from trl_padfix.trainers.batching import budget_collator
 from trl_padfix.trainers.context_parallel import ContextParallel
 
 
@@ -185,7 +185,7 @@ def main(path: str, *names: str) -> None:
         found: dict[str, Any] = {}
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
-        together = mock.patch.object(micro_batches, "split_by_length", lambda costs, most: [np.arange(len(costs))])
+        together = mock.patch.object(budget_collator, "split_by_length", lambda costs, most: [np.arange(len(costs))])
         apart = mock.patch.object(ContextParallel, "drawing_alike", drawing_apart)
         broken = {"whole rows": whole, "together": together, "drawn apart": apart}
         with counted() as counts, once, broken.get(name.split(", ")[-1], nullcontext()):

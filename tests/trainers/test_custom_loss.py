@@ -6,10 +6,8 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make
+from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make, subclass, train
 from kit.cells import every_pair, once_each
-from kit.observe import entered_tokens
-from kit.trainer_runs import trained
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
@@ -49,51 +47,43 @@ def as_partial(trainer, patch):
 
 
 def as_mixin(trainer, patch):
-    patch.setattr(trainer, "__class__", type("Own", (Scaled, type(trainer)), {}))
+    subclass(trainer, Scaled)
 
 
 PLACES = {place.__name__: place for place in (on_class, on_object, as_partial, as_mixin)}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Figures of three steps with a loss put `place`, and the tokens of each forward."""
-
-    def train(name, place, ours, **config):
-        config = {"max_steps": 3} | ({"parity_check": False} if ours else {}) | config
-        with pytest.MonkeyPatch.context() as patch:
-            trainer = make(name, tmp_path_factory.mktemp("own"), ours=ours, **config)
-            place(trainer, patch)
-            forwards = entered_tokens(trainer.model)
-            return trained(trainer), forwards
-
-    return train
+def run(name, place, ours, **config):
+    """A training with a loss that was put `place`."""
+    with pytest.MonkeyPatch.context() as patch:
+        return train(name, lambda trainer: place(trainer, patch), ours=ours, **config)
 
 
-@pytest.fixture(scope="module")
-def theirs(run):
-    return cache(lambda name: run(name, on_object, False)[0])
+theirs = cache(lambda name, place=on_object, **config: run(name, place, False, **config).figures)
 
 
 @pytest.mark.parametrize(("place", "sharing"), once_each(PLACES, [False, True]))
-def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing, run, theirs):
-    figures, forwards = run("sft", PLACES[place], True, prefix_sharing=sharing)
-    assert_same(figures, theirs("sft"))
-    assert max(forwards) <= BUDGET["sft"]
+def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing):
+    ours = run("sft", PLACES[place], True, prefix_sharing=sharing)
+    assert_same(ours.figures, theirs("sft"))
+    assert max(ours.forwards) <= BUDGET["sft"]
 
 
 @pytest.mark.parametrize(
     ("name", "place"), once_each([name for name in ALL_TRAINERS if name != "sft"], ["on_class", "on_object"])
 )
-def test_so_it_has_in_the_other_trainers(name, place, run, theirs):
-    assert_same(run(name, PLACES[place], True)[0], theirs(name))
+def test_so_it_has_in_the_other_trainers(name, place):
+    assert_same(run(name, PLACES[place], True).figures, theirs(name))
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_computed_by_micro_batches_it_has_others(name, run, theirs, monkeypatch):
-    monkeypatch.setattr("trl_padfix.trainers.custom_loss.TRUSTED", ("trl", "transformers.", __name__))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(run(name, on_object, True)[0], theirs(name))
+def as_function(trainer, patch):
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    )
+
+
+def test_so_has_a_function_for_the_loss():
+    assert_same(run("sft", as_function, True).figures, theirs("sft", as_function))
 
 
 class Cut:
@@ -106,24 +96,23 @@ class Cut:
 
 
 def cutting(trainer, patch):
-    patch.setattr(trainer, "__class__", type("Own", (Cut, type(trainer)), {}))
+    subclass(trainer, Cut)
 
 
 @pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
 @pytest.mark.parametrize("name", ["sft", "reward"])
-def test_what_prepares_the_inputs_may_compare_rows(name, sharing, run):
-    theirs, _ = run(name, cutting, False, optim="sgd")  # AdamW makes much of rounding where a gradient is zero
-    figures, forwards = run(name, cutting, True, prefix_sharing=sharing, optim="sgd")
-    assert_same(figures, theirs)
-    assert max(forwards) <= BUDGET[name]
+def test_what_prepares_the_inputs_may_compare_rows(name, sharing):
+    plain = {"optim": "sgd"}  # AdamW makes much of rounding where a gradient is zero
+    ours = run(name, cutting, True, prefix_sharing=sharing, **plain)
+    assert_same(ours.figures, theirs(name, cutting, **plain))
+    assert max(ours.forwards) <= BUDGET[name]
 
 
-@pytest.mark.parametrize("name", ["sft", "reward"])
-def test_called_for_each_micro_batch_it_gives_others(name, run, monkeypatch):
-    theirs, _ = run(name, cutting, False)
+@pytest.mark.parametrize(("name", "place"), [("sft", on_object), ("dpo", on_object), ("reward", cutting)])
+def test_computed_by_micro_batches_it_has_others(name, place, monkeypatch):
     monkeypatch.setattr("trl_padfix.trainers.custom_loss.TRUSTED", ("trl", "transformers.", __name__))
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run(name, cutting, True)[0], theirs)
+        assert_same(run(name, place, True).figures, theirs(name, place))
 
 
 def test_a_method_that_trls_loss_calls_counts_and_one_that_it_does_not_call_does_not(tmp_path, monkeypatch):
@@ -228,39 +217,42 @@ def reduced(reduction):
 
 
 def of_reduction(reduction):
-    return lambda trainer, patch: patch.setattr(
-        trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": reduced(reduction)})
-    )
+    return lambda trainer, patch: subclass(trainer, compute_loss=reduced(reduction))
 
 
 @pytest.mark.parametrize(
     ("name", "reduction", "sharing"), every_pair(["sft", "dpo"], ["rows", "tokens", "sum"], [False, True])
 )
-def test_a_claimed_loss_is_split_without_a_second_forward(name, reduction, sharing, run):
-    theirs, _ = run(name, of_reduction(reduction), False, max_steps=6)
-    mode = {"prefix_sharing": sharing, "max_steps": 6}
-    unclaimed, twice = run(name, of_reduction(reduction), True, **mode)
-    claimed, forwards = run(name, of_reduction(reduction), True, loss_reduction=reduction, **mode)
-    assert_same(claimed, theirs)
-    assert_same(unclaimed, theirs)
-    assert max(forwards) <= BUDGET[name]
-    assert sum(forwards) < sum(twice)  # also with the forwards that verify the claim
+def test_a_claimed_loss_is_split_without_a_second_forward(name, reduction, sharing):
+    place, mode = of_reduction(reduction), {"prefix_sharing": sharing, "max_steps": 6}
+    theirs = run(name, place, False, max_steps=6)
+    unclaimed, claimed = run(name, place, True, **mode), run(name, place, True, loss_reduction=reduction, **mode)
+    assert_same(claimed.figures, theirs.figures)
+    assert_same(unclaimed.figures, theirs.figures)
+    assert max(claimed.forwards) <= BUDGET[name]
+    assert sum(claimed.forwards) < sum(unclaimed.forwards)  # also with the forwards that verify the claim
 
 
 @pytest.mark.parametrize(
     ("reduction", "claim", "name"),
     once_each([("rows", "tokens"), ("tokens", "rows"), ("sum", "rows"), ("rows", "sum")], ["sft", "dpo"]),
 )
-def test_a_wrong_claim_is_an_error_with_its_figures(name, reduction, claim, run):
+def test_a_wrong_claim_is_an_error_with_its_figures(name, reduction, claim):
     with pytest.raises(
         ValueError, match=rf"`loss_reduction='{claim}'` is not what `.*compute_loss` computes: .* loss is"
     ):
         run(name, of_reduction(reduction), True, loss_reduction=claim)
 
 
-def test_a_claim_about_a_loss_that_compares_rows_is_an_error(run):
+def test_a_claim_about_a_loss_that_compares_rows_is_an_error():
     with pytest.raises(ValueError, match=r"is not what `trainer\.compute_loss` computes"):
         run("sft", on_object, True, loss_reduction="rows")
+
+
+def test_losses_that_trl_would_add_up_are_refused():
+    given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    with pytest.raises(ValueError, match="The loss is your own, and TRL adds several of them up"):
+        run("sft", of_reduction("tokens"), True, **given)
 
 
 def test_claims_that_cannot_be_kept_are_refused(tmp_path):

@@ -41,6 +41,7 @@ from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 from trl_padfix.trainers.batching.image_measures import measure_images
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.data.image_rows import select_rows, split_images
 from trl_padfix.trainers.generation.evaluation import Generation
@@ -54,12 +55,17 @@ KINDS = ("DPO", "SFT")
 SHARING = {"prefix_sharing": True}
 
 
-@cache
-def trls(kind: str, family: str) -> torch.Tensor:
-    trainer = make_on_images(trl, kind, family, "unused")
+def trained(trainer: Any) -> torch.Tensor:
+    """The figures of a training and an evaluation."""
     trainer.train()
     trainer.evaluate()
     return figures(trainer.state.log_history)
+
+
+@cache
+def trls(kind: str, family: str, **given: Any) -> torch.Tensor:
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    return trained(make_on_images(trl, kind, family, "unused", **given))
 
 
 def longest(kind: str, family: str) -> int:
@@ -117,12 +123,11 @@ def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(kind, tmp_pat
     budget = longest(kind, "llava")
     trainer = make_on_images(trl_padfix, kind, "llava", tmp_path, padding_free=True, max_tokens_per_batch=budget)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
+    monkeypatch.setattr(StepPlan, "weights", rising)
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
-    trainer.train()
-    trainer.evaluate()
+    found = trained(trainer)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures(trainer.state.log_history), trls(kind, "llava"))
+        assert_same(found, trls(kind, "llava"))
 
 
 @pytest.mark.parametrize("case", slow_but(["padding-free"], ["padding-free", "sharing, left"]))
@@ -140,11 +145,9 @@ def test_a_loss_that_is_a_mean_over_the_tokens_of_a_forward_is_split_by_tokens(c
         assert all(len(step) > 1 for step in steps) == (library is trl_padfix)
     assert_same(*runs)
     monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "loss_is_token_mean", lambda task: False)
-    trainer = make_on_images(trl_padfix, "SFT", "llava", tmp_path, **config)
-    trainer.train()
-    trainer.evaluate()
+    found = trained(make_on_images(trl_padfix, "SFT", "llava", tmp_path, **config))
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures(trainer.state.log_history), runs[1])
+        assert_same(found, runs[1])
 
 
 def test_means_over_the_tokens_of_several_forwards_are_refused(tmp_path, monkeypatch):
@@ -164,13 +167,13 @@ def test_rows_cost_what_their_batches_hold(family, kind, tmp_path):
     data, collator = trainer.train_dataset, trainer.data_collator
     measure, shared = (measure_images(data, collator, sharing=sharing) for sharing in (False, True))
     batch = collator(list(data))
-    assert measure.dataset(data).total() == batch["attention_mask"].sum()
+    assert measure.costs(data).total() == batch["attention_mask"].sum()
     assert measure.longest(data).max() == batch["attention_mask"].sum(1).max()
     assert measure.images.tolist() == [len(images) for images in data["images"]]
     measure.check(range(IMAGE_ROWS), batch)
     if kind == "DPO":  # a prompt counts once
         prompts = (batch["attention_mask"].bool() & (batch["completion_mask"] == 0))[:IMAGE_ROWS].sum(1)
-        assert (measure.dataset(data).tokens - shared.dataset(data).tokens).tolist() == prompts.tolist()
+        assert (measure.costs(data).tokens - shared.costs(data).tokens).tolist() == prompts.tolist()
 
 
 def test_processes_count_the_tokens_of_a_part_each(monkeypatch):
@@ -238,23 +241,21 @@ def test_a_process_with_fewer_micro_batches_computes_one_with_images_again_witho
         micro_batch_budget, "to_equal_count", lambda batches, count, rows: to_equal_count(batches, count + 2, rows)
     )
     data = build_pairs(IMAGE_ROWS, (2, 1, 1))
-    runs = []
-    for library, config in ((trl_padfix, {"padding_free": True, "max_tokens_per_batch": 10**6}), (trl, {})):
-        trainer = make_on_images(library, "DPO", "llava", tmp_path, train_dataset=data, **config)
-        steps = watched(trainer)
-        trainer.evaluate()
-        runs.append((steps, figures(trainer.state.log_history)))
-    assert [[len(batch) for batch in step] for step in runs[0][0]] == [[2 * IMAGE_BATCH] * 3] * IMAGE_STEPS
-    names = runs[0][1].shape[1]
-    assert runs[1][1].shape[1] == names
-    assert_same(runs[0][1], runs[1][1])
+    theirs = trained(make_on_images(trl, "DPO", "llava", tmp_path, train_dataset=data))
+    config = {"padding_free": True, "max_tokens_per_batch": 10**6, "train_dataset": data}
+    trainer = make_on_images(trl_padfix, "DPO", "llava", tmp_path, **config)
+    steps = watched(trainer)
+    trainer.evaluate()
+    assert [[len(batch) for batch in step] for step in steps] == [[2 * IMAGE_BATCH] * 3] * IMAGE_STEPS
+    assert_same(figures(trainer.state.log_history), theirs)
 
 
 def test_a_text_is_cut_before_images_are_repeated():
     text = {"input_ids": torch.arange(4).view(4, 1)}
     image = {"input_ids": torch.arange(6).view(6, 1), "pixel_values": torch.ones(6, 3, 2, 2)}
-    batches = micro_batches.to_equal_count([(image, 0.6), (text, 0.4)], 6, rows_per_item=1)
-    assert [(len(batch["input_ids"]), weight) for batch, weight in batches] == [
+    given = [micro_batches.MicroBatch(image, 0.6), micro_batches.MicroBatch(text, 0.4)]
+    found = micro_batches.to_equal_count(given, 6, rows_per_item=1)
+    assert [(len(batch["input_ids"]), weight) for batch, weight, _ in found] == [
         (6, 0.6), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.1), (1, 0.0),
     ]  # fmt: skip
 
@@ -295,26 +296,20 @@ FAST = [(("aot",), "llava", 2)]
 
 @pytest.mark.parametrize(("loss", "family", "accumulated"), slow_but(FAST, list(COMPARING)))
 def test_losses_that_compare_rows_with_images_are_split(loss, family, accumulated, tmp_path):
-    given = {"loss_type": list(loss), "per_device_train_batch_size": IMAGE_BATCH // accumulated}
-    given |= {"gradient_accumulation_steps": accumulated}
+    given = {"loss_type": loss, "per_device_train_batch_size": IMAGE_BATCH // accumulated}
+    theirs = trls("DPO", family, **given, gradient_accumulation_steps=accumulated)
     budget = longest("DPO", family)
-    config = {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False}
-    theirs = make_on_images(trl, "DPO", family, tmp_path, **given)
-    ours = make_on_images(trl_padfix, "DPO", family, tmp_path, **config, **given)
+    given |= {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False, "loss_type": list(loss)}
+    ours = make_on_images(trl_padfix, "DPO", family, tmp_path, **given, gradient_accumulation_steps=accumulated)
     computed = entered_tokens(ours.model.get_decoder())
-    for trainer in (theirs, ours):
-        trainer.train()
-        trainer.evaluate()
-    assert_same(figures(ours.state.log_history), figures(theirs.state.log_history), rtol=1e-4)
+    assert_same(trained(ours), theirs, rtol=1e-4)
     assert max(computed) <= budget
     assert len(computed) > 2 * accumulated * IMAGE_STEPS
     # The negative control: the rows of a step compared at once, or by other micro-batches.
     other = {"per_device_train_batch_size": IMAGE_BATCH // 3, "gradient_accumulation_steps": 3}
-    wrong = make_on_images(trl_padfix, "DPO", family, tmp_path, **config, **given | other)
-    wrong.train()
-    wrong.evaluate()
+    wrong = trained(make_on_images(trl_padfix, "DPO", family, tmp_path, **given | other))
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures(wrong.state.log_history), figures(theirs.state.log_history), rtol=1e-4)
+        assert_same(wrong, theirs, rtol=1e-4)
 
 
 # Rows of batches

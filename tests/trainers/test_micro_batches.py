@@ -9,9 +9,9 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from trl_padfix import padding_free_layout
 from trl_padfix.core.parallel.layout import ranges_of_rows
-from trl_padfix.trainers.batching.bin_packing import Share, StepPlan
+from trl_padfix.trainers.batching.budget_collator import BudgetCollator
 from trl_padfix.trainers.batching.measures import TextMeasure
-from trl_padfix.trainers.batching.micro_batches import BudgetCollator
+from trl_padfix.trainers.batching.step_plan import Share, StepPlan
 
 
 def test_after_an_out_of_memory_error_the_budget_is_lower_and_the_steps_are_the_same(tmp_path, monkeypatch):
@@ -56,11 +56,11 @@ def test_rows_that_fit_a_process_are_not_cut_beside_longer_ones(share, cp_size):
         cp_size=cp_size,
     )
     step = collator([(Share(9, list(range(9)), [0] * 9), rows)])
-    found = [batch["attention_mask"].sum(1).tolist() for batch in step.micro_batches]
-    layouts = [padding_free_layout(batch["attention_mask"]) for batch in step.micro_batches]
+    masks = [batch["attention_mask"] for batch, *_ in step.micro_batches]
+    found, layouts = [mask.sum(1).tolist() for mask in masks], list(map(padding_free_layout, masks))
     is_split = [ranges_of_rows(layout, 4) is None for layout in layouts]
     if cp_size == 1:
         assert (found, is_split) == ([lengths], [True])
     else:
         assert (found, is_split) == ([[256] * 8, [2048]], [False, True])
-    assert sum(step.weights) == pytest.approx(1)
+    assert sum(m.weight for m in step.micro_batches) == pytest.approx(1)

@@ -5,15 +5,13 @@ from functools import cache, partial
 import numpy as np
 import pytest
 import torch
-from kit.budget_runs import assert_same, make
+from kit.budget_runs import assert_same, make, train
 from kit.cells import every_pair, once_each
-from kit.observe import entered_tokens
-from kit.trainer_runs import trained
 from transformers import default_data_collator
 
 from trl_padfix.trainers.batching import sampler
-from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.micro_batches import micro_batches_of
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.token_costs import text_costs
 from trl_padfix.trainers.custom_loss import is_custom_collator
 
@@ -51,47 +49,40 @@ TOKENS = {"dpo": 70, "reward": 70, "sft": 34, "kto": 34}
 """Budgets that hold the longest row, with the tokens that are appended to it."""
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Figures of three steps with a collator, and the tokens of each forward."""
+def run(name, kind, ours, **config):
+    """Three steps with a collator."""
+    given = {"max_length": 32} | config | ({"max_tokens_per_batch": TOKENS[name]} if ours else {})
+    collating = COLLATORS[kind]
 
-    def train(name, kind, ours, **config):
-        config = {"max_steps": 3, "max_length": 32} | config
-        config |= {"parity_check": False, "max_tokens_per_batch": TOKENS[name]} if ours else {}
-        trainer = make(name, tmp_path_factory.mktemp("collators"), ours=ours, **config)
-        trainer.data_collator = kind(trainer.data_collator)
-        forwards = entered_tokens(trainer.model)
-        return trained(trainer), forwards
+    def change(trainer):
+        trainer.data_collator = collating(trainer.data_collator)
 
-    return train
+    return train(name, change, ours=ours, **given)
 
 
-@pytest.fixture(scope="module")
-def theirs(run):
-    return cache(lambda name, kind, **config: run(name, COLLATORS[kind], False, **config)[0])
+theirs = cache(lambda name, kind, **config: run(name, kind, False, **config).figures)
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "sharing"), every_pair(["sft", "dpo", "reward", "kto"], COLLATORS, [False, True])
 )
-def test_a_collator_that_looks_at_its_batch_has_trls_figures(name, kind, sharing, run, theirs):
-    figures, forwards = run(name, COLLATORS[kind], True, prefix_sharing=sharing)
-    assert_same(figures, theirs(name, kind))
-    assert max(forwards) <= TOKENS[name]
-    assert len(forwards) > 3
+def test_a_collator_that_looks_at_its_batch_has_trls_figures(name, kind, sharing):
+    ours = run(name, kind, True, prefix_sharing=sharing)
+    assert_same(ours.figures, theirs(name, kind))
+    assert max(ours.forwards) <= TOKENS[name]
+    assert len(ours.forwards) > 3
 
 
 @pytest.mark.parametrize(("name", "kind"), once_each(["sft", "dpo", "reward"], COLLATORS))
-def test_so_it_has_with_accumulation(name, kind, run, theirs):
-    assert_same(run(name, COLLATORS[kind], True, **ACCUMULATED)[0], theirs(name, kind, **ACCUMULATED))
+def test_so_it_has_with_accumulation(name, kind):
+    assert_same(run(name, kind, True, **ACCUMULATED).figures, theirs(name, kind, **ACCUMULATED))
 
 
-@pytest.mark.parametrize("kind", COLLATORS)
-@pytest.mark.parametrize("name", ["sft", "dpo"])
-def test_called_on_each_micro_batch_it_has_others(name, kind, run, theirs, monkeypatch):
+@pytest.mark.parametrize(("name", "kind"), [("sft", "augmented"), ("dpo", "longest")])
+def test_called_on_each_micro_batch_it_has_others(name, kind, monkeypatch):
     monkeypatch.setattr(sampler, "is_custom_collator", lambda collator: False)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run(name, COLLATORS[kind], True)[0], theirs(name, kind))
+        assert_same(run(name, kind, True).figures, theirs(name, kind))
 
 
 class Weighting(Wrapping):

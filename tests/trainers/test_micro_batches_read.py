@@ -6,16 +6,23 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import ALL_TRAINERS, BUDGET, IMAGE_BUDGETS, assert_same, build_data, make, make_on_images
+from kit.budget_runs import (
+    ALL_TRAINERS,
+    BUDGET,
+    IMAGE_BUDGETS,
+    assert_same,
+    build_data,
+    make,
+    make_on_images,
+    subclass,
+    train,
+)  # fmt: skip
 from kit.cells import every_pair, once_each
 from kit.methods import make_trainer
-from kit.observe import entered_tokens
-from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, trained
-from torch.utils.checkpoint import checkpoint
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
+from kit.trainer_runs import trained
+from transformers import TrainerCallback
 
 import trl_padfix
-from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 
 
@@ -91,31 +98,23 @@ READERS = {"reading": reading, "copying": copying, "writing": writing, "writing 
 READERS |= {"of its own": of_its_own, "counting": counting}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    def train(name, reader, ours, **config):
-        config = {"max_steps": 3} | ({"parity_check": False} if ours else {}) | config
-        trainer, read = make(name, tmp_path_factory.mktemp("read"), ours=ours, **config), []
-        READERS[reader](trainer, read)
-        forwards = entered_tokens(trainer.model)
-        return trained(trainer), forwards, read
-
-    return train
+def run(name, reader, ours, **config):
+    """The training, and the batches that were read."""
+    read = []
+    return train(name, lambda trainer: READERS[reader](trainer, read), ours=ours, **config), read
 
 
-@pytest.fixture(scope="module")
-def theirs(run):
-    return cache(lambda name, reader, **config: run(name, reader, False, **config))
+theirs = cache(lambda name, reader, **config: run(name, reader, False, **config))
 
 
 @pytest.mark.parametrize(("name", "reader", "sharing"), every_pair(ALL_TRAINERS, READERS, [False, True]))
-def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, run, theirs):
+def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing):
     if (name, reader) in {("reward", "writing"), ("reward", "writing data")}:
         pytest.skip("has neither labels nor a completion mask")
-    expected, _, read_there = theirs(name, reader)
-    figures, forwards, read = run(name, reader, True, prefix_sharing=sharing)
-    assert_same(figures, expected)
-    assert max(forwards) <= BUDGET[name]
+    expected, read_there = theirs(name, reader)
+    found, read = run(name, reader, True, prefix_sharing=sharing)
+    assert_same(found.figures, expected.figures)
+    assert max(found.forwards) <= BUDGET[name]
     assert len(read) == len(read_there) == 3
     for ours, trls in zip(read, read_there, strict=True):
         assert ours.keys() == trls.keys()
@@ -123,11 +122,10 @@ def test_a_reader_finds_trls_batch_and_has_trls_figures(name, reader, sharing, r
 
 
 @pytest.mark.parametrize(("name", "reader"), once_each(["sft", "dpo", "kto"], ["reading", "copying", "writing"]))
-def test_so_it_does_with_accumulation(name, reader, run, theirs):
-    expected, *_ = theirs(name, reader, **ACCUMULATED)
-    figures, forwards, _ = run(name, reader, True, **ACCUMULATED)
-    assert_same(figures, expected)
-    assert max(forwards) <= BUDGET[name]
+def test_so_it_does_with_accumulation(name, reader):
+    found, _ = run(name, reader, True, **ACCUMULATED)
+    assert_same(found.figures, theirs(name, reader, **ACCUMULATED)[0].figures)
+    assert max(found.forwards) <= BUDGET[name]
 
 
 def step_of_its_own(divisor):
@@ -151,26 +149,26 @@ DIVISORS = {
 }
 
 
-@pytest.mark.parametrize(("name", "divisor", "where"), every_pair(ALL_TRAINERS, DIVISORS, ["class", "object"]))
-def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, where, tmp_path, monkeypatch):
-    """The last micro-batch of the epoch has fewer rows, and the last step fewer micro-batches."""
-    figures, seen, own = [], [], step_of_its_own(DIVISORS[divisor])
-    for ours in (False, True):
-        given = (
-            RAGGED | {"train_dataset": build_data(name).select(range(14))} | ({"parity_check": False} if ours else {})
-        )
-        trainer = make(name, tmp_path, ours=ours, **given)
-        if where == "object":
+def ragged(name):
+    """Three steps; the last micro-batch has fewer rows than the others, and the last step fewer micro-batches."""
+    return RAGGED | {"train_dataset": build_data(name).select(range(14))}
+
+
+@pytest.mark.parametrize(("name", "divisor", "on_object"), every_pair(ALL_TRAINERS, DIVISORS, [False, True]))
+def test_a_step_of_its_own_is_called_for_each_micro_batch_of_trl(name, divisor, on_object):
+    own = step_of_its_own(DIVISORS[divisor])
+
+    def change(trainer):
+        if on_object:
             trainer.training_step = MethodType(own, trainer)
         else:
-            monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"training_step": own}))
-        forwards = entered_tokens(trainer.model)
-        figures.append(trained(trainer))
-        seen.append(trainer.seen)
-    assert_same(figures[1], figures[0])
-    assert seen[0] == seen[1]
-    assert len({*seen[0]}) > 1
-    assert max(forwards) <= BUDGET[name]
+            subclass(trainer, training_step=own)
+
+    theirs, ours = (train(name, change, ours=ours, **ragged(name)) for ours in (False, True))
+    assert_same(ours.figures, theirs.figures)
+    assert ours.trainer.seen == theirs.trainer.seen
+    assert len({*theirs.trainer.seen}) > 1
+    assert max(ours.forwards) <= BUDGET[name]
 
 
 def test_so_is_one_that_is_patched_onto_the_class_of_trl(tmp_path, monkeypatch):
@@ -200,13 +198,11 @@ class Copying:
 
 def test_so_is_one_that_gets_its_batch_of_another(tmp_path):
     figures, own = [], type("Own", (), {"training_step": step_of_its_own(DIVISORS["as it was"])})
-    for ours, library in enumerate((trl, trl_padfix)):
-        given = RAGGED | {"train_dataset": build_data("dpo").select(range(14))}
-        given |= {"padding_free": True, "max_tokens_per_batch": BUDGET["dpo"]} if ours else {}
+    for library in (trl, trl_padfix):
+        given = ragged("dpo") | {"max_length": 26}
+        given |= {"padding_free": True, "max_tokens_per_batch": BUDGET["dpo"]} if library is trl_padfix else {}
         kind = type("Own", (Copying, own, library.DPOTrainer), {})
-        figures.append(
-            trained(make_trainer(library, "DPO", tmp_path / library.__name__, kind, max_length=26, **given))
-        )
+        figures.append(trained(make_trainer(library, "DPO", tmp_path, kind, **given)))
     assert_same(figures[1], figures[0])
 
 
@@ -222,51 +218,55 @@ class Halving:
         return self.collator([examples[i] for i in sorted(longest)])
 
 
-@pytest.mark.parametrize("reader", ["copying", "of its own"])
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
-def test_a_collator_that_drops_rows_does_so_in_each_micro_batch(name, reader, tmp_path):
-    figures = []
-    for ours in (False, True):
-        trainer = make(name, tmp_path, ours=ours, train_dataset=build_data(name).select(range(14)), **RAGGED)
+def halved(name, reader):
+    """Figures of TRL's and of ours, whose collators drop rows."""
+
+    def change(trainer):
         trainer.data_collator = Halving(trainer.data_collator)
         if reader == "copying":
-            READERS[reader](trainer, [])
+            copying(trainer, [])
         else:
             trainer.training_step = MethodType(step_of_its_own(DIVISORS["as it was"]), trainer)
-        figures.append(trained(trainer))
-    assert_same(figures[1], figures[0], rtol=1e-4)
+
+    return [train(name, change, ours=ours, **ragged(name)).figures for ours in (False, True)]
 
 
-def test_cut_by_the_rows_of_before_they_are_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reader", ["copying", "of its own"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_a_collator_that_drops_rows_does_so_in_each_micro_batch(name, reader):
+    theirs, ours = halved(name, reader)
+    assert_same(ours, theirs, rtol=1e-4)
+
+
+def test_cut_by_the_rows_of_before_they_are_others(monkeypatch):
     """The control."""
     monkeypatch.setattr(micro_batch_budget.MicroBatchBudget, "note_step", lambda self, batches: None)
+    theirs, ours = halved("dpo", "of its own")
     with pytest.raises(AssertionError, match="not close"):
-        test_a_collator_that_drops_rows_does_so_in_each_micro_batch("dpo", "of its own", tmp_path)
+        assert_same(ours, theirs, rtol=1e-4)
 
 
-def test_one_that_gets_the_rows_of_a_step_at_once_has_other_figures(tmp_path, monkeypatch):
+def test_one_that_gets_the_rows_of_a_step_at_once_has_other_figures(monkeypatch):
     monkeypatch.setattr("trl_padfix.trainers.batching.user_steps.joins_micro_batches", lambda trainer: False)
-    figures, own = [], step_of_its_own(DIVISORS["as it was"])
-    for ours in (False, True):
-        trainer = make("sft", tmp_path, ours=ours, **RAGGED)
-        trainer.training_step = MethodType(own, trainer)
-        figures.append(trained(trainer))
+    own = step_of_its_own(DIVISORS["as it was"])
+    theirs, ours = (
+        train("sft", lambda t: subclass(t, training_step=own), ours=ours, **RAGGED).figures for ours in (False, True)
+    )
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures[1], figures[0])
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("reader", ["writing", "writing data"])
-def test_by_the_micro_batches_of_the_collator_an_edit_is_lost(reader, run, theirs, monkeypatch):
+def test_by_the_micro_batches_of_the_collator_an_edit_is_lost(reader, monkeypatch):
     monkeypatch.setattr(micro_batches.StepBatch, "is_unmodified", True)
-    expected, *_ = theirs("sft", reader)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run("sft", reader, True)[0], expected)
+        assert_same(run("sft", reader, True)[0].figures, theirs("sft", reader)[0].figures)
 
 
-def test_with_the_counts_of_the_data_loader_those_of_a_user_are_lost(run, theirs):
+def test_with_the_counts_of_the_data_loader_those_of_a_user_are_lost():
     """The control of `counting`: TRL counts labels, and its figures are others."""
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run("sft", "reading", True)[0], theirs("sft", "counting")[0])
+        assert_same(run("sft", "reading", True)[0].figures, theirs("sft", "counting")[0].figures)
 
 
 def test_where_nobody_reads_it_no_batch_is_joined(tmp_path, monkeypatch):
@@ -307,111 +307,3 @@ def test_a_reader_finds_trls_images(kind, tmp_path, monkeypatch):
     reading(trainer, [])
     with pytest.raises(ValueError, match=r"images are not numbered by row.* `training_step` that is there before"):
         trainer.train()
-
-
-# -- a checkpoint around the model
-
-
-def checkpointed(reentrant):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        def logits(ids, mask, anchor):
-            return model(input_ids=ids, attention_mask=mask).logits
-
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
-        scores = checkpoint(logits, ids, mask, anchor, use_reentrant=reentrant)[:, :-1]
-        losses = torch.nn.functional.cross_entropy(scores.transpose(1, 2), inputs["labels"][:, 1:], reduction="none")
-        return (losses.sum(1) / (inputs["labels"][:, 1:] != -100).sum(1).clamp(min=1)).mean()
-
-    return compute_loss
-
-
-@pytest.mark.parametrize(
-    ("config", "reentrant"),
-    once_each([{}, {"prefix_sharing": True}, {"prefix_sharing": True, "loss_reduction": "rows"}], [False, True]),
-)
-def test_a_checkpoint_around_the_model_has_trls_figures(reentrant, config, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
-    figures = []
-    for ours in (False, True):
-        given = {"max_steps": 3} | (config if ours else {})
-        trainer = make("sft", tmp_path, ours=ours, **given)
-        own = type("Own", (type(trainer),), {"compute_loss": checkpointed(reentrant)})
-        monkeypatch.setattr(trainer, "__class__", own)
-        forwards = entered_tokens(trainer.model)
-        figures.append(trained(trainer))
-    assert_same(figures[1], figures[0])
-    assert max(forwards[2:]) <= BUDGET["sft"]  # but for the parity check
-
-
-def test_a_checkpoint_whose_forward_leaks_has_others(tmp_path, monkeypatch):
-    figures = []
-    for ours in (False, True):
-        mode = break_mode(monkeypatch, "padding-free") if ours else {}
-        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **mode | ({"parity_check": False} if ours else {}))
-        own = type("Own", (type(trainer),), {"compute_loss": checkpointed(False)})
-        monkeypatch.setattr(trainer, "__class__", own)
-        figures.append(trained(trainer))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures[1], figures[0])
-
-
-# -- a collator without a mask
-
-
-class Maskless:
-    def __init__(self, collator):
-        self.collator = collator
-
-    def __call__(self, examples):
-        batch = dict(self.collator(examples))
-        del batch["attention_mask"]
-        return batch
-
-
-def without_mask(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-    scores, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
-    return torch.nn.functional.cross_entropy(scores.transpose(1, 2), labels)
-
-
-@pytest.mark.parametrize("budget", [None, 60])
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
-    figures = []
-    for ours in (False, True):
-        given = {"max_tokens_per_batch": budget, "prefix_sharing": sharing} if ours else {}
-        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **given)
-        # TRL's own loss needs a mask.
-        monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": without_mask}))
-        trainer.data_collator = Maskless(trainer.data_collator)
-        figures.append(trained(trainer))
-    assert_same(figures[1], figures[0])
-
-
-def test_where_tokens_are_taken_for_others_it_has_others(tmp_path, monkeypatch):
-    figures = []
-    for ours in (False, True):
-        mode = break_mode(monkeypatch, "prefix sharing") | {"max_tokens_per_batch": None} if ours else {}
-        trainer = make("sft", tmp_path, ours=ours, max_steps=3, **mode | ({"parity_check": False} if ours else {}))
-        monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"compute_loss": without_mask}))
-        trainer.data_collator = Maskless(trainer.data_collator)
-        figures.append(trained(trainer))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures[1], figures[0])
-
-
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
-@pytest.mark.parametrize("kind", ["trainer", "callback"])
-def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
-    figures = []
-    for packs in (False, True):
-        rows = [[2 + (i * j) % 30 for j in range(3 + i % 5)] for i in range(24)]
-        given = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
-        given |= {"data_collator": Maskless(DataCollatorForSeq2Seq(build_tokenizer()))}
-        trainer_class = (
-            padding_free_trainer(Trainer, prefix_sharing=sharing) if packs and kind == "trainer" else Trainer
-        )
-        given |= {"callbacks": [PaddingRemovalCallback(sharing)]} if packs and kind == "callback" else {}
-        figures.append(trained(make_plain_trainer(tmp_path, trainer_class, **given)))
-    assert_same(figures[1], figures[0])

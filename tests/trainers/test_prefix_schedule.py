@@ -66,22 +66,29 @@ def whole(model, ids, mask):
     return take_gradients(model)
 
 
-def in_micro_batches(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False):
-    """Each part with a backward of its own."""
+@contextlib.contextmanager
+def planned(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False):
+    """A block with a runner of micro-batches, and their ids and masks."""
     batches = [(ids[part], mask[part]) for part in parts]
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
+    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
         plan = planning.plan_shared_prefixes(batches, budget, gather)
         runner = MicroBatchRunner(len(batches), plan, batches, with_head)
         with within(runner=runner):
-            for i, (own_ids, own_mask) in enumerate(batches):
-                runner.start(i)
-                score(model, own_ids, own_mask).sum().backward()
-            runner.check()
-    return (
-        take_gradients(model),
-        entered,
-        sum(prefix.tokens for prefix in runner.plan.prefixes.values() if prefix.recompute),
-    )
+            yield runner, batches
+
+
+def in_micro_batches(model, *args, **given):
+    """
+    Each part with a backward of its own: gradients, the tokens of each forward, and those that are computed twice by
+    intention.
+    """
+    with planned(model, *args, **given) as (runner, batches), entered_tokens(model) as entered:
+        for i, (ids, mask) in enumerate(batches):
+            runner.start(i)
+            score(model, ids, mask).sum().backward()
+        runner.check()
+    again = sum(prefix.tokens for prefix in runner.plan.prefixes.values() if prefix.recompute)
+    return take_gradients(model), entered, again
 
 
 FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2"), ("qwen3_next", None)]
@@ -224,37 +231,31 @@ def test_sums_over_many_micro_batches_are_in_float32():
     assert off[1] < 1.2 * off[0]
 
 
-def test_walks_without_gradients_keep_plain_states_for_as_long_as_they_are_needed():
-    ids, mask = batch("right")
+def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
+    (ids, mask), parts = batch("right"), PARTS["depth first"]
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
-        expected = score(model, ids, mask)
-        batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, 8), batches)
-        with within(runner=runner):
-            for i, part in enumerate(PARTS["depth first"]):
+    with torch.no_grad():
+        with remove_padding(model, prefix_sharing=True):
+            expected = score(model, ids, mask)
+        with planned(model, ids, mask, parts, budget=8) as (runner, batches):
+            for i, part in enumerate(parts):
                 runner.start(i)
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
                 (schedule,) = runner.schedules.values()
                 alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
                 assert schedule.detached_states.keys() == alive
-                assert not any(
-                    x.requires_grad for n in alive for xs in schedule.detached_states[n].values() for x in xs
-                )
+                states = [x for n in alive for xs in schedule.detached_states[n].values() for x in xs]
+                assert not any(x.requires_grad for x in states)
 
 
 def test_a_micro_batch_without_its_forward_is_an_error():
-    ids, mask = batch("right")
     model = build("qwen2")
-    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
-        with within(runner=runner):
-            runner.start(0)
-            score(model, *batches[0]).sum().backward()
-            runner.start(2)
-            with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
-                score(model, *batches[2])
+    with planned(model, *batch("right"), PARTS["depth first"]) as (runner, batches):
+        runner.start(0)
+        score(model, *batches[0]).sum().backward()
+        runner.start(2)
+        with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
+            score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
             runner.check()
 
@@ -268,47 +269,36 @@ def test_a_micro_batch_that_is_written_to_in_place_ends_the_schedule(which, at, 
     ids, mask = batch("right")
     model, parts = build("qwen2").train(), PARTS["nested"]
 
-    def step(planned):
-        batches = [(ids[part], mask[part]) for part in parts]
-        with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-            runner = (
-                MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, budget), batches)
-                if planned
-                else None
-            )
-            with within(runner=runner):
+    def step(with_plan):
+        with planned(model, ids, mask, parts, budget) as (runner, batches):
+            with contextlib.nullcontext() if with_plan else within(runner=None):
                 for i, given in enumerate(batches):
-                    if runner is not None:
-                        runner.start(i)
+                    runner.start(i)
                     if i == at:
                         given[which == "mask"][:, 1] = 0 if which == "mask" else 30
                     score(model, *given).sum().backward()
-                if runner is not None:
-                    runner.check()
-                    assert any(
-                        prefix.first_user < at <= prefix.last_user for prefix in runner.plan.prefixes.values()
-                    ) == (at > 0)
+                runner.check()
+            users = [(prefix.first_user, prefix.last_user) for prefix in runner.plan.prefixes.values()]
+            assert any(first < at <= last for first, last in users) == (at > 0)
         return take_gradients(model)
 
-    expected = step(planned=False)
-    assert_same_gradients(step(planned=True), expected)
+    expected = step(with_plan=False)
+    assert_same_gradients(step(with_plan=True), expected)
     monkeypatch.setattr(PrefixSchedule, "finish_early", lambda schedule, run: setattr(schedule, "finished", True))
     if at > 0:
         with pytest.raises(AssertionError, match="is off by"):
-            assert_same_gradients(step(planned=True), expected)
+            assert_same_gradients(step(with_plan=True), expected)
 
 
 @pytest.mark.parametrize("which", ["ids", "mask"])
 def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
     ids, mask = batch("right")
     model = build("qwen2")
-    batches = [(ids[part], mask[part]) for part in PARTS["depth first"]]
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
-        runner = MicroBatchRunner(len(batches), planning.plan_shared_prefixes(batches, ENOUGH), batches)
+    with planned(model, ids, mask, PARTS["depth first"]) as (runner, batches):
         # Alike in all rows of this micro-batch.
         batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
         deferred_checks = []
-        with within(runner=runner), share_layouts(deferred_checks=deferred_checks):
+        with share_layouts(deferred_checks=deferred_checks):
             for i in range(2):
                 runner.start(i)
                 score(model, *batches[i]).sum().backward()
@@ -345,7 +335,7 @@ def reason(name="qwen2", is_sharded=False, **config):
         return sharing_obstacle(handle, DPOConfig(**settings | config), is_sharded)
 
 
-def test_what_cannot_see_the_states_of_others_is_named():
+def test_what_cannot_read_the_states_of_other_forwards_is_named():
     checkpoints = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     assert reason() is None
     assert reason(**checkpoints | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}) is None

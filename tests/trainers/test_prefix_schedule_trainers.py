@@ -4,18 +4,16 @@ import logging
 from unittest.mock import patch
 
 import pytest
-import torch
 from kit.budget_runs import assert_same, build_branching, make
 from kit.cells import slow_but
 from kit.observe import entered_tokens
 from kit.trainer_runs import figures
-from torch.nn.functional import pad
 
 from trl_padfix import KTOTrainer
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
-from trl_padfix.trainers.batching.micro_batches import micro_batches_of
+from trl_padfix.trainers.batching.micro_batches import join_batches, micro_batches_of
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.task import Task
 
@@ -28,6 +26,12 @@ def every_shared_prefix_pays(monkeypatch):
 BUDGET = {"sft": 44, "dpo": 60, "reward": 60, "kto": 44}
 
 
+def distinct_tokens(batches, prefix=""):
+    """Of all rows of padded batches; `prefix`: of the names of the forward."""
+    rows = [{name: batch[prefix + name] for name in ("input_ids", "attention_mask")} for batch in batches]
+    return prefix_sharing_layout(*join_batches(rows, 1).values()).packed_tokens
+
+
 def watched(trainer):
     """
     Train, and list for each step its micro-batches, the tokens that entered the policy, and the distinct ones.
@@ -37,23 +41,18 @@ def watched(trainer):
     computed, steps, training_step, again = entered_tokens(trainer.model), [], trainer.training_step, []
     check = MicroBatchRunner.check
 
-    def checked(once):
-        again.append(
-            sum(prefix.tokens for prefix in once.plan.prefixes.values() if prefix.recompute) if once.plan else 0
-        )
-        check(once)
+    def checked(runner):
+        prefixes = runner.plan.prefixes.values() if runner.plan else ()
+        again.append(sum(prefix.tokens for prefix in prefixes if prefix.recompute))
+        check(runner)
 
     def step(model, inputs, *args, **kwargs):
-        given = [[batch[name] for batch in micro_batches_of(inputs)] for name in ("input_ids", "attention_mask")]
-        width = max(ids.shape[1] for ids in given[0])
-        ids, mask = (torch.cat([pad(x, (0, width - x.shape[1])) for x in xs]) for xs in given)
+        batches = micro_batches_of(inputs)
         computed.clear()
-        loss = training_step(model, inputs, *args, **kwargs)
-        distinct = prefix_sharing_layout(ids, mask).packed_tokens
-        for batch in micro_batches_of(inputs) if "KL_input_ids" in micro_batches_of(inputs)[0] else ():
-            distinct += prefix_sharing_layout(batch["KL_input_ids"], batch["KL_attention_mask"]).packed_tokens
-        steps.append((len(given[0]), sum(computed) - sum(again), distinct))
         again.clear()
+        loss = training_step(model, inputs, *args, **kwargs)
+        distinct = sum(distinct_tokens(batches, kind) for kind in ("", "KL_") if f"{kind}input_ids" in batches[0])
+        steps.append((len(batches), sum(computed) - sum(again), distinct))
         return loss
 
     trainer.training_step = step
@@ -105,7 +104,7 @@ def test_kto_computes_the_distinct_tokens_of_both_its_forwards(config, tmp_path)
     assert all(count == 1 and computed == distinct for count, computed, distinct in steps)
 
 
-def test_a_kl_term_of_each_piece_is_another_loss(tmp_path, monkeypatch):
+def test_a_kl_term_of_each_micro_batch_is_another_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(KTOTrainer.task_class, "with_sub_batches", Task.with_sub_batches)
     ours, _, theirs = train_both("kto", tmp_path)
     with pytest.raises(AssertionError, match="not close"):
@@ -139,7 +138,7 @@ def test_more_sub_batches_and_empty_ones_change_nothing(name, tmp_path, monkeypa
     to_equal_count = micro_batches.to_equal_count
 
     def more(batches, count, rows):
-        return [*to_equal_count(batches, count + 2, rows), (batches[0][0], 0.0)]
+        return [*to_equal_count(batches, count + 2, rows), batches[0]._replace(weight=0.0)]
 
     monkeypatch.setattr(micro_batch_budget, "to_equal_count", more)
     ours, _, theirs = train_both(name, tmp_path)
@@ -156,7 +155,7 @@ def test_what_is_not_served_is_computed_as_before_and_said_once(tmp_path, caplog
 
 
 @pytest.mark.slow
-def test_adapters_and_their_reference_walk_by_themselves(tmp_path):
+def test_adapters_and_their_reference_have_schedules_of_their_own(tmp_path):
     """A reference that is the policy without its adapter runs through the same decoder."""
     logs = []
     for ours in (False, True):

@@ -15,6 +15,7 @@ from kit.processes import trained
 
 from trl_padfix.trainers.batching import micro_batch_budget
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
+from trl_padfix.trainers.batching.micro_batches import MicroBatch
 from trl_padfix.trainers.process_errors import ProcessErrors
 
 
@@ -43,8 +44,8 @@ def test_an_error_of_one_process_is_raised_on_both(cell, errors):
 @pytest.mark.parametrize(("images", "is_refused"), [([1, 0], True), ([0, 2], True), ([1, 2], False), ([0, 0], False)])
 def test_a_process_without_an_image_is_an_error_on_both(images, is_refused, monkeypatch):
     for rank, count in enumerate(images):
-        texts = [({"input_ids": torch.ones(2, 3)}, 0.5)]
-        with_images = [({"input_ids": torch.ones(1, 3), "pixel_values": torch.ones(1, 2)}, 0.5)] * count
+        texts = [MicroBatch({"input_ids": torch.ones(2, 3)}, 0.5)]
+        with_images = [MicroBatch({"input_ids": torch.ones(1, 3), "pixel_values": torch.ones(1, 2)}, 0.5)] * count
         monkeypatch.setattr(micro_batch_budget, "max_over_processes", lambda trainer, count: 1)
         monkeypatch.setattr(micro_batch_budget, "gather_counts", lambda trainer, count: images)
         monkeypatch.setattr(micro_batch_budget, "is_sharded", lambda trainer: True)

@@ -11,9 +11,9 @@ from datasets import IterableDataset
 from kit.budget_runs import ALL_TRAINERS, GLOBAL_BATCH, assert_same, build_branching, make
 
 from trl_padfix import DPOConfig
-from trl_padfix.trainers.batching.bin_packing import StepPlan
 from trl_padfix.trainers.batching.measures import TextMeasure
-from trl_padfix.trainers.batching.sampler import GroupedStream
+from trl_padfix.trainers.batching.step_plan import StepPlan
+from trl_padfix.trainers.batching.streams import GroupedStream
 
 
 GROUPED = {"padding_free": True, "prefix_sharing": True, "group_by_prefix": True}

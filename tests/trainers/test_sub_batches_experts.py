@@ -24,12 +24,11 @@ from trl_padfix import remove_padding
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.trainers.batching import sub_batches
+from trl_padfix.trainers.batching.balancing_loss import joins_balancing_losses
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
-pytestmark = pytest.mark.skipif(
-    not sub_batches.joins_balancing_losses(), reason="this TRL takes the loss from the model"
-)
+pytestmark = pytest.mark.skipif(not joins_balancing_losses(), reason="this TRL takes the loss from the model")
 SHARING = {"prefix_sharing": True}
 
 

@@ -1,12 +1,16 @@
 """A custom loss may call the model in other ways than TRL: the budget holds, or the log says that it does not."""
 
+from functools import partial
+
 import pytest
 import torch
-from kit.budget_runs import BUDGET, assert_same, build_branching, make
+from kit.budget_runs import BUDGET, assert_same, build_branching, make, subclass, train
 from kit.cells import every_pair
-from kit.observe import entered_tokens
-from kit.trainer_runs import our_warnings, trained
+from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, our_warnings, trained
+from torch.utils.checkpoint import checkpoint
+from transformers import DataCollatorForSeq2Seq, Trainer
 
+from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.core.call.runner_patch import RunnerPatch
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.batching.sub_batches import SubBatches
@@ -38,19 +42,29 @@ def with_hidden_states(model, ids, mask):
     return output.logits * (1 + output.hidden_states[1].detach()[..., :1])
 
 
+def checkpointed(model, ids, mask, reentrant=False):
+    anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
+
+    def logits(ids, mask, anchor):
+        return model(input_ids=ids, attention_mask=mask).logits
+
+    return checkpoint(logits, ids, mask, anchor, use_reentrant=reentrant)
+
+
 def with_cache(model, ids, mask):
     return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
 
 
 CALLS = (of_decoder, of_embeddings, of_embeddings_in_the_decoder, by_position, without_mask, with_hidden_states)
-CALLS = {f.__name__: f for f in CALLS}
+CALLS = {f.__name__: f for f in (*CALLS, checkpointed)}
+CALLS["checkpointed, reentrant"] = partial(checkpointed, reentrant=True)
 
 
 def calling(call):
     """A loss that takes its logits from `call`, a mean over rows."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         labels = inputs["labels"] if "labels" in inputs else ids.masked_fill(inputs["completion_mask"] == 0, -100)
         logits = call(model, ids, mask)[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
@@ -59,17 +73,13 @@ def calling(call):
     return compute_loss
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    def train(name, call, ours, **config):
-        config = {"max_steps": 3} | ({"parity_check": False} if ours else {}) | config
-        trainer = make(name, tmp_path, ours=ours, **config)
-        own = type("Own", (type(trainer),), {"compute_loss": calling(call)})
-        monkeypatch.setattr(trainer, "__class__", own)
-        forwards = entered_tokens(trainer.model)
-        return trained(trainer), forwards, trainer
+def run(name, call, ours, **config):
+    return train(name, lambda trainer: subclass(trainer, compute_loss=calling(call)), ours=ours, **config)
 
-    return train
+
+@pytest.fixture(autouse=True)
+def every_shared_prefix_pays(monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
 
 
 @pytest.mark.parametrize(
@@ -78,46 +88,95 @@ def run(tmp_path, monkeypatch):
         ["sft", "dpo"], CALLS, [{}, {"prefix_sharing": True}, {"loss_reduction": "rows", "prefix_sharing": True}]
     ),
 )
-def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode, run):
+def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
     if call == "without_mask" and "loss_reduction" in mode:
         pytest.skip("its loss depends on padding, so it is no mean over rows")
-    theirs, *_ = run(name, CALLS[call], False)
-    figures, forwards, _ = run(name, CALLS[call], True, **mode)
-    assert_same(figures, theirs)
-    assert max(forwards) <= BUDGET[name]
+    ours = run(name, CALLS[call], True, **mode)
+    assert_same(ours.figures, run(name, CALLS[call], False).figures)
+    assert max(ours.forwards) <= BUDGET[name]
 
 
-def test_it_does_not_where_the_decoder_has_no_patch(run, monkeypatch):
+def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
+    theirs = run("sft", checkpointed, False).figures
+    leaking = run("sft", checkpointed, True, **break_mode(monkeypatch, "padding-free"))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(leaking.figures, theirs)
+
+
+def test_it_does_not_where_the_decoder_has_no_patch(monkeypatch):
     monkeypatch.setattr("trl_padfix.core.call.runner_patch._modules_of", lambda model: [model])
-    _, forwards, _ = run("sft", of_decoder, True)
-    assert max(forwards) > BUDGET["sft"]
+    assert max(run("sft", of_decoder, True).forwards) > BUDGET["sft"]
 
 
-def test_it_does_not_where_embeddings_run_as_planned(run, monkeypatch):
+def test_it_does_not_where_embeddings_run_as_planned(monkeypatch):
     """A micro-batch is planned with shared prefixes, and embeddings share none."""
-    monkeypatch.setattr(
-        MicroBatchRunner, "embeddings", property(lambda runner: None, lambda runner, value: None), False
-    )
-    mode = {"loss_reduction": "rows", "prefix_sharing": True, "train_dataset": build_branching("sft")}
-    _, forwards, _ = run("sft", of_embeddings, True, **mode)
-    assert max(forwards) > BUDGET["sft"]
-    monkeypatch.undo()
-    theirs, *_ = run("sft", of_embeddings, False, train_dataset=mode["train_dataset"])
-    figures, forwards, _ = run("sft", of_embeddings, True, **mode)
-    assert_same(figures, theirs)
-    assert max(forwards) <= BUDGET["sft"]
+    data = {"train_dataset": build_branching("sft")}
+    mode = data | {"loss_reduction": "rows", "prefix_sharing": True}
+    with monkeypatch.context() as patch:
+        none = property(lambda runner: None, lambda runner, value: None)
+        patch.setattr(MicroBatchRunner, "embeddings", none, False)
+        assert max(run("sft", of_embeddings, True, **mode).forwards) > BUDGET["sft"]
+    ours = run("sft", of_embeddings, True, **mode)
+    assert_same(ours.figures, run("sft", of_embeddings, False, **data).figures)
+    assert max(ours.forwards) <= BUDGET["sft"]
 
 
-def test_a_call_that_cannot_be_split_is_named_once(run, caplog):
-    theirs, *_ = run("sft", with_cache, False)
+def test_a_call_that_cannot_be_split_is_named_once(caplog):
+    theirs = run("sft", with_cache, False).figures
     with caplog.at_level("WARNING"):
-        figures, forwards, _ = run("sft", with_cache, True)
-    assert_same(figures, theirs)
-    assert max(forwards) > BUDGET["sft"]
-    said = [message for message in our_warnings(caplog) if "was not applied" in message]
-    assert len(said) == 1
-    assert "Qwen2ForCausalLM" in said[0]
-    assert "`use_cache=True`" in said[0]
+        ours = run("sft", with_cache, True)
+    assert_same(ours.figures, theirs)
+    assert max(ours.forwards) > BUDGET["sft"]
+    (said,) = (message for message in our_warnings(caplog) if "was not applied" in message)
+    assert "Qwen2ForCausalLM" in said
+    assert "`use_cache=True`" in said
+
+
+class Maskless:
+    """A collator whose batches have no mask, with which TRL's own loss cannot compute."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, examples):
+        batch = dict(self.collator(examples))
+        del batch["attention_mask"]
+        return batch
+
+
+def run_maskless(ours, **config):
+    def change(trainer):
+        subclass(trainer, compute_loss=calling(without_mask))
+        trainer.data_collator = Maskless(trainer.data_collator)
+
+    return train("sft", change, ours=ours, **config).figures
+
+
+@pytest.mark.parametrize("budget", [None, 60])
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, monkeypatch):
+    theirs, given = run_maskless(False), {"max_tokens_per_batch": budget, "prefix_sharing": sharing}
+    assert_same(run_maskless(True, parity_check=True, **given), theirs)
+    if sharing and budget is None:  # the control: tokens are taken for others
+        wrong = run_maskless(True, **given | break_mode(monkeypatch, "prefix sharing"))
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(wrong, theirs)
+
+
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "sharing"])
+@pytest.mark.parametrize("kind", ["trainer", "callback"])
+def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
+    figures = []
+    for packs in (False, True):
+        rows = [[2 + (i * j) % 30 for j in range(3 + i % 5)] for i in range(24)]
+        given = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
+        given |= {"data_collator": Maskless(DataCollatorForSeq2Seq(build_tokenizer()))}
+        trainer_class = (
+            padding_free_trainer(Trainer, prefix_sharing=sharing) if packs and kind == "trainer" else Trainer
+        )
+        given |= {"callbacks": [PaddingRemovalCallback(sharing)]} if packs and kind == "callback" else {}
+        figures.append(trained(make_plain_trainer(tmp_path, trainer_class, **given)))
+    assert_same(figures[1], figures[0])
 
 
 def test_patches_of_an_earlier_trainer_go(tmp_path):

@@ -12,7 +12,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-import trl
 from datasets import Dataset
 from kit import budget_runs
 from kit.budget_runs import (
@@ -25,19 +24,21 @@ from kit.budget_runs import (
     assert_same,
     build_data,
     make,
+    subclass,
     watched,
 )
 from kit.cells import every_pair, slow_but
 from kit.loss_watchers import before_loss
 from kit.observe import entered_tokens
 from kit.processes import logged
-from kit.trainer_runs import build_model, build_tokenizer, figures, trained, trajectory
+from kit.trainer_runs import build_model, build_tokenizer, figures, trajectory
 
 import trl_padfix
-from trl_padfix import DPOConfig, DPOTrainer, SFTConfig
+from trl_padfix import DPOConfig, DPOTrainer
 from trl_padfix.trainers.batching import micro_batch_budget, micro_batches
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
+from trl_padfix.trainers.batching.step_plan import StepPlan
 
 
 SHARING = {"prefix_sharing": True}
@@ -92,27 +93,10 @@ def test_any_split_gives_the_trajectory_of_fixed_batches(case, fixed, tmp_path):
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_one_row_and_three_weigh_as_four(name, tmp_path):
-    words = {"dpo": {"prompt": "w3 ", "chosen": "w4 ", "rejected": "w5 "}, "sft": {"text": "w3 "}}[name]
-    data = Dataset.from_list([{part: word * (i + 2) for part, word in words.items()} for i in (0, 5, 1, 0)])
-    tokens = {"dpo": 34, "sft": 10}[name]
-    runs = {}
-    for ours in (True, False):
-        config = {"max_tokens_per_batch": tokens} if ours else {}
-        config |= {"per_device_train_batch_size": 4, "max_steps": 4, "max_length": tokens}
-        trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config)
-        runs[ours] = watched(trainer), figures(trainer.state.log_history)
-    rows = 2 if name == "dpo" else 1
-    assert [[len(batch) for batch in step] for step in runs[True][0]] == [[3 * rows, rows]] * 4
-    assert [[len(batch) for batch in step] for step in runs[False][0]] == [[4 * rows]] * 4
-    assert_same(runs[True][1], runs[False][1])
-
-
-@pytest.mark.parametrize("name", TRAINERS)
 def test_other_weights_do_not_give_the_trajectory_of_fixed_batches(name, fixed, tmp_path, monkeypatch):
     trainer = make(name, tmp_path, ours=True, max_steps=STEPS)
     rising = staticmethod(lambda rows, of_step: np.arange(1, rows + 1) * 2 / rows / (rows + 1))
-    monkeypatch.setattr(micro_batches.StepPlan, "weights", rising)
+    monkeypatch.setattr(StepPlan, "weights", rising)
     monkeypatch.setattr(trainer.padding.task, "num_metric_items", lambda batch: {})
     monkeypatch.setattr(trainer, "_get_num_items_in_batch", lambda *args: None)
     trainer.train()
@@ -127,19 +111,6 @@ COMPARING = {
 
 
 @pytest.mark.parametrize("case", COMPARING)
-def test_losses_that_compare_rows_are_split_in_two_passes(case, fixed, tmp_path):
-    name, config = COMPARING[case]
-    loss = {key: value for key, value in config.items() if key == "loss_type"}
-    trainer = make(name, tmp_path, ours=True, max_steps=STEPS, parity_check=False, **SHARING, **lists(config))
-    computed = entered_tokens(trainer.model)
-    steps = watched(trainer)
-    assert_same(figures(trainer.state.log_history), figures(fixed(name, **loss)))
-    assert [len(step) for step in steps] == [1] * STEPS  # the loss sees all rows
-    assert max(computed) <= BUDGET[name]
-    assert len(computed) > STEPS * 2 * 2
-
-
-@pytest.mark.parametrize("case", ["kto", "dpo, aot and sft"])
 def test_means_over_sub_batches_are_not_the_loss_that_compares_rows(case, fixed, tmp_path, monkeypatch):
     name, config = COMPARING[case]
     trainer = make(name, tmp_path, ours=True, max_steps=3, **lists(config))
@@ -156,64 +127,18 @@ def test_means_over_sub_batches_are_not_the_loss_that_compares_rows(case, fixed,
         assert_same(ours, theirs)
 
 
-def token_mean(outputs, labels, num_items_in_batch=None):
-    return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-def with_loss(trainer_class, adds):
-    """A user's subclass with a mean over the tokens of a forward as its loss; `adds` it to TRL's."""
-
-    class Own(trainer_class):
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-            outputs = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})
-            theirs = super().compute_loss(model, inputs, **kwargs) if adds else 0.0
-            loss = theirs + token_mean(outputs, labels)
-            return (loss, outputs) if return_outputs else loss
-
-    return Own
-
-
-@pytest.mark.parametrize("adds", [False, True], ids=["instead of TRL's", "beside TRL's"])
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_loss_of_a_subclass_sees_all_rows(name, adds, tmp_path, monkeypatch):
-    runs, computed = {}, {}
-    for ours, library in ((True, trl_padfix), (False, trl)):  # which ours was made of
-        trainer_class = f"{TRAINERS[name]}Trainer"
-        monkeypatch.setattr(library, trainer_class, with_loss(getattr(library, trainer_class), adds))
-        trainer = make(name, tmp_path, ours=ours, max_steps=4, **({"parity_check": False} | SHARING if ours else {}))
-        computed[ours] = entered_tokens(trainer.model)
-        runs[ours] = trained(trainer)
-    assert_same(runs[True], runs[False])
-    assert max(computed[True]) <= BUDGET[name] < max(computed[False])
-
-
-def test_so_does_a_function_for_the_loss(tmp_path):
-    runs = []
-    for library in (trl, trl_padfix):
-        trainer = make("sft", tmp_path, ours=library is trl_padfix, max_steps=4, compute_loss_func=token_mean)
-        trainer.train()
-        runs.append(figures(trainer.state.log_history))
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize("name", ["kto", "dpo"])
-def test_a_step_of_a_subclass_that_would_mix_the_micro_batches_of_trl_is_an_error(name, tmp_path, monkeypatch):
+def test_a_step_of_a_subclass_that_would_mix_the_micro_batches_of_trl_is_an_error(name, tmp_path):
     trainer = make(name, tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trls = type(trainer).training_step
 
     def training_step(self, model, inputs, *args):
         loss = self.compute_loss(model, inputs)
-        return loss + type(trainer).training_step(self, model, inputs, *args)
+        return loss + trls(self, model, inputs, *args)
 
-    monkeypatch.setattr(trainer, "__class__", type("Own", (type(trainer),), {"training_step": training_step}))
+    subclass(trainer, training_step=training_step)
     with pytest.raises(ValueError, match="a `training_step` of yours computes one loss"):
         trainer.train()
-
-
-def test_losses_of_a_subclass_that_trl_would_add_up_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trl_padfix, "SFTTrainer", with_loss(trl_padfix.SFTTrainer, adds=False))
-    with pytest.raises(ValueError, match="The loss is your own, and TRL adds several of them up"):
-        make("sft", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
 
 
 @pytest.mark.parametrize("name", ALL_TRAINERS)
@@ -224,9 +149,8 @@ def test_evaluation_is_split_and_has_the_means_of_whole_batches(name, tmp_path):
         given = {"per_device_eval_batch_size": 12} | ({"parity_check": False} if ours else {})
         trainer = make(name, tmp_path, ours=ours, **given)
         computed = entered_tokens(trainer.model)
-        trained = trainer._prepare_dataset
         arguments = (trainer.processing_class, trainer.args, *([False, None] if name == "sft" else []), "eval")
-        logs[ours] = trainer.evaluate(trained(data, *arguments))
+        logs[ours] = trainer.evaluate(trainer._prepare_dataset(data, *arguments))
         if ours:
             assert len(computed) > 2
             assert max(computed) <= BUDGET[name]
@@ -280,25 +204,18 @@ def test_ragged_steps_and_repeated_prompts_give_the_trajectory_without_a_budget(
     if name == "dpo":
         prompts = data["prompt"]
         data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
-    runs = {}
+    steps, logs = {}, {}
     for ours in (True, False):
         trainer = make(name, tmp_path, ours=ours, train_dataset=data, **config, **mode if ours else {})
-        steps = watched(trainer)
-        runs[ours] = steps, trainer.state.log_history
-    theirs = [log for log in runs[False][1] if "loss" in log]
-    ours = [log for log in runs[True][1] if "loss" in log]
-    wanted = [
-        "loss",
-        "grad_norm",
-        "epoch",
-        *(n for n in theirs[0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))),
-    ]
-    assert_same(*(torch.tensor([[log[n] for n in wanted] for log in logs]) for logs in (ours, theirs)))
+        steps[ours] = watched(trainer)
+        logs[ours] = [log for log in trainer.state.log_history if "loss" in log]
+    means = [n for n in logs[False][0] if n.startswith(("rewards/margins", "rewards/chosen", "logps"))]
+    names = ["loss", "grad_norm", "epoch", *means]
+    assert_same(*(torch.tensor([[log[n] for n in names] for log in logs[ours]]) for ours in (True, False)))
     # The budget split steps (TRL's batches may be split already), and what is logged is not that of any other order.
-    assert max(len(batch) for step in runs[True][0] for batch in step) < max(
-        map(sum, [map(len, s) for s in runs[True][0]])
-    )
-    assert len({round(log["loss"], 4) for log in theirs}) > len(theirs) // 2
+    most = max(len(batch) for step in steps[True] for batch in step)
+    assert most < max(sum(map(len, step)) for step in steps[True])
+    assert len({round(log["loss"], 4) for log in logs[False]}) > len(logs[False]) // 2
 
 
 @pytest.mark.parametrize("case", slow_but(["a last micro-batch of one row"], RAGGED))
@@ -323,46 +240,15 @@ def test_the_log_of_a_reward_model_is_trls(case, logging_steps, tmp_path, monkey
             assert_same(whole, theirs)
 
 
-def test_an_epoch_sorted_by_prompt_is_another_trajectory(tmp_path, monkeypatch):
-    """What an epoch was before rows kept to their step."""
-    data = build_data("dpo").select(range(16))
-    prompts = data["prompt"]
-    data = data.map(lambda row, i: {"prompt": prompts[i % 4]}, with_indices=True)
-    config = {"per_device_train_batch_size": 4, "max_steps": 4, "train_dataset": data}
-    theirs = make("dpo", tmp_path, ours=False, **config)
-    theirs.train()
-    shares = micro_batches.StepPlan.rows_per_process
-
-    def sorted_shares(plan, order, costs, **how):
-        return shares(plan, np.array(order)[np.argsort(np.argsort(costs.order)[order])], costs, **how)
-
-    monkeypatch.setattr(micro_batches.StepPlan, "rows_per_process", sorted_shares)
-    ours = make("dpo", tmp_path, ours=True, **config, **SHARING)
-    ours.train()
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(figures(ours.state.log_history), figures(theirs.state.log_history))
-
-
-@pytest.mark.parametrize(("name", "more"), [("dpo", {}), ("sft", {})])
-def test_noise_that_depends_on_the_length_of_a_batch_is_refused(name, more, tmp_path):
-    with pytest.raises(ValueError, match="`neftune_noise_alpha=5` adds noise whose size depends on the length"):
-        make(name, tmp_path, ours=True, neftune_noise_alpha=5, **more)
-
-
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
 
 
-@pytest.mark.parametrize(
-    "rope", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=lambda rope: rope["rope_type"]
-)
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(("name", "rope"), [("sft", LONGROPE), ("dpo", {"rope_type": "dynamic", "factor": 2.0})])
 def test_rope_that_depends_on_the_longest_row_is_refused(name, rope, tmp_path):
     rope = rope | {"rope_theta": 1e4, "original_max_position_embeddings": 16}
     kind = "rope_parameters" if "rope_parameters" in build_model().config.to_dict() else "rope_scaling"
     limits = {"max_position_embeddings": 16, kind: rope}
-    with pytest.raises(
-        ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on the longest row"
-    ):
+    with pytest.raises(ValueError, match=f"The model's '{rope['rope_type']}' rotary embedding depends on"):
         make(name, tmp_path, ours=True, model=build_model(**limits))
     make(name, tmp_path, ours=True, max_length=16, model=build_model(**limits))  # no row is long enough for it
 
@@ -425,11 +311,12 @@ def test_a_process_with_fewer_micro_batches_cuts_its_largest_in_two(name, fixed,
 
 def test_a_process_with_too_few_rows_computes_one_without_a_weight():
     batch = {"input_ids": torch.arange(6).view(6, 1), "reference": torch.arange(3)}
-    batches = micro_batches.to_equal_count([(batch, 0.75)], 4, rows_per_item=2)
-    assert [(b["input_ids"].flatten().tolist(), b["reference"].tolist()) for b, _ in batches] == [
+    whole = micro_batches.MicroBatch(batch, 0.75, [6, 7, 4])
+    cut = micro_batches.to_equal_count([whole], 4, rows_per_item=2)
+    assert [(m.batch["input_ids"].flatten().tolist(), m.batch["reference"].tolist()) for m in cut] == [
         ([0, 3], [0]), ([1, 4], [1]), ([2, 5], [2]), ([0, 3], [0]),
     ]  # fmt: skip
-    assert [weight for _, weight in batches] == pytest.approx([0.25, 0.25, 0.25, 0.0])
+    assert [(m.weight, m.items) for m in cut] == [(0.25, [6]), (0.25, [7]), (0.25, [4]), (0, [6])]
 
 
 # Input
@@ -440,7 +327,7 @@ def test_a_pair_beyond_the_budget_is_alone_with_a_warning(tmp_path, caplog):
         trainer = make("dpo", tmp_path, ours=True, max_tokens_per_batch=26, max_steps=4)
         steps = watched(trainer)
     dataset = trainer.train_dataset
-    tokens = PairMeasure(max_length=26).dataset(dataset).tokens
+    tokens = PairMeasure(max_length=26).costs(dataset).tokens
     message = f"{(tokens > 26).sum()} of 32 rows of the train dataset have more tokens than"
     assert sum(message in text for text in caplog.messages) == 1
     assert any(sum(batch) > 26 for step in steps for batch in step)
@@ -462,33 +349,22 @@ def test_the_batch_of_a_step_is_the_product_with_the_accumulation():
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (32, 1)
 
 
-@pytest.mark.parametrize("config_class", [DPOConfig, SFTConfig])
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
-        ({"max_tokens_per_batch": 2048, "padding_free": False}, "needs `padding_free=True`"),
-    ],
-)
-def test_a_budget_that_cannot_be_kept_is_an_error(config_class, config, message):
+REFUSED = {
+    "no tokens": ("dpo", {"max_tokens_per_batch": 0}, "must be a number of tokens, got 0"),
+    "padding": ("sft", {"padding_free": False}, "needs `padding_free=True`"),
+    "packed rows": ("sft", {"packing": True}, "Set one of `packing` and `max_tokens_per_batch`"),
+    "split batches": (
+        "dpo", {"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"
+    ),
+    "noise by length": ("sft", {"neftune_noise_alpha": 5}, "`neftune_noise_alpha=5` adds noise whose size depends on"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_with_which_a_budget_cannot_be_kept_are_refused(case, tmp_path):
+    name, config, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        config_class(**{"use_cpu": True, "bf16": False, "padding_free": True} | config)
-
-
-def test_packed_rows_are_not_split():
-    with pytest.raises(ValueError, match="Set one of `packing` and `max_tokens_per_batch`"):
-        SFTConfig(use_cpu=True, bf16=False, padding_free=True, packing=True, max_tokens_per_batch=2048)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"accelerator_config": {"split_batches": True}}, "leave `split_batches` and `even_batches` out"),
-    ],
-)
-def test_settings_that_deal_out_rows_otherwise_are_refused(config, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        make("dpo", tmp_path, ours=True, **config)
+        make(name, tmp_path, ours=True, **config)
 
 
 @pytest.mark.parametrize("max_length", [None, 1024])

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler
 
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
-    StepPlan,
     pack_by_budget,
     pack_depth_first,
     partition_by_tokens,
@@ -20,6 +19,7 @@ from trl_padfix.trainers.batching.bin_packing import (
 )
 from trl_padfix.trainers.batching.measures import PairMeasure
 from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
+from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, text_costs
 
 
@@ -38,7 +38,7 @@ def costs_of(rows):
 def pairs_of(prompts, chosen, rejected):
     """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
     parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
-    return PairMeasure(sharing=True).examples([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
+    return PairMeasure(sharing=True).costs([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
 
 
 def drawn_costs(most=24):
@@ -122,7 +122,7 @@ def test_processes_have_equally_many_rows_and_each_row_one_process(costs, proces
     assert {len(part) for part in parts} == {len(costs) // processes}
 
 
-def test_rows_that_cannot_be_dealt_out_evenly_are_an_error():
+def test_rows_that_cannot_be_partitioned_evenly_are_an_error():
     with pytest.raises(ValueError, match="5 rows cannot be partitioned into 2 equal parts"):
         partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
 
@@ -170,9 +170,9 @@ def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
                 rows.append(row)
     costs = costs_of(rows[: 32 * processes])
     waiting = {}
-    for deal in (partition_by_tokens, partition_equal_rows):
-        tokens = [costs.total(part) for part in deal(costs, processes)]
-        waiting[deal] = 1 - np.mean(tokens) / max(tokens)
+    for partition in (partition_by_tokens, partition_equal_rows):
+        tokens = [costs.total(part) for part in partition(costs, processes)]
+        waiting[partition] = 1 - np.mean(tokens) / max(tokens)
     assert waiting[partition_by_tokens] < 0.05 < waiting[partition_equal_rows]
 
 
@@ -263,11 +263,9 @@ def test_pairs_cost_at_least_what_is_computed(data):
         "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
     }
     batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
-    assert (
-        PairMeasure(**settings).examples(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
-    )
+    assert PairMeasure(**settings).costs(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
     shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    costs = PairMeasure(sharing=True, **settings).examples(pairs)
+    costs = PairMeasure(sharing=True, **settings).costs(pairs)
     assert costs.total() >= shared
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
@@ -277,7 +275,7 @@ def test_pairs_cost_at_least_what_is_computed(data):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_parts_that_see_each_others_prefixes_stay_within_the_budget(seed):
+def test_micro_batches_that_share_prefixes_stay_within_the_budget(seed):
     """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
     draw = np.random.default_rng(seed)
     rows = [np.arange(int(draw.integers(1, 300)))]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from ..trainers.base import PARTS, PaddingFreeMixin
+from ..trainers.batching.budget_checks import check_budget
 from ..trainers.batching.measures import RowMeasure
 from ..trainers.batching.micro_batch_budget import MicroBatchBudget
-from ..trainers.batching.sampler import StepOrder, check_budget
+from ..trainers.batching.sampler import StepOrder
 from ..trainers.batching.token_budget import SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
 from ..trainers.context_parallel import ContextParallel

@@ -44,6 +44,7 @@ from .batching.micro_batch_budget import MicroBatchBudget
 from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
 from .batching.token_budget import SubBatchBudget
+from .batching.user_steps import whole_batch
 from .checkpoints.model_cards import card_tags, describe_in_card
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import check_arguments
@@ -287,7 +288,7 @@ class PaddingFreeMixin:
         within such a block only updates the batch.
         """
         padding, running = self.padding, self.padding.running
-        inputs = padding.part(SubBatchBudget).whole_batch(inputs)
+        inputs = whole_batch(self, inputs)
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         # `_prepare_inputs` has done `loss_inputs` already, except for a batch that a user took from the data loader.

@@ -68,8 +68,7 @@ class ContextParallel(Part):
         if self.settings.cp_attention not in (HEADS, KEYS):
             raise ValueError(f"`cp_attention` is {HEADS!r} or {KEYS!r}, got {self.settings.cp_attention!r}.")
 
-    @contextlib.contextmanager
-    def around_init(self, config: TrainingArguments) -> Iterator[None]:
+    def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
         original = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
@@ -80,12 +79,8 @@ class ContextParallel(Part):
                 _replace_ring_attention(self.trainer, self.size)
 
         # On the instance, because Trainer calls it in the middle of its `__init__`.
-        attributes = vars(self.trainer)
-        attributes["create_accelerator_and_postprocess"] = create_accelerator_and_postprocess
-        try:
-            yield
-        finally:
-            del attributes["create_accelerator_and_postprocess"]
+        name = "create_accelerator_and_postprocess"
+        return temporarily_set(self.trainer, name, create_accelerator_and_postprocess)
 
     def attach_to_models(self) -> None:
         trainer = self.trainer
@@ -247,26 +242,22 @@ class ContextParallel(Part):
                         stack.enter_context(temporarily_set(module, name, replacing[value]))
             yield
 
-    @contextlib.contextmanager
-    def around_ref_logps(self) -> Iterator[None]:
-        with self._gather_without_duplicates():
-            yield
+    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
+        return self._gather_without_duplicates()
 
-    @contextlib.contextmanager
-    def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
-        with self._gather_without_duplicates():
-            yield
+    def around_evaluation_loop(self, evaluation: Evaluation) -> contextlib.AbstractContextManager[None]:
+        return self._gather_without_duplicates()
 
     @contextlib.contextmanager
     def _gather_without_duplicates(self) -> Iterator[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
+        # `gather_for_metrics` of the class calls `gather`; one that a user has set on the instance may not.
+        names = [name for name in ("gather", "gather_for_metrics") if name == "gather" or name in vars(accelerator)]
         with contextlib.ExitStack() as stack:
-            for name in ("gather", "gather_for_metrics"):
-                # That of the class calls `gather`; one that a user has set on the instance may not.
-                if self.group is not None and (name == "gather" or name in vars(accelerator)):
-                    of_groups = self._of_groups(getattr(accelerator, name))
-                    stack.enter_context(temporarily_set(accelerator, name, of_groups))
+            for name in names if self.group is not None else ():
+                of_groups = self._of_groups(getattr(accelerator, name))
+                stack.enter_context(temporarily_set(accelerator, name, of_groups))
             yield
 
     def _of_groups(self, gather_all: Callable) -> Callable:
@@ -348,25 +339,22 @@ def _check_completions_per_prompt(trainer: PaddingFreeTrainer, dimension: str, s
 
 
 def _checksums(batch: dict[str, Any]) -> list[Any]:
+    """
+    Two numbers for the whole-number tensors of a batch: one differs if numbers of rows, sizes or the order of tensors
+    differ, and one on the device if values do (but for rare collisions).
+    """
+    shapes: int = 0
+    values: Any = 0
     tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
-    return [_shape_checksum(tensors), _value_checksum(tensors)]
-
-
-def _shape_checksum(tensors: list[torch.Tensor]) -> int:
-    """A number that differs if numbers of rows, sizes or the order of tensors differ (but for rare collisions)."""
-    # Sizes are multiplied with a prime that is larger than numbers of rows, so that the two do not cancel out; the
-    # position `i` distinguishes orders.
-    rows_and_sizes = [(len(x) if x.dim() else 1, x.numel()) for x in tensors]
-    return sum(i * (rows + 65_537 * size) for i, (rows, size) in enumerate(rows_and_sizes, 1))
-
-
-def _value_checksum(tensors: list[torch.Tensor]) -> Any:
-    """A number on the device that differs if values differ; int64 may overflow, which is the same on all processes."""
-    checksum: Any = 0
-    for x in tensors:
-        # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum.
-        checksum = checksum * 3 + (x.flatten().long() * (torch.arange(x.numel(), device=x.device) + 1)).sum()
-    return checksum
+    for i, x in enumerate(tensors, 1):
+        # Sizes are multiplied with a prime that is larger than numbers of rows, so that the two do not cancel out; the
+        # position `i` distinguishes orders.
+        shapes += i * ((len(x) if x.dim() else 1) + 65_537 * x.numel())
+        # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum. int64
+        # may overflow, which is the same on all processes.
+        weights = torch.arange(x.numel(), device=x.device) + 1
+        values = values * 3 + (x.flatten().long() * weights).sum()
+    return [shapes, values]
 
 
 def _check_sizes(config: TrainingArguments) -> None:

@@ -69,10 +69,11 @@ def _custom_method(trainer: PaddingFreeTrainer, methods: set[str]) -> str | None
 
 def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
-    members = [vars(c).get(name) for c in type(collator).__mro__ for name in ("__call__", "torch_call")]
-    members += [vars(collator)[name] for name in ("torch_call",) if name in getattr(collator, "__dict__", {})]
-    is_function = hasattr(collator, "__globals__") or hasattr(collator, "__func__")
-    return not all(map(_is_trusted, [collator] if is_function else filter(None, members)))
+    if hasattr(collator, "__globals__") or hasattr(collator, "__func__"):  # a function or a method
+        return not _is_trusted(collator)
+    owners = [getattr(collator, "__dict__", {}), *map(vars, type(collator).__mro__)]
+    calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner]
+    return not all(map(_is_trusted, calls))
 
 
 def _functions(value: Any) -> Iterator[Any]:

@@ -38,7 +38,7 @@ def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: B
     elif variant.batching == "grouped":
         batches = in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
     else:
-        costs = settings.measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
+        costs = settings.measure(sharing=bool(variant.shares)).costs([step.rows[i] for i in rows])
         parts = in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
         batches = [[rows[i] for i in part] for part in parts]
     # Sorted by length or prefix, the first batches would be the largest while the machine warms up.

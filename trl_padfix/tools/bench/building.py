@@ -105,7 +105,7 @@ def _grouped(rows: list[dict[str, Any]], count: int, settings: BenchSettings) ->
     """
     draw = random.Random(settings.seed)
     order = draw.sample(range(len(rows)), len(rows))
-    grouped = group_rows(order, settings.measure(sharing=True).examples(rows), settings.pairs).tolist()
+    grouped = group_rows(order, settings.measure(sharing=True).costs(rows), settings.pairs).tolist()
     begin = settings.warmup * settings.pairs
     warmup, counted = grouped[:begin], grouped[begin:count]
     draw.shuffle(counted)

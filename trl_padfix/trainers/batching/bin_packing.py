@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +17,6 @@ from .token_costs import RowCosts
 
 
 __all__ = [
-    "Share",
-    "StepPlan",
     "halve_largest",
     "pack_by_budget",
     "pack_depth_first",
@@ -29,24 +26,14 @@ __all__ = [
 ]
 
 
-class Share(NamedTuple):
-    """
-    The rows of a process in a step.
+class RowGroup(NamedTuple):
+    """Rows that stay together, and their tokens."""
 
-    Attributes:
-        rows_of_step (`int`): Number of rows of the step, over all processes.
-        rows (`list[int]`): Numbers of the rows.
-        trl_index (`list[int]`): For each row the number of TRL's micro-batch that it is in; the processes compute
-            theirs at the same time, under one number.
-    """
-
-    rows_of_step: int
+    tokens: float
     rows: list[int]
-    trl_index: list[int]
 
-
-RowGroup = tuple[float, list[int]]
-"""Tokens of rows that stay together, and the rows."""
+    def joined(self, other: RowGroup) -> RowGroup:
+        return RowGroup(self.tokens + other.tokens, self.rows + other.rows)
 
 
 def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
@@ -59,21 +46,12 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     shared = costs.shared_by_all  # in each micro-batch once
     costs, budget = costs.without_shared(shared), budget - shared
     groups = _groups_by_size(costs, budget)
-    # First fit, decreasing.
-    bins: list[list[RowGroup]] = []
-    loads: list[float] = []
-    for size, rows in groups:
-        index = next((i for i, load in enumerate(loads) if load + size <= budget), len(bins))
-        if index == len(bins):
-            bins.append([])
-            loads.append(0)
-        bins[index].append((size, rows))
-        loads[index] += size
+    bins: list[RowGroup] = []
+    _first_fit(groups, budget, bins)
     even_bins = _greedy_partition(groups, len(bins))
-    if all(_tokens(groups) <= budget or len(groups) == 1 for groups in even_bins):
+    if all(group.tokens <= budget or len(group.rows) == 1 for group in even_bins):
         bins = even_bins
-    bins = sorted(bins, key=_tokens, reverse=True)
-    return [sorted(row for _, rows in groups for row in rows) for groups in bins]
+    return [sorted(group.rows) for group in _largest_first(bins)]
 
 
 def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
@@ -97,7 +75,7 @@ def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     row of more tokens is a micro-batch of its own. Returns the rows of each micro-batch in depth-first order of the
     prefix tree: micro-batches that share a prefix are neighbours.
     """
-    return [sorted(rows) for _, rows in _pack_subtree(costs, budget)]
+    return [sorted(group.rows) for group in _pack_subtree(costs, budget)]
 
 
 def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
@@ -118,28 +96,25 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
     prefix_tokens = shared * KV_MEMORY_FRACTION if recompute else shared
     bins: list[RowGroup] = []
     fitting: list[RowGroup] = []
-    for rows, size in _groups(rest):
-        if size <= room or len(rows) == 1:
-            fitting.append((size, rows))
+    for group in _groups(rest):
+        if group.tokens <= room or len(group.rows) == 1:
+            fitting.append(group)
         else:
-            bins += [(load, [rows[i] for i in part]) for load, part in _pack_subtree(rest[rows], room)]
+            parts = _pack_subtree(rest[group.rows], room)
+            bins += [RowGroup(part.tokens, [group.rows[i] for i in part.rows]) for part in parts]
     first_mixed = len(bins)  # bins before this one are parts of one group
-    for size, rows in sorted(fitting, key=lambda group: -group[0]):
-        index = next((i for i, (load, _) in enumerate(bins) if load + size <= room), len(bins))
-        if index == len(bins):
-            bins.append((size, rows))
-        else:
-            bins[index] = (bins[index][0] + size, bins[index][1] + rows)
+    _first_fit(_largest_first(fitting), room, bins)
     # The prefix is recomputed for its last micro-batch, which holds all activations of the prefix beside its own.
-    if recompute and bins[-1][0] > room_if_kept:
-        small = next((i for i in range(first_mixed, len(bins)) if bins[i][0] <= room_if_kept), None)
+    if recompute and bins[-1].tokens > room_if_kept:
+        small = next((i for i in range(first_mixed, len(bins)) if bins[i].tokens <= room_if_kept), None)
         if small is not None:
             bins.append(bins.pop(small))
-        elif len(bins[-1][1]) > 1:
-            load, rows = bins.pop()
+        elif len(bins[-1].rows) > 1:
+            tokens, rows = bins.pop()
             last = next(row for row in rest.order[::-1].tolist() if row in rows)
-            bins += [(load, [row for row in rows if row != last]), (int(rest.tokens[last]), [last])]
-    return [(load + prefix_tokens, rows) for load, rows in bins]
+            bins.append(RowGroup(tokens, [row for row in rows if row != last]))
+            bins.append(RowGroup(int(rest.tokens[last]), [last]))
+    return [RowGroup(tokens + prefix_tokens, rows) for tokens, rows in bins]
 
 
 def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int, Sequence[int]]]:
@@ -175,7 +150,7 @@ def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
     loads = np.zeros(processes)
     partition: list[list[int]] = [[] for _ in range(processes)]
     costs = costs.without_shared(costs.shared_by_all)
-    for rows, size in sorted(_groups(costs), key=lambda group: -group[1]):
+    for size, rows in _largest_first(_groups(costs)):
         is_cut = False
         while rows:
             # The process with the fewest tokens among those with room for all rows, or with any room.
@@ -202,7 +177,7 @@ def partition_by_tokens(costs: RowCosts, processes: int) -> list[list[int]]:
     # Groups cut into smaller parts balance better, and repeat their prefixes on more processes.
     for cuts in (1, 2, 4, 8):
         groups = _greedy_partition(_groups_by_size(costs, int(even_load / cuts)), processes)
-        candidates.append([[row for _, rows in part for row in rows] for part in groups])
+        candidates.append([group.rows for group in groups])
     candidates.append(_contiguous_partition(costs, processes))
     # If all rows are equal, only the first one has tokens, and all other candidates leave some process without a row.
     candidates.append([rows.tolist() for rows in np.array_split(costs.order, processes)])
@@ -233,147 +208,51 @@ def _contiguous_partition(costs: RowCosts, processes: int) -> list[list[int]]:
     return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """
-    The optimizer steps of an epoch in TRL: micro-batches, which the processes take in turn.
-
-    Attributes:
-        rows (`int`): Rows of the dataset.
-        micro_batch (`int`): Rows of a micro-batch.
-        accumulation_steps (`int`): Micro-batches of each process in an optimizer step.
-        processes (`int`): Number of processes.
-        drop_last (`bool`): Whether micro-batches that are not full, or that some process lacks, are left out.
-    """
-
-    rows: int
-    micro_batch: int
-    accumulation_steps: int = 1
-    processes: int = 1
-    drop_last: bool = False
-
-    @property
-    def per_process(self) -> int:
-        """Rows of each process in a full step."""
-        return self.micro_batch * self.accumulation_steps
-
-    @property
-    def remainder(self) -> int:
-        """Rows of the dataset in a last, incomplete step, over all processes."""
-        rest = self.rows % (self.per_process * self.processes)
-        return rest - rest % (self.micro_batch * self.processes) if self.drop_last else rest
-
-    @property
-    def last(self) -> int:
-        """Rows of each process in a last, incomplete step; 0 if all steps are full."""
-        if self.processes == 1:
-            return self.remainder
-        # accelerate repeats the first rows of the epoch, so that all processes have equally many full micro-batches.
-        return -(-self.remainder // (self.micro_batch * self.processes)) * self.micro_batch
-
-    def weights(self, rows: int, rows_of_step: int | None = None) -> np.ndarray:
-        """
-        Weight of each of the `rows` of a process in the loss of a step, `(rows,)`.
-
-        TRL averages over micro-batches their means over rows. With several processes all micro-batches are full and
-        gradients are averaged over processes, so each of the `rows_of_step` has the same weight.
-        """
-        if self.processes > 1:
-            return np.full(rows, self.processes / (rows_of_step or rows * self.processes))
-        micro_batch = np.arange(rows) // self.micro_batch
-        rows_in = np.bincount(micro_batch)
-        return 1 / rows_in[micro_batch] / len(rows_in)
-
-    def rows_per_process(
-        self, order: Sequence[int] | np.ndarray, costs: RowCosts, *, equal: bool = False
-    ) -> Iterator[Share]:
-        """
-        Partition the rows of an epoch: yields the share of each process of each step.
-
-        Each row stays in its step of `order`. With `equal` each process has the micro-batches that it has in TRL, for
-        losses that compare the rows of one; otherwise processes have about equally many tokens.
-        """
-        order, size = np.asarray(order), self.per_process * self.processes
-        for begin in range(0, len(order), size):
-            step = order[begin : begin + size]
-            if len(step) < size:
-                step = step[: self.remainder]
-                # As in accelerate, the first rows of the epoch fill the last step.
-                missing = self.last * self.processes - len(step)
-                step = np.concatenate([step, np.resize(order[: self.micro_batch * self.processes], missing)])
-            if not len(step):
-                continue
-            # accelerate gives the first micro-batches of a step to one process each, then the second ones, ...
-            trl_index, process = divmod(np.arange(len(step)) // self.micro_batch, self.processes)
-            if equal or self.processes == 1:
-                partition = [np.flatnonzero(process == i).tolist() for i in range(self.processes)]
-            else:
-                partition = partition_by_tokens(costs[step], self.processes)
-            yield from (Share(len(step), step[rows].tolist(), trl_index[rows].tolist()) for rows in partition)
-
-    def order_by_micro_batch(self, order: Sequence[int] | np.ndarray, costs: RowCosts) -> Iterator[int]:
-        """
-        The rows of an epoch in the order in which accelerate distributes them to the processes, in micro-batches.
-
-        Each row stays in its step. Micro-batches of a step have even token counts, and rows with a shared prefix are
-        in one of them. Sorted by tokens, micro-batches that run at the same time have about equally many.
-        """
-        order, size = np.asarray(order), self.per_process * self.processes
-        for begin in range(0, len(order), size):
-            step = order[begin : begin + size]
-            if len(step) < size or self.accumulation_steps * self.processes == 1:
-                yield from step.tolist()
-                continue
-            step_costs = costs[step]
-            micro_batches = partition_equal_rows(step_costs, self.accumulation_steps * self.processes)
-            for rows in sorted(micro_batches, key=step_costs.total, reverse=True):
-                yield from step[rows].tolist()
-
-    def share_of_epoch(self, steps: int) -> float:
-        """Share of an epoch after its first `steps` steps: of its micro-batches, as transformers counts it."""
-        full = self.rows // (self.per_process * self.processes) * self.accumulation_steps
-        count = full - -self.last // self.micro_batch  # -(-a // b) rounds up
-        return min(steps * self.accumulation_steps, count) / count
-
-    def __len__(self) -> int:
-        """Number of items of [`rows_per_process`] in an epoch."""
-        return self.processes * (self.rows // (self.per_process * self.processes) + bool(self.last))
-
-
-def _groups(costs: RowCosts) -> list[tuple[list[int], int]]:
+def _groups(costs: RowCosts) -> list[RowGroup]:
     """The rows of each group (see [`RowCosts.same_group`]), and their tokens in one batch."""
     if not len(costs):
         return []
     first = np.flatnonzero(~costs.same_group)
     tokens = costs.tokens[costs.order] - np.where(costs.same_group, costs.shared, 0)
     groups = np.split(costs.order, first[1:])
-    return [(rows.tolist(), int(size)) for rows, size in zip(groups, np.add.reduceat(tokens, first), strict=True)]
+    sizes = np.add.reduceat(tokens, first).tolist()
+    return [RowGroup(size, rows.tolist()) for size, rows in zip(sizes, groups, strict=True)]
 
 
 def _groups_by_size(costs: RowCosts, limit: int) -> list[RowGroup]:
     """The groups, the largest first; those of more than `limit` tokens are cut."""
     groups: list[RowGroup] = []
-    for rows, size in _groups(costs):
-        if size <= limit:
-            groups.append((size, rows))
+    for group in _groups(costs):
+        if group.tokens <= limit:
+            groups.append(group)
         else:
-            groups += [(costs.total(part), part) for part in _cut_group(costs, rows, limit)]
-    return sorted(groups, key=lambda group: group[0], reverse=True)
+            groups += [RowGroup(costs.total(part), part) for part in _cut_group(costs, group.rows, limit)]
+    return _largest_first(groups)
 
 
-def _greedy_partition(groups: list[RowGroup], count: int) -> list[list[RowGroup]]:
+def _largest_first(groups: list[RowGroup]) -> list[RowGroup]:
+    return sorted(groups, key=lambda group: group.tokens, reverse=True)
+
+
+def _first_fit(groups: list[RowGroup], room: float, bins: list[RowGroup]) -> None:
+    """Add each of the groups, in their order, to the first of `bins` in which it fits, or to a new one."""
+    for group in groups:
+        index = next((i for i, other in enumerate(bins) if other.tokens + group.tokens <= room), None)
+        if index is None:
+            bins.append(group)
+        else:
+            bins[index] = bins[index].joined(group)
+
+
+def _greedy_partition(groups: list[RowGroup], count: int) -> list[RowGroup]:
     """Add each of the groups, in their order, to the part with the fewest tokens so far."""
-    partition: list[list[RowGroup]] = [[] for _ in range(count)]
+    partition = [RowGroup(0, [])] * count
     heap: list[tuple[float, int]] = [(0, index) for index in range(count)]
     for group in groups:
-        load, index = heap[0]
-        partition[index].append(group)
-        heapq.heapreplace(heap, (load + group[0], index))
+        _, index = heap[0]
+        partition[index] = partition[index].joined(group)
+        heapq.heapreplace(heap, (partition[index].tokens, index))
     return partition
-
-
-def _tokens(groups: list[RowGroup]) -> float:
-    return sum(size for size, _ in groups)
 
 
 def _cut_group(costs: RowCosts, rows: list[int], limit: int) -> Iterator[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
@@ -14,7 +15,7 @@ from ..checks import rope_kind_beyond
 from ..custom_loss import custom_loss_name
 from ..data.columns import column_names
 from ..distributed import datasets_of, splitting_parallelism
-from .sub_batches import joins_balancing_losses
+from .balancing_loss import joins_balancing_losses
 
 
 if TYPE_CHECKING:
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["check_configuration", "check_loss", "has_images", "joins_micro_batches", "what_collator_gets"]
+__all__ = [
+    "check_budget",
+    "check_configuration",
+    "check_loss",
+    "has_images",
+    "joins_micro_batches",
+    "what_collator_gets",
+]
 
 logger = get_logger(__name__)
 
@@ -58,6 +66,27 @@ def check_configuration(config: TrainingArguments, train_dataset: Any) -> None:
             f"`{type(train_dataset).__name__}`{images}. Give a `datasets.Dataset` (of a stream "
             "`Dataset.from_generator`), or leave the budget out."
         )
+
+
+def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> None:
+    """
+    Check the `longest` sequence of each row of a dataset, or of a stream from its row `first` on.
+
+    Raises:
+        ValueError: If a sequence has more tokens than the budget.
+    """
+    if not (longest > budget).any():
+        return
+    if first is None:
+        which, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
+        most, row = longest.max(), f"row {longest.argmax()}"
+    else:
+        which, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
+        most, row = longest[index], f"row {first + index}"
+    raise ValueError(
+        f"{which} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
+        f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {them}."
+    )
 
 
 def check_loss(trainer: PaddingFreeTrainer) -> None:

@@ -3,47 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from ..temporary_attributes import temporarily_set
+from .micro_batches import MicroBatch
 
 
 __all__ = ["claimed_weights", "differs", "loss_and_norm", "without_dropout"]
 
 
 def claimed_weights(
-    reduction: str, batches: Sequence[dict[str, Any]], weights: Sequence[float], num_label_tokens: Callable[..., Any]
+    reduction: str, micro_batches: Sequence[MicroBatch], num_label_tokens: Callable[..., Any]
 ) -> list[Any]:
     """
-    Weights of micro-batches in the loss of a step that has this reduction.
+    Weights of micro-batches in the loss of a step that has this reduction: `"rows"`, `"tokens"` or `"sum"`.
 
-    Args:
-        reduction (`str`):
-            `"rows"`, `"tokens"` or `"sum"`.
-        batches (`Sequence[dict]`):
-            The micro-batches.
-        weights (`Sequence[float]`):
-            Their shares of the rows; 0 for those that only match the forwards of other processes.
-        num_label_tokens (`Callable`):
-            Returns the number of label tokens of a batch.
+    `num_label_tokens` returns the number of label tokens of a batch.
     """
     if reduction == "rows":
-        return list(weights)
+        return [m.weight for m in micro_batches]
     if reduction == "sum":
-        return [float(weight > 0) for weight in weights]
-    counts = [num_label_tokens(batch) * (weight > 0) for batch, weight in zip(batches, weights, strict=True)]
+        return [float(m.weight > 0) for m in micro_batches]
+    counts = [num_label_tokens(m.batch) * (m.weight > 0) for m in micro_batches]
     return [count / sum(counts).clamp(min=1) for count in counts]
 
 
-def loss_and_norm(losses: Iterator[torch.Tensor], parameters: Sequence[nn.Parameter]) -> tuple[float, float]:
+def loss_and_norm(
+    losses: Iterable[Callable[[], torch.Tensor]], parameters: Sequence[nn.Parameter]
+) -> tuple[float, float]:
     """
     The sum of losses, and the norm of its gradient. The losses are computed one after another, each freed with its
     graph. Gradients of parameters stay as they are, and so do hooks on them: nothing is accumulated.
     """
     total, gradients = 0.0, [None] * len(parameters)
-    for loss in losses:
+    for compute in losses:
+        loss = compute()
         total += float(loss.detach())
         if parameters:
             new = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -61,18 +59,10 @@ def differs(whole: tuple[float, float], split: tuple[float, float], dtype: torch
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """A block in which dropout layers and the dropout of attention are off: two forwards can be compared."""
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    rates = [
-        (m, m.attention_dropout) for m in model.modules() if isinstance(getattr(m, "attention_dropout", None), float)
-    ]
-    for layer in layers:
-        layer.eval()
-    for module, _ in rates:
-        module.attention_dropout = 0.0
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                stack.enter_context(temporarily_set(module, "training", False))
+            if isinstance(getattr(module, "attention_dropout", None), float):
+                stack.enter_context(temporarily_set(module, "attention_dropout", 0.0))
         yield
-    finally:
-        for layer in layers:
-            layer.train()
-        for module, rate in rates:
-            module.attention_dropout = rate

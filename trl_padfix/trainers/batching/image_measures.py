@@ -44,13 +44,13 @@ class ImageMeasure(RowMeasure):
     tokens: np.ndarray
     images: np.ndarray
 
+    def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
+        return text_costs(self.tokens)
+
     def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
         return text_costs(self.tokens[list(numbers)])
 
-    def dataset(self, dataset: Dataset) -> RowCosts:
-        return text_costs(self.tokens)
-
-    def longest(self, dataset: Dataset) -> np.ndarray:
+    def longest(self, rows: Dataset | Sequence[dict[str, Any]]) -> np.ndarray:
         return self.sequence_tokens.max(1)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -36,45 +35,38 @@ class RowMeasure:
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The columns of each sequence of a row, in their order. Only the first column counts for shared prefixes."""
 
-    def examples(self, examples: Sequence[dict[str, Any]]) -> RowCosts:
-        return self._costs(partial(_read, examples))
-
-    def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
-        """Costs of `examples`, the rows `numbers` of the train dataset."""
-        return self.examples(examples)
-
-    def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Raise if a batch of these rows has other token counts than planned. Tokenized rows cannot."""
-
-    def dataset(self, dataset: Dataset) -> RowCosts:
-        return self._costs(partial(_read, dataset))
-
-    def longest(self, rows: Dataset | Sequence[dict[str, Any]]) -> np.ndarray:
-        """Tokens of the longest sequence of each row, as it is trained on."""
-        longest = self._lengths(self._columns(partial(_read, rows))).max(0)
-        return longest if self.max_length is None else np.minimum(longest, self.max_length)
-
-    def _columns(self, read: Callable[[str], list[np.ndarray]]) -> dict[str, list[np.ndarray]]:
-        return {name: read(name) for name in dict.fromkeys(chain(*self.sequences))}
-
-    def _lengths(self, columns: dict[str, list[np.ndarray]]) -> np.ndarray:
-        """Tokens of the sequences of each row before truncation, `(k, n)`."""
-        lengths = {name: np.array([len(ids) for ids in rows], dtype=np.int64) for name, rows in columns.items()}
-        return np.stack([np.sum([lengths[name] for name in names], axis=0) for names in self.sequences])
-
-    def _costs(self, read: Callable[[str], list[np.ndarray]]) -> RowCosts:
-        columns = self._columns(read)
+    def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
+        """Costs of the rows of a dataset, or of examples."""
+        columns = self._columns(rows)
         begins = [columns[names[0]] for names in self.sequences]
         tokens, shareable = truncated_tokens(
             self._lengths(columns), np.array([len(ids) for ids in begins[0]]), self.max_length, self.truncation_mode
         )
         return _shared_costs(begins, tokens, shareable) if self.sharing else text_costs(tokens)
 
+    def of(self, numbers: Sequence[int], examples: Sequence[dict[str, Any]]) -> RowCosts:
+        """Costs of `examples`, the rows `numbers` of the train dataset."""
+        return self.costs(examples)
 
-def _read(rows: Dataset | Sequence[dict[str, Any]], name: str) -> list[np.ndarray]:
-    if isinstance(rows, Dataset):
-        return list(lists(rows, name))
-    return [np.asarray(row[name], dtype=np.int64) for row in rows]
+    def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
+        """Raise if a batch of these rows has other token counts than planned. Tokenized rows cannot."""
+
+    def longest(self, rows: Dataset | Sequence[dict[str, Any]]) -> np.ndarray:
+        """Tokens of the longest sequence of each row, as it is trained on."""
+        longest = self._lengths(self._columns(rows)).max(0)
+        return longest if self.max_length is None else np.minimum(longest, self.max_length)
+
+    def _columns(self, rows: Dataset | Sequence[dict[str, Any]]) -> dict[str, list[np.ndarray]]:
+        """The token ids of each column of [`sequences`], row by row."""
+        names = dict.fromkeys(chain(*self.sequences))
+        if isinstance(rows, Dataset):
+            return {name: list(lists(rows, name)) for name in names}
+        return {name: [np.asarray(row[name], dtype=np.int64) for row in rows] for name in names}
+
+    def _lengths(self, columns: dict[str, list[np.ndarray]]) -> np.ndarray:
+        """Tokens of the sequences of each row before truncation, `(k, n)`."""
+        lengths = {name: np.array([len(ids) for ids in rows], dtype=np.int64) for name, rows in columns.items()}
+        return np.stack([np.sum([lengths[name] for name in names], axis=0) for names in self.sequences])
 
 
 def _shared_costs(begins: Sequence[Sequence[np.ndarray]], tokens: np.ndarray, shareable: np.ndarray) -> RowCosts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,13 +28,15 @@ from ..data.tokenizers import tokenizer_of
 from ..distributed import gather_counts, is_sharded, max_over_processes, sync_gradients_in_last
 from ..temporary_attributes import temporarily_set
 from .budget_checks import check_configuration, has_images, what_collator_gets
+from .budget_collator import BudgetCollator
 from .claims import claimed_weights, differs, loss_and_norm, without_dropout
-from .micro_batches import BudgetCollator, CollatedStep, MicroBatch, join_batches, step_of, to_equal_count
+from .micro_batches import CollatedStep, MicroBatch, join_batches, step_of, to_equal_count
 from .prefix_schedule import STALE_PLAN, MicroBatchRunner
 from .sampler import StepDataset, StepOrder
 from .step_metrics import StepMetrics
+from .step_plan import StepPlan
 from .token_budget import SubBatchBudget
-from .user_steps import step_of_user, train_by_trl_micro_batch, whole_batch
+from .user_steps import step_of_user, train_by_trl_micro_batch
 
 
 if TYPE_CHECKING:
@@ -43,9 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchBudget"]
 
 logger = get_logger(__name__)
-
-TRL_INDEX = "trl_index"
-"""Column of a micro-batch with the `trl_index` of its items, while micro-batches are cut."""
 
 
 class MicroBatchBudget(SubBatchBudget):
@@ -70,12 +70,30 @@ class MicroBatchBudget(SubBatchBudget):
             yield
             return
         self._check_loss()  # a loss may have been set on the trainer since
-        trainer, task, order = self.trainer, self.trainer.padding.task, self.trainer.padding.part(StepOrder)
+        trainer, order = self.trainer, self.trainer.padding.part(StepOrder)
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if has_images(trainer) else None)
-        context_parallel = trainer.padding.handle and trainer.padding.handle.context_parallel
-        collator = BudgetCollator(
+        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
+            logger.warning(what_collator_gets(order.images is not None, trainer.padding.task.needs_all_rows()))
+        # An item is a step of a process; the plan has left out the rows that are dropped.
+        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
+        # accelerate would cut the tensors of a step of a stream, and knows none of its micro-batches.
+        dispatching = trainer.accelerator.dataloader_config if is_stream else None
+        with (
+            temporarily_set(trainer, "data_collator", self._collator(order, steps)),
+            temporarily_set(trainer, "train_dataset", items),
+            temporarily_set(trainer, "_train_batch_size", 1),
+            temporarily_set(trainer.args, "dataloader_drop_last", False),
+            temporarily_set(dispatching, "dispatch_batches", False),
+        ):
+            yield
+
+    def _collator(self, order: StepOrder, steps: StepPlan) -> BudgetCollator:
+        """The collator that splits a step of a process into micro-batches."""
+        trainer, task, handle = self.trainer, self.trainer.padding.task, self.trainer.padding.handle
+        assert self.budget is not None
+        return BudgetCollator(
             trainer.data_collator,
             order.measure(),
             self.budget,
@@ -89,21 +107,8 @@ class MicroBatchBudget(SubBatchBudget):
             rows_per_item=task.rows_per_item,
             pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
             adds_whole=may_read_steps(trainer),
-            cp_size=1 if context_parallel is None else context_parallel.group.size,
+            cp_size=handle.context_parallel.group.size if handle and handle.context_parallel else 1,
         )
-        if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
-            logger.warning(what_collator_gets(order.images is not None, task.needs_all_rows()))
-        # An item is a step of a process; the plan has left out the rows that are dropped.
-        items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
-        fields = {"train_dataset": items, "data_collator": collator, "_train_batch_size": 1}
-        config = trainer.accelerator.dataloader_config
-        with contextlib.ExitStack() as stack:
-            for name, value in fields.items():
-                stack.enter_context(temporarily_set(trainer, name, value))
-            stack.enter_context(temporarily_set(trainer.args, "dataloader_drop_last", False))
-            if is_stream:  # accelerate would cut the tensors of a step, and knows none of its micro-batches
-                stack.enter_context(temporarily_set(config, "dispatch_batches", False))
-            yield
 
     def training_step(
         self, train: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
@@ -125,7 +130,7 @@ class MicroBatchBudget(SubBatchBudget):
         # Trainer passes `num_items_in_batch`: the loss then divides by the tokens of the step itself. A
         # `get_batch_samples` of a user may count for losses without labels, which take no such number.
         num_items = next(iter((*args, *kwargs.values())), None)
-        counts_tokens = num_items is not None and "labels" in step.micro_batches[0]
+        counts_tokens = num_items is not None and "labels" in step.micro_batches[0].batch
 
         def run(batch: dict[str, Any]) -> Any:
             return train(model, batch, *args, **kwargs)
@@ -139,7 +144,7 @@ class MicroBatchBudget(SubBatchBudget):
     ) -> Any:
         """The micro-batches of TRL one after another; their forwards are split, and TRL averages their metrics."""
         loss = torch.zeros((), device=self.trainer.args.device)
-        for i, (batch, weight) in enumerate(zip(step.micro_batches, step.weights, strict=True)):
+        for i, (batch, weight, _) in enumerate(step.micro_batches):
             is_last = i == len(step.micro_batches) - 1
             with (
                 temporarily_set(self, "weight", None if counts_tokens else weight),
@@ -157,43 +162,29 @@ class MicroBatchBudget(SubBatchBudget):
         num_items: torch.Tensor | int | None,
     ) -> Any:
         """The micro-batches of the budget one after another, each with the weight of its rows in TRL's loss."""
-        micro_batches, trl_index = self._matched_micro_batches(step)
-        weights: list[Any] = [None if counts_tokens and weight else weight for _, weight in micro_batches]
-        if custom_loss_name(self.trainer) and (reduction := self.settings.loss_reduction):
+        trainer = self.trainer
+        micro_batches = self._match_other_processes(step.micro_batches)
+        # A micro-batch with weight 0 only matches the forwards of other processes.
+        weights: list[Any] = [None if counts_tokens and m.weight else m.weight for m in micro_batches]
+        if custom_loss_name(trainer) and (reduction := self.settings.loss_reduction):
             counts_tokens = False  # of the loss itself nothing is known but the claim
-            batches, shares = zip(*micro_batches, strict=True)
-            weights = claimed_weights(reduction, batches, shares, self.trainer.padding.task.num_label_tokens)
-            if not self._claim_is_verified and len(batches) > 1:
-                self._verify_claim(reduction, model, batches, weights, num_items)
+            weights = claimed_weights(reduction, micro_batches, trainer.padding.task.num_label_tokens)
+            if not self._claim_is_verified and len(micro_batches) > 1:
+                self._verify_claim(reduction, model, [m.batch for m in micro_batches], weights, num_items)
                 self._claim_is_verified = True
-        loss = torch.zeros((), device=self.trainer.args.device)
+        loss = torch.zeros((), device=trainer.args.device)
         with self._run(self._runner(micro_batches, step)) as metrics, temporarily_set(self, "weight", None):
-            for i, (batch, weight) in enumerate(micro_batches):
-                # A micro-batch with weight 0 only matches the forwards of other processes.
+            for i, micro_batch in enumerate(micro_batches):
                 self.weight = weights[i]
-                num_metric_items = self._num_metric_items(batch, weight, counts_tokens)
-                with self._micro_batch(i, model), metrics.micro_batch(num_metric_items, trl_index=trl_index[i]):
-                    loss = loss + run(batch)
-        unweighted = [batch for batch, weight in micro_batches if not weight]
-        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in unweighted]
+                num_items_of = self._num_metric_items(micro_batch, counts_tokens)
+                is_counted = step.trl_index and micro_batch.weight
+                trl_index = [step.trl_index[item] for item in micro_batch.items] if is_counted else None
+                with self._micro_batch(i, model), metrics.micro_batch(num_items_of, trl_index=trl_index):
+                    loss = loss + run(micro_batch.batch)
+        repeated = [m.batch for m in micro_batches if not m.weight]
+        masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in repeated]
         metrics.log(sum(int(mask.sum()) for mask in masks), step.trl_count)
         return loss
-
-    def _matched_micro_batches(self, step: CollatedStep) -> tuple[list[MicroBatch], list[list[int] | None]]:
-        """
-        The micro-batches of a step, as many as the process with most of them has, and the `trl_index` of the items of
-        each (`None` if unknown).
-
-        Raises:
-            ValueError: As [`MicroBatchBudget._match_other_processes`].
-        """
-        rows_per_item = self.trainer.padding.task.rows_per_item
-        micro_batches: list[MicroBatch] = list(zip(step.micro_batches, step.weights, strict=True))
-        trl_index = list(step.trl_index)
-        for batch in step.micro_batches if trl_index else ():
-            batch[TRL_INDEX] = [trl_index.pop(0) for _ in range(len(batch["input_ids"]) // rows_per_item)]
-        micro_batches = self._match_other_processes(micro_batches)
-        return micro_batches, [batch.pop(TRL_INDEX, None) for batch, _ in micro_batches]
 
     def _match_other_processes(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """
@@ -206,21 +197,22 @@ class MicroBatchBudget(SubBatchBudget):
             ValueError: If processes that shard a model would wait for one without images in its vision tower.
         """
         trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
-        of_kind = [[m for m in micro_batches if has_pixels(m[0]) == kind] for kind in (False, True)]
         if trainer.padding.part(StepOrder).images is None or not is_sharded(trainer):
             count = max_over_processes(trainer, len(micro_batches))
-            return sorted(to_equal_count(micro_batches, count, rows_per_item), key=lambda m: has_pixels(m[0]))
-        texts, images = max_over_processes(trainer, len(of_kind[0])), gather_counts(trainer, len(of_kind[1]))
-        if any(images) and not all(images):  # on every process, none of which then waits for the others
+            return sorted(to_equal_count(micro_batches, count, rows_per_item), key=lambda m: has_pixels(m.batch))
+        texts = [m for m in micro_batches if not has_pixels(m.batch)]
+        with_images = [m for m in micro_batches if has_pixels(m.batch)]
+        text_count, image_counts = max_over_processes(trainer, len(texts)), gather_counts(trainer, len(with_images))
+        if any(image_counts) and not all(image_counts):  # on every process, none of which then waits for the others
             raise ValueError(
-                f"No row of process {images.index(0)} has an image in step {trainer.state.global_step + 1}, and "
+                f"No row of process {image_counts.index(0)} has an image in step {trainer.state.global_step + 1}, and "
                 "processes that shard a model (FSDP, ZeRO-3) meet in its vision tower. As with TRL alone, each batch "
                 "of each process needs a row with an image."
             )
-        if texts and not of_kind[0]:  # its text computes the same layers, and counts for nothing
-            of_kind[0] = [(without_images(of_kind[1][0][0]), 0.0)]
-        counted = zip(of_kind, (texts, max(images)), strict=True)
-        return [m for kind, count in counted if count for m in to_equal_count(kind, count, rows_per_item)]
+        if text_count and not texts:  # the text of images computes the same layers, and counts for nothing
+            texts = [MicroBatch(without_images(with_images[0].batch), 0.0)]
+        texts = to_equal_count(texts, text_count, rows_per_item)
+        return texts + to_equal_count(with_images, max(image_counts), rows_per_item)
 
     def note_step(self, batches: Sequence[Any]) -> None:
         step = step_of(batches[0]) if batches else None
@@ -230,9 +222,6 @@ class MicroBatchBudget(SubBatchBudget):
         self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         return train_by_trl_micro_batch(self.trainer, self.trl_sizes, train, model, inputs, *args, **kwargs)
-
-    def whole_batch(self, inputs: Any) -> Any:
-        return whole_batch(self.trainer, inputs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""
@@ -276,10 +265,10 @@ class MicroBatchBudget(SubBatchBudget):
             StepMetrics(trainer).discarded(),
         ):
             whole = join_batches(batches, trainer.padding.task.rows_per_item)
-            expected = loss_and_norm((loss(whole, None) for _ in range(1)), parameters)
+            expected = loss_and_norm([partial(loss, whole, None)], parameters)
             with self._run(MicroBatchRunner(len(batches))):
-                losses = (loss(pop_metadata(b)[0], w) for b, w in zip(batches, weights, strict=True))
-                found = loss_and_norm(losses, parameters)
+                split = zip(map(pop_metadata, batches), weights, strict=True)
+                found = loss_and_norm([partial(loss, plain, weight) for (plain, _), weight in split], parameters)
         if differs(expected, found, next(trainer.model.parameters()).dtype):
             raise ValueError(
                 f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "
@@ -288,11 +277,12 @@ class MicroBatchBudget(SubBatchBudget):
                 "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
             )
 
-    def _num_metric_items(self, batch: dict[str, Any], weight: float, counts_tokens: bool) -> dict[str, Any]:
+    def _num_metric_items(self, micro_batch: MicroBatch, counts_tokens: bool) -> dict[str, Any]:
         """Number of items that each metric of a micro-batch is a mean over; `""` stands for all other metrics."""
-        task = self.trainer.padding.task
-        others = task.num_loss_items(batch) if counts_tokens else weight
-        return {"": others, **task.num_metric_items(batch)} if weight else {"": 0}
+        task, (batch, weight, _) = self.trainer.padding.task, micro_batch
+        if not weight:
+            return {"": 0}
+        return {"": task.num_loss_items(batch) if counts_tokens else weight, **task.num_metric_items(batch)}
 
     def _runner(self, micro_batches: list[MicroBatch], step: CollatedStep) -> MicroBatchRunner:
         """The runner of a step; its micro-batches share prefixes if they have any in common."""
@@ -301,4 +291,4 @@ class MicroBatchBudget(SubBatchBudget):
         plan = step.prefix_plan if len(micro_batches) == len(step.micro_batches) else STALE_PLAN
         gather = gather_object if is_sharded(self.trainer) else None
         assert self.budget is not None
-        return MicroBatchRunner.of([batch for batch, _ in micro_batches], plan, self.budget, gather)
+        return MicroBatchRunner.of([m.batch for m in micro_batches], plan, self.budget, gather)

@@ -9,20 +9,18 @@ epoch and the data, so all processes and a resumed run have the same order.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-import numpy as np
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from ..custom_loss import is_custom_collator
 from ..data.layout_collator import LayoutCollator
@@ -30,11 +28,13 @@ from ..distributed import data_replicas
 from ..parts import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
-from .bin_packing import Share, StepPlan
+from .budget_checks import check_budget
+from .budget_collator import BudgetCollator
 from .image_measures import ImageMeasure, measure_images
 from .measures import RowMeasure
-from .micro_batches import BudgetCollator
 from .prefix_groups import group_rows
+from .step_plan import Share, StepPlan
+from .streams import GroupedStream, StepStream
 from .token_costs import RowCosts
 
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["GroupedStream", "StepDataset", "StepOrder"]
+__all__ = ["StepDataset", "StepOrder"]
 
 logger = get_logger(__name__)
 
@@ -86,7 +86,7 @@ class StepSampler(Sampler):
             self.order.set_epoch(self.epoch())
         order: Any = list(self.order)
         if self.is_grouped:
-            order = group_rows(order, self.costs, self.plan.per_process * self.plan.processes)
+            order = group_rows(order, self.costs, self.plan.per_step)
         if self.is_partitioned:
             return self.plan.rows_per_process(order, self.costs, equal=self.equal_rows)
         return self.plan.order_by_micro_batch(order, self.costs)
@@ -108,110 +108,6 @@ class StepDataset(TorchDataset):
 
     def __getitem__(self, share: Share) -> tuple[Share, list[dict[str, Any]]]:
         return share, self.rows.__getitems__(share.rows)
-
-
-class GroupedStream(IterableDataset):
-    """
-    A stream with shared prefixes in one step: reads `buffer` rows ahead and groups them into the steps of `plan`.
-    """
-
-    def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):
-        self.rows, self.measure, self.plan, self.buffer = rows, measure, plan, buffer
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker = get_worker_info()
-        plan = self.plan
-        if worker is not None and worker.num_workers > 1:
-            # Workers make batches in turns, each from other rows, so a step is never in one worker.
-            plan = StepPlan(0, plan.micro_batch)
-        size = plan.per_process * plan.processes
-        buffer = max(self.buffer // size, 1) * size  # a buffer ends where a step does
-        stream = iter(self.rows)
-        while rows := list(islice(stream, buffer)):
-            costs = self.measure.examples(rows)
-            yield from (rows[i] for i in plan.order_by_micro_batch(group_rows(range(len(rows)), costs, size), costs))
-
-
-class StepStream(GroupedStream):
-    """
-    A stream whose items are the rows of a step, as those of [`StepDataset`] are. It reads a step ahead, or
-    `buffer` rows if these are grouped.
-
-    Args:
-        budget (`int`):
-            Most tokens of a sequence. A row beyond it is an error as soon as it is read.
-        columns (`set[str]`, *optional*):
-            Columns that the collator gets; by default all.
-    """
-
-    def __init__(
-        self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int | None, budget: int, columns: set[str] | None
-    ):
-        super().__init__(rows, measure, plan, buffer or plan.per_process * plan.processes)
-        self.is_grouped, self.budget, self.columns = buffer is not None, budget, columns
-        self.has_warned = False
-
-    def __iter__(self) -> Iterator[Any]:
-        size, round_of_all = self.plan.per_process * self.plan.processes, self.plan.micro_batch * self.plan.processes
-        first, first_rows = 0, []
-        stream = iter(self.rows)
-        # A buffer ends where a step does: only the last one may hold an incomplete step.
-        while rows := list(islice(stream, self.buffer // size * size)):
-            check_budget(self.measure.longest(rows), self.budget, first)
-            first_rows = first_rows or rows[:round_of_all]
-            numbers = [*range(first, first + len(rows))]
-            if first and self.plan.processes > 1 and not self.plan.drop_last:
-                # As accelerate, which fills the last round of micro-batches with the first rows of the stream.
-                missing = -len(rows) % round_of_all
-                filling = np.resize(np.arange(len(first_rows)), missing).tolist()
-                rows, numbers = rows + [first_rows[i] for i in filling], numbers + filling
-            costs = self.measure.examples(rows)
-            self._warn_of_large(costs, first)
-            order: Any = range(len(rows))
-            if self.is_grouped:
-                order = group_rows(order, costs, size)
-            if self.columns is not None:
-                rows = [{k: v for k, v in row.items() if k in self.columns} for row in rows]
-            for share in replace(self.plan, rows=len(rows)).rows_per_process(order, costs):
-                yield share._replace(rows=[numbers[i] for i in share.rows]), [rows[i] for i in share.rows]
-            first += len(rows)
-
-    def _warn_of_large(self, costs: RowCosts, first: int) -> None:
-        """Warn once of a row whose sequences fit one by one, and not together."""
-        if self.has_warned or not (costs.tokens > self.budget).any():
-            return
-        self.has_warned, row = True, int((costs.tokens > self.budget).argmax())
-        # Not accelerate's logger: a worker of a data loader has none of its state.
-        logging.getLogger(__name__).warning(
-            f"Row {first + row} of the train stream has {costs.tokens[row]} tokens, more than "
-            f"`max_tokens_per_batch={self.budget}`: it is a micro-batch by itself, and needs the memory of its size. "
-            "Raise the budget, or lower `max_length`. Said once."
-        )
-
-
-def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> None:
-    """
-    Check the `longest` sequence of each row of a dataset, or of a stream from its row `first` on.
-
-    Raises:
-        ValueError: If a sequence has more tokens than the budget.
-    """
-    if not (longest > budget).any():
-        return
-    if first is None:
-        which, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
-        most, row = longest.max(), f"row {longest.argmax()}"
-    else:
-        which, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
-        most, row = longest[index], f"row {first + index}"
-    raise ValueError(
-        f"{which} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
-        f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {them}."
-    )
 
 
 class StepOrder(Part):
@@ -285,7 +181,7 @@ class StepOrder(Part):
             ValueError: If workers or processes read a stream in parts, or if the buffer holds less than a step.
         """
         trainer, plan, buffer = self.trainer, self.plan(), self.settings.group_by_prefix_buffer
-        workers, size = trainer.args.dataloader_num_workers, plan.per_process * plan.processes
+        workers, size = trainer.args.dataloader_num_workers, plan.per_step
         if workers > 1:
             raise ValueError(
                 f"`max_tokens_per_batch` makes a step of consecutive rows of a stream, and {workers} data loader "
@@ -369,17 +265,16 @@ class StepOrder(Part):
             # As accelerate would replace it: all processes draw alike, and each epoch has its seed. Without
             # `data_seed` that is torch's seed, which is `seed` unless the script has set another one since.
             sampler = SeedableRandomSampler(dataset, data_seed=trainer.args.data_seed)
-        costs = self.measure().dataset(dataset)
+        costs = self.measure().costs(dataset)
         if budget is not None:
             self._check_rows(costs, dataset, budget)
         # Each process then has images in a step if it has them in TRL: of what none uses, DDP has no gradient.
         has_texts = self.images is not None and not self.images.images.all()
-        epoch = lambda: int(trainer.state.epoch or 0)  # noqa: E731
         return StepSampler(
             sampler,
             costs,
             self.steps or self.plan(),
-            epoch,
+            lambda: int(trainer.state.epoch or 0),
             is_grouped=bool(self.settings.group_by_prefix),
             is_partitioned=budget is not None,
             equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator or has_texts,

@@ -8,20 +8,16 @@ activations of one sub-batch at a time, and the gradient equals that of one forw
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, MutableSet, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, MutableSet, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
 import torch
-import trl.trainer.utils as trl_utils
 from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.models.mixtral import modeling_mixtral
 
 from ...core.call.batch_metadata import BatchVersion, defer_check
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
@@ -32,22 +28,19 @@ from ...core.model.find import find_decoder
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.image_rows import ImageCounts, has_pixels, image_tensors, select_rows, split_images
+from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
-from .prefix_groups import sort_by_prefix
+from .measures import batch_costs
 from .prefix_schedule import plan_on_host
-from .token_costs import prefix_costs, text_costs
 
 
-__all__ = ["SubBatches", "balancing_loss", "joins_balancing_losses"]
+__all__ = ["SubBatches"]
 
 
 logger = get_logger(__name__)
 
-_FEATURES = {"image_hidden_states", "image_outputs", "video_outputs", "audio_outputs"}
-"""Outputs of multimodal models that hold what a tower computed: the first one until transformers 5.23."""
-
-RouterLogits = tuple[torch.Tensor, ...] | None
-"""Router logits of a forward, layer by layer, `(B * L, experts)` each."""
+_UNREAD = {*CACHES, "image_hidden_states", "image_outputs", "video_outputs", "audio_outputs"}
+"""Outputs that no loss reads: caches, and features of images (the first one until transformers 5.23)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +57,11 @@ class _SplitBatch:
 
     def check_rows(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Defer the check that these tensors still hold the rows that were split."""
-        now = [(ids[rows], None if mask is None else mask[rows]) for rows in self.rows]
-        pairs = zip(chain(*now), chain(*self.inputs), strict=True)
-        differs = [(new != old).any() for new, old in pairs if new is not None and old is not None]
+        differs: list[torch.Tensor] = []
+        for rows, (ids_then, mask_then) in zip(self.rows, self.inputs, strict=True):
+            differs.append((ids[rows] != ids_then).any())
+            if mask is not None and mask_then is not None:
+                differs.append((mask[rows] != mask_then).any())
         defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
 
     def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
@@ -135,12 +130,7 @@ class SubBatches:
 
     def _rows(self, ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> list[list[int]]:
         """Numbers of the rows of each sub-batch; embeddings, and rows without a mask, share nothing."""
-        is_real = mask.numpy().astype(bool)
-        lengths = is_real.sum(1)
-        costs = text_costs(lengths)
-        if sharing:
-            rows = [row[keep] for row, keep in zip(ids.numpy(), is_real, strict=True)]
-            costs = prefix_costs(lengths, lengths, *sort_by_prefix(rows))
+        costs = batch_costs(ids, mask, rows_per_item=1, sharing=sharing)
         if (costs.tokens > self.budget).any():
             logger.warning_once(
                 f"Rows of a forward have more tokens than `max_tokens_per_batch={self.budget}`: each is a sub-batch "
@@ -290,10 +280,8 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":
             continue
-        elif name in (*CACHES, *_FEATURES):
-            output[name] = None  # no loss reads them; the caches of sub-batches are none of the batch
-        elif name == "loss" and has_balancing_loss:
-            output[name] = None  # it contains the balancing loss of its sub-batch; TRL takes neither from there
+        elif name in _UNREAD or (name == "loss" and has_balancing_loss):
+            output[name] = None  # such a loss contains the balancing loss of its sub-batch, and TRL does not read it
         elif name == "router_logits":
             output[name] = tuple(_tokens_in_order(layer, calls, inverse) for layer in zip(*values, strict=True))
         elif isinstance(value, tuple) and all(
@@ -325,62 +313,3 @@ def _merged_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> tor
         return torch.stack(losses).sum()
     counts = torch.stack([(call["labels"][:, 1:] != -100).sum() for call in calls])
     return (torch.stack(losses) * counts).sum() / counts.sum().clamp(min=1)
-
-
-def joins_balancing_losses() -> bool:
-    """Whether TRL adds the load-balancing loss itself, as it does with its fused LM head."""
-    return hasattr(trl_utils, "add_fused_lm_head")
-
-
-@contextmanager
-def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]:
-    """A list that grows by the router logits of each call of the model's decoder within the block."""
-    recorded: list[RouterLogits] = []
-
-    def record(decoder: Any, args: Any, output: Any) -> None:
-        recorded.append(getattr(output, "router_logits", None))
-
-    hook = find_decoder(model).register_forward_hook(record)
-    try:
-        yield recorded
-    finally:
-        hook.remove()
-
-
-def balancing_loss(
-    model: PreTrainedModel, router_logits: Sequence[RouterLogits], masks: Sequence[torch.Tensor | None]
-) -> Any:
-    """
-    The load-balancing loss of all sub-batches, as transformers computes it for one forward.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            The model with experts.
-        router_logits (`Sequence[tuple[torch.Tensor, ...]]`):
-            Router logits of the sub-batches.
-        masks (`Sequence[torch.Tensor]`):
-            Their attention masks, of shape `(b, L)`; `None` for sub-batches without padding.
-    """
-    layers = tuple(map(torch.cat, zip(*(logits for logits in router_logits if logits is not None), strict=True)))
-    mask = None if any(m is None for m in masks) else torch.cat([m for m in masks if m is not None])
-    # Most models with experts have a copy of the function in their own file; the others use Mixtral's.
-    loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    loss = loss or modeling_mixtral.load_balancing_loss_func
-    return loss(layers, layers[0].shape[-1], model.config.get_text_config().num_experts_per_tok, mask)
-
-
-@torch.no_grad()
-def check_balancing_loss(
-    model: PreTrainedModel, router_logits: RouterLogits, mask: torch.Tensor | None, expected: torch.Tensor
-) -> None:
-    """
-    Raises:
-        ValueError: If the loss of a sub-batch is not the one that the model returned, `expected`.
-    """
-    loss = balancing_loss(model, [router_logits], [mask]) if router_logits else expected.new_tensor(float("nan"))
-    if not torch.allclose(loss.to(expected.dtype), expected, rtol=1e-3):
-        raise ValueError(
-            f"The load-balancing loss of {type(model).__name__} is {expected.item():.6f} for the first rows of the "
-            f"batch, and {loss.item():.6f} by their router logits: `max_tokens_per_batch` cannot compute it from "
-            "sub-batches. Leave the budget out, or set `router_aux_loss_coef=0`."
-        )

@@ -272,9 +272,5 @@ class SubBatchBudget(Part):
     def note_step(self, batches: Sequence[Any]) -> None:
         """Called with the batches of a step, before code of a user modifies them."""
 
-    def whole_batch(self, inputs: Any) -> Any:
-        """The batch that a loss gets."""
-        return inputs
-
     def set_epoch(self, epoch: int) -> None:
         """Called after each step of the `epoch`, before anything is logged or saved."""

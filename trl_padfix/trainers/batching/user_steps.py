@@ -18,7 +18,7 @@ from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..distributed import sync_gradients_in_last
 from ..temporary_attributes import temporarily_set
 from .budget_checks import has_images, joins_micro_batches
-from .micro_batches import CollatedStep, StepBatch, items_of, step_of
+from .micro_batches import CollatedStep, MicroBatch, StepBatch, items_of, step_of
 
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, trl_sizes: Sequence[i
                 "`max_tokens_per_batch`: code of yours has modified a batch with images, which are not numbered "
                 "by row, so it is computed as one, whatever its tokens."
             )
-        return CollatedStep([inputs], [1.0], [], keeps_micro_batches=True)
+        return CollatedStep([MicroBatch(inputs, 1.0)], keeps_micro_batches=True)
     plain = pop_metadata(inputs)[0]
     count = len(plain["input_ids"]) // rows_per_item
     if any(not isinstance(v, torch.Tensor | list) or len(v) % count for v in plain.values()):
@@ -66,8 +66,8 @@ def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, trl_sizes: Sequence[i
     sizes = trl_sizes if sum(trl_sizes) == count else [size] * -(-count // size)
     ends = [*accumulate(sizes)]
     parts = [range(end - size, min(end, count)) for size, end in zip(sizes, ends, strict=True)]
-    batches = [items_of(plain, part, count) for part in parts]
-    return CollatedStep(batches, [1 / len(parts)] * len(parts), [], keeps_micro_batches=True)
+    micro_batches = [MicroBatch(items_of(plain, part, count), 1 / len(parts)) for part in parts]
+    return CollatedStep(micro_batches, keeps_micro_batches=True)
 
 
 def train_by_trl_micro_batch(
@@ -93,9 +93,9 @@ def train_by_trl_micro_batch(
         temporarily_set(config, "gradient_accumulation_steps", accumulated),
         temporarily_set(trainer, "current_gradient_accumulation_steps", len(micro_batches)),
     ):
-        for i, batch in enumerate(micro_batches):
+        for i, micro_batch in enumerate(micro_batches):
             with sync_gradients_in_last(trainer, model, is_last=i == len(micro_batches) - 1):
-                loss = loss + train(model, batch, *args, **kwargs)
+                loss = loss + train(model, micro_batch.batch, *args, **kwargs)
     return loss
 
 

@@ -1,0 +1,86 @@
+"""The load-balancing loss of experts, from the router logits of all sub-batches of a forward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trl.trainer.utils as trl_utils
+from transformers import PreTrainedModel
+from transformers.models.mixtral import modeling_mixtral
+
+from ...core.model.find import find_decoder
+
+
+__all__ = [
+    "RouterLogits",
+    "balancing_loss",
+    "check_balancing_loss",
+    "joins_balancing_losses",
+    "record_router_logits",
+]
+
+RouterLogits = tuple[torch.Tensor, ...] | None
+"""Router logits of a forward, layer by layer, `(B * L, experts)` each."""
+
+
+def joins_balancing_losses() -> bool:
+    """Whether TRL adds the load-balancing loss itself, as it does with its fused LM head."""
+    return hasattr(trl_utils, "add_fused_lm_head")
+
+
+@contextmanager
+def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]:
+    """A list that grows by the router logits of each call of the model's decoder within the block."""
+    recorded: list[RouterLogits] = []
+
+    def record(decoder: Any, args: Any, output: Any) -> None:
+        recorded.append(getattr(output, "router_logits", None))
+
+    hook = find_decoder(model).register_forward_hook(record)
+    try:
+        yield recorded
+    finally:
+        hook.remove()
+
+
+def balancing_loss(
+    model: PreTrainedModel, router_logits: Sequence[RouterLogits], masks: Sequence[torch.Tensor | None]
+) -> Any:
+    """
+    The load-balancing loss of all sub-batches, as transformers computes it for one forward.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The model with experts.
+        router_logits (`Sequence[tuple[torch.Tensor, ...]]`):
+            Router logits of the sub-batches.
+        masks (`Sequence[torch.Tensor]`):
+            Their attention masks, of shape `(b, L)`; `None` for sub-batches without padding.
+    """
+    layers = tuple(map(torch.cat, zip(*(logits for logits in router_logits if logits is not None), strict=True)))
+    mask = None if any(m is None for m in masks) else torch.cat([m for m in masks if m is not None])
+    # Most models with experts have a copy of the function in their own file; the others use Mixtral's.
+    loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    loss = loss or modeling_mixtral.load_balancing_loss_func
+    return loss(layers, layers[0].shape[-1], model.config.get_text_config().num_experts_per_tok, mask)
+
+
+@torch.no_grad()
+def check_balancing_loss(
+    model: PreTrainedModel, router_logits: RouterLogits, mask: torch.Tensor | None, expected: torch.Tensor
+) -> None:
+    """
+    Raises:
+        ValueError: If the loss of a sub-batch is not the one that the model returned, `expected`.
+    """
+    loss = balancing_loss(model, [router_logits], [mask]) if router_logits else expected.new_tensor(float("nan"))
+    if not torch.allclose(loss.to(expected.dtype), expected, rtol=1e-3):
+        raise ValueError(
+            f"The load-balancing loss of {type(model).__name__} is {expected.item():.6f} for the first rows of the "
+            f"batch, and {loss.item():.6f} by their router logits: `max_tokens_per_batch` cannot compute it from "
+            "sub-batches. Leave the budget out, or set `router_aux_loss_coef=0`."
+        )
