@@ -6,6 +6,7 @@ import time
 from functools import partial
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -24,6 +25,7 @@ from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import BenchSettings, VariantResult, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs
+from trl_padfix.trainers.batching.bin_packing import StepPlan
 
 
 # The peak is given: no test depends on how fast this machine is.
@@ -153,8 +155,7 @@ def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
 
 def test_a_micro_batch_with_another_weight_is_an_error(monkeypatch):
     settings = dataclasses.replace(ONCE, pairs=4, variants=("trl", "token_budget"))
-    weight = bench.BenchStep.weight
-    monkeypatch.setattr(bench.BenchStep, "weight", lambda step, batch: weight(step, batch) + 1)
+    monkeypatch.setattr(StepPlan, "weights", lambda plan, rows, *others: np.full(rows, 0.2))  # of 4 rows
     with pytest.raises(RuntimeError, match="token_budget is not the same computation"):
         bench.run(build_pairs(), settings)
 
@@ -203,7 +204,7 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
         data = made.synthetic_rows("lengths:150/40", "sft", 8)
     step = bench.prepare(data, settings)
     (result,) = bench.measure(step, settings).results
-    shape = tuple(decoder_inputs(step.batch([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
+    shape = tuple(decoder_inputs(step.collate([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
     counted = MemoryCount(step).needed(shape[0] * shape[1], shape, enough=0)
     models = sum(p.numel() * p.element_size() for model in step.models for p in model.parameters())
     assert 0.7 < counted / (result.peak_gib * 2**30 - models) < 1.8
@@ -262,7 +263,7 @@ def test_grpos_passes_for_log_probabilities_are_counted_in(lora):
             tokens.clear()
         variant = bench.VARIANTS[result.name]
         with bench.attached(step, variant):
-            step.run(step.batch([0]), variant)
+            step.run([0], variant)
         assert [*chain(*entered)] == [result.tokens] * 3
 
 

@@ -255,9 +255,9 @@ def test_without_numbers_the_same_is_counted():
     assert flops["prefix_sharing"] < flops["padding_free"] < flops["trl"]
     pairs = pairs_of_lengths(2, 24, 9, 0.75, 0)
     step = prepare(pairs, dataclasses.replace(settings, device="cpu", steps=1, warmup=0))
-    batch = decoder_inputs(step.batch([0, 1]))
+    batch = decoder_inputs(step.collate([0, 1]))
     layout = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"])
-    scored = int(step.batch([0, 1])["completion_mask"][:, 1:].sum())
+    scored = int(step.collate([0, 1])["completion_mask"][:, 1:].sum())
     assert flops["prefix_sharing"] == pytest.approx(step_flops(step, layout, scored), rel=0.1)
 
 

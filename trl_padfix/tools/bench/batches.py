@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import trl
 from datasets import Dataset
@@ -36,7 +36,8 @@ def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: B
         packed_batches = in_parts(packed, max(1, len(packed) // len(counted)))
         batches = [[rows[i] for packed_row in batch for i in packed_row] for batch in packed_batches]
     elif variant.batching == "grouped":
-        batches = in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
+        longest = settings.measure().longest([step.rows[i] for i in rows])
+        batches = in_parts([rows[i] for i in (-longest).argsort(kind="stable")], settings.pairs)
     else:
         costs = settings.measure(sharing=bool(variant.shares)).examples([step.rows[i] for i in rows])
         parts = in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
@@ -60,9 +61,3 @@ def _packed_by_trl(lengths: list[int], max_length: int) -> Batches:
         starts = [0, *accumulate(lengths_in_row)][:-1]
         result.append([ids[start] for start in starts])
     return result
-
-
-def _longest(row: dict[str, Any]) -> int:
-    if "input_ids" in row:
-        return len(row["input_ids"])
-    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))

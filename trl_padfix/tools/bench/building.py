@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,13 +146,6 @@ class _OfflineGRPO(trl.GRPOTrainer):
             return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.ref_model or self.model)}
 
 
-class _GRPOStep(BenchStep):
-    """A step whose prepared rows are complete batches."""
-
-    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
-        return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
-
-
 def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
     GRPO on `pairs` prompts with `generations` random completions each, of about the lengths of the settings. Without
@@ -187,7 +181,8 @@ def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> Be
         )
     draw = torch.Generator().manual_seed(settings.seed)
     sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
-    return _GRPOStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
+    trainer.data_collator = lambda batches: deepcopy(batches[0])  # a row is a whole batch
+    return BenchStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
 
 
 def _arguments(settings: BenchSettings, **more: Any) -> TrainingArguments:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ...core.call.layout_of import LayoutInputs
+from ...core.call.layout_of import LayoutInputs, PrefixSharing
 from ...core.layout.build import prefix_sharing_layout
 from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
@@ -28,15 +28,13 @@ from .building import build, computed_dtype
 from .memory import MemoryCount, free_bytes
 from .peak import Peak
 from .settings import TOLERANCE, VARIANTS, BenchSettings, Measurement, Variant, VariantResult, WrongNumbersError
-from .steps import BenchStep, attached, decoder_inputs, host_copy, step_flops
+from .steps import BenchStep, attached, decoder_inputs, step_flops
 
 
 __all__ = ["describe", "measure", "prepare", "profile", "run"]
 
 Watch = Callable[[str, int, int], None]
 """Called before each step with what is measured, the number of steps done, and the number of all steps."""
-
-SHARING = VARIANTS["prefix_sharing"]
 
 Figures = dict[str, float]
 """Figures of one step: its time, loss, gradient, tokens and weight."""
@@ -105,16 +103,16 @@ def measure(
     fixed_flops = _needed_flops(step, counted)
     # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
     flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if not v.has_trls_batches}
-    padded = sum(decoder_inputs(step.batch(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
+    padded = sum(decoder_inputs(step.collate(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
     results = [_result(v, figures, padded, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
     done = sum(min(rounds, len(batches)) for batches in plans.values())
     try:
         for variant, result in zip(variants, results, strict=True) if memory_steps and not interrupt else ():
             watch(f"memory of {variant.name}", done, total)
             largest = max(range(result.steps), key=lambda i: figures[variant.name][i]["tokens"])
-            batch = _batch(step, variant, plans[variant.name][settings.warmup + largest])
+            rows = plans[variant.name][settings.warmup + largest]
             with attached(step, variant):
-                result.peak_gib, result.kept_mib = step.peak_gib(batch, variant), step.kept_mib(batch, variant)
+                result.peak_gib, result.kept_mib = step.peak_gib(rows, variant), step.kept_mib(rows, variant)
             done += 1
     except KeyboardInterrupt as error:
         interrupt = error
@@ -135,10 +133,10 @@ def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]
             continue
         tokens, shape = 0, (0, 0)
         for rows in plans[variant.name]:
-            batch = _batch(step, variant, rows)
-            tokens = max(tokens, int(_counts(step, variant, batch)["tokens"]))
+            tokens = max(tokens, int(_counts(step, variant, rows)["tokens"]))
             if not (variant.packed or variant.flat):
-                shape = max(shape, tuple(decoder_inputs(batch)["input_ids"].shape), key=lambda s: s[0] * s[1] ** 2)
+                ids = decoder_inputs(step.collate(rows, variant))["input_ids"]
+                shape = max(shape, tuple(ids.shape), key=lambda s: s[0] * s[1] ** 2)
         try:
             needed = count.needed(tokens, shape, free)
         except NotImplementedError:
@@ -178,11 +176,11 @@ def _time_steps(
                 if rounds >= len(plans[variant.name]):  # other batches can be fewer than the fixed ones
                     continue
                 watch(variant.name, done)
-                batch = _batch(step, variant, plans[variant.name][rounds])
+                rows = plans[variant.name][rounds]
                 with attached(step, variant):
-                    step_figures = step.run(batch, variant)
+                    step_figures = step.run(rows, variant)
                     if rounds >= settings.warmup:
-                        figures[variant.name].append(step_figures | _counts(step, variant, batch))
+                        figures[variant.name].append(step_figures | _counts(step, variant, rows))
                 done += 1
             peak.measure()
             rounds += 1
@@ -223,7 +221,7 @@ def profile(step: BenchStep, settings: BenchSettings) -> dict[str, str]:
     tables = {}
     for variant in (VARIANTS[name] for name in settings.variants):
         with attached(step, variant):
-            tables[variant.name] = step.profile(_batch(step, variant, list(range(settings.batch_rows))), variant)
+            tables[variant.name] = step.profile(list(range(settings.batch_rows)), variant)
     return tables
 
 
@@ -239,24 +237,25 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
     }
 
 
-def _batch(step: BenchStep, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
-    # Padded on the right, this package does what TRL does; the variant `padded` is therefore padded on the left.
-    return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
-
-
-def _counts(step: BenchStep, variant: Variant, batch: dict[str, torch.Tensor]) -> Figures:
+def _counts(step: BenchStep, variant: Variant, rows: list[int]) -> Figures:
     """Tokens that the decoder computes for a batch, its real tokens, and its weight in the loss."""
+    batch = step.collate(rows, variant)
     if variant.flat:
         tokens = real = batch["input_ids"].numel()
     else:
-        ids, mask = decoder_inputs(batch).values()
+        mask = decoder_inputs(batch)["attention_mask"]
         tokens, real = mask.numel(), int(mask.sum())
         if variant.has_budget:
-            batches, plan = step.micro_batches(batch, host_copy(batch))
-            tokens = _planned_tokens(plan) if plan else sum(_counts(step, SHARING, b)["tokens"] for b in batches)
+            micro_batches = step.micro_batches(rows)
+            plan = micro_batches.prefix_plan
+            tokens = _planned_tokens(plan) if plan else sum(map(_packed_tokens, micro_batches.micro_batches))
         elif variant.packed:
-            tokens = LayoutInputs(ids, mask, shares=bool(variant.shares)).build().packed_tokens
+            tokens = _packed_tokens(batch, variant.shares)
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
+
+
+def _packed_tokens(batch: dict[str, torch.Tensor], shares: PrefixSharing = True) -> int:
+    return LayoutInputs(*decoder_inputs(batch).values(), shares=bool(shares)).build().packed_tokens
 
 
 def _planned_tokens(plan: PrefixPlan) -> int:
@@ -269,7 +268,7 @@ def _needed_flops(step: BenchStep, batches: Batches) -> float:
     """Least floating-point operations for batches: each distinct token is computed once."""
     total = 0.0
     for rows in batches:
-        batch = step.batch(rows)
+        batch = step.collate(rows)
         scored = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else batch["completion_mask"].sum()
         total += step_flops(step, prefix_sharing_layout(**decoder_inputs(batch)), int(scored))
     return total

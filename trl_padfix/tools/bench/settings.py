@@ -42,6 +42,11 @@ class Variant:
     flat: bool = False  # TRL's own `padding_free`: its collator concatenates the rows
 
     @property
+    def pads_left(self) -> bool:
+        """Whether its batches are padded on the left: padded on the right, this package does what TRL does."""
+        return self.ours and not self.packed
+
+    @property
     def has_trls_batches(self) -> bool:
         """Whether each step has the rows of a step of TRL."""
         return self.batching == "fixed"
