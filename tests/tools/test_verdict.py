@@ -9,7 +9,7 @@ import torch
 from kit.commands import trl_padfix_command, write_rollouts
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools.bench.data import equal_length_pairs, pairs_of_lengths, parse_tree, tree_pairs, tree_rows
+from trl_padfix.tools.bench.data import pairs_of_lengths, parse_tree, synthetic_rows, tree_pairs, tree_rows
 from trl_padfix.tools.stats import Lengths, prefix_tree
 from trl_padfix.tools.token_rows import sequences_of
 from trl_padfix.tools.verdict import advise
@@ -21,7 +21,7 @@ KINDS = {
     "pairs": (lambda: pairs_of_lengths(64, 100, 20), True, False),
     "a tree of rows": (lambda: tree_rows(TREE, 16 * 16), True, True),
     "a tree of pairs": (lambda: tree_pairs(TREE, 16 * 16), True, True),
-    "equal lengths": (lambda: equal_length_pairs(64), False, False),
+    "equal lengths": (lambda: synthetic_rows("equal", "dpo", 64), False, False),
 }
 
 

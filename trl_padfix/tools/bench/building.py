@@ -20,7 +20,8 @@ from ..formats import to_dialogues
 from ..reading import load_tokenizer
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from ..token_rows import token_rows
-from .data import random_completions
+from .batches import in_parts
+from .data import random_completions, random_prompts
 from .steps import BenchStep
 
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from .settings import BenchSettings
 
-__all__ = ["build", "computed_dtype", "weights_dtype"]
+__all__ = ["build"]
 
 EPOCH = 4096
 """Largest number of rows in the epoch that `group_by_prefix` groups, and of conversations that are expanded."""
@@ -152,14 +153,15 @@ def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> Be
     data the prompts are random, too.
     """
     tokenizer, rendered = _tokenizer(data, settings)
-    prompts: list[Any] = [settings.pairs] * count
-    if data is not None:
+    needed, draw = settings.pairs * count, torch.Generator().manual_seed(settings.seed)
+    if data is None:
+        prompts = random_prompts(needed, settings, draw)
+    else:
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
-        if len(data) < settings.pairs * count:
-            raise _too_few(len(data), settings.pairs * count)
-        rows = token_rows(list(data.select(range(settings.pairs * count))), tokenizer, "grpo")
-        ids = [row["prompt_ids"] for row in rows]
-        prompts = [ids[i : i + settings.pairs] for i in range(0, len(ids), settings.pairs)]
+        if len(data) < needed:
+            raise _too_few(len(data), needed)
+        rows = token_rows(list(data.select(range(needed))), tokenizer, "grpo")
+        prompts = [row["prompt_ids"] for row in rows]
     policy = _model(tokenizer, settings, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         if settings.logprob_passes and not settings.lora:  # TRL loads the reference from the policy's path
@@ -179,10 +181,10 @@ def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> Be
             processing_class=tokenizer,
             peft_config=_lora(settings),
         )
-    draw = torch.Generator().manual_seed(settings.seed)
-    sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
-    trainer.data_collator = lambda batches: deepcopy(batches[0])  # a row is a whole batch
-    return BenchStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
+    trainer.data_collator = lambda rows: deepcopy(rows[0])  # a row is a whole batch
+    vocab_size = policy.config.vocab_size
+    batches = [random_completions(part, settings, vocab_size, draw) for part in in_parts(prompts, settings.pairs)]
+    return BenchStep(trainer, batches, settings, rendered)
 
 
 def _arguments(settings: BenchSettings, **more: Any) -> TrainingArguments:
@@ -204,20 +206,9 @@ def _model(tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, seed: in
     shape = dict(BENCH_SHAPES[settings.shape])
     shape["vocab_size"] = max(shape["vocab_size"], len(tokenizer))
     with torch.device(settings.device):  # random numbers for a large model take minutes on a CPU
-        dtype = weights_dtype(settings.dtype)
         build = build_hybrid if "linear_heads" in shape else build_qwen2
-        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
-        return model.to(settings.device, dtype)
-
-
-def weights_dtype(dtype: str) -> torch.dtype:
-    """Precision of the weights. `"autocast"`, TRL's default, has weights in float32 under bfloat16 autocast."""
-    return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
-
-
-def computed_dtype(dtype: str) -> torch.dtype:
-    """Precision of the matrix products."""
-    return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
+        options = {"attn_implementation": settings.attn, "dtype": settings.weights_dtype}
+        return build(tokenizer, **shape, seed=seed, **options).to(settings.device, settings.weights_dtype)
 
 
 def _lora(settings: BenchSettings) -> LoraConfig | None:

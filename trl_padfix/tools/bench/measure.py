@@ -24,7 +24,7 @@ from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
 from ...versions import installed_versions
 from .batches import Batches, divide_rows, in_parts
-from .building import build, computed_dtype
+from .building import build
 from .memory import MemoryCount, free_bytes
 from .peak import Peak
 from .settings import TOLERANCE, VARIANTS, BenchSettings, Measurement, Variant, VariantResult, WrongNumbersError
@@ -85,7 +85,7 @@ def measure(
     variants = _fitting(step, variants, plans)
     plans = {v.name: plans[v.name] for v in variants}
     # Norms, softmax and loss are computed in float32 in every precision.
-    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    dtypes = sorted({torch.float32, settings.computed_dtype}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
     # On CUDA the timed steps report their memory; on CPU each variant has one more step, under the profiler.
@@ -99,7 +99,7 @@ def measure(
         figures = {v.name: figures[v.name][: len(counted)] for v in variants}
     if not counted:
         raise interrupt or TimeoutError("No counted step was done in the time that there was.")
-    _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
+    _check_equal(figures, TOLERANCE[settings.computed_dtype])
     fixed_flops = _needed_flops(step, counted)
     # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
     flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if not v.has_trls_batches}

@@ -103,6 +103,16 @@ class BenchSettings:
     tokenizer: str | None = None
 
     @property
+    def weights_dtype(self) -> torch.dtype:
+        """Precision of the weights. `"autocast"`, TRL's default, has weights in float32 under bfloat16 autocast."""
+        return torch.float32 if self.dtype == "autocast" else getattr(torch, self.dtype)
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Precision of the matrix products."""
+        return torch.bfloat16 if self.dtype == "autocast" else getattr(torch, self.dtype)
+
+    @property
     def batch_rows(self) -> int:
         """Prepared rows per batch: `pairs`, and 1 for GRPO, whose batches are prepared as one row each."""
         return 1 if self.trainer == "grpo" else self.pairs
