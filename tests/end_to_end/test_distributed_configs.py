@@ -20,7 +20,8 @@ from kit.distributed_configs import BAD, BUDGET, SIZES, save_models, train
 from kit.processes import trained
 from kit.trainer_runs import assert_same
 
-from trl_padfix.tools.plan import Training, load_sizes, memory
+from trl_padfix.tools.model_sizes import load_sizes
+from trl_padfix.tools.plan import Training, memory
 
 
 pytestmark = [

@@ -16,7 +16,7 @@ from trl_padfix.tools.counted_step import (
     _put_on_cpu,
     _run,
 )
-from trl_padfix.tools.plan import ModelSizes
+from trl_padfix.tools.model_sizes import ModelSizes
 
 
 def test_a_delta_rule_keeps_what_its_kernel_saves():

@@ -29,15 +29,9 @@ from transformers import (
 import trl_padfix
 from trl_padfix.tools import counted_step
 from trl_padfix.tools.counted_step import CountedStep
-from trl_padfix.tools.plan import (
-    FOUR_BITS,
-    ModelSizes,
-    Training,
-    flags,
-    memory,
-    smallest_fit,
-    splitting_flags,
-)
+from trl_padfix.tools.model_sizes import ModelSizes
+from trl_padfix.tools.plan import FOUR_BITS, Plan, Training, memory, smallest_fit
+from trl_padfix.tools.plan_command import flags, splitting_flags
 
 
 try:
@@ -239,12 +233,17 @@ def sizes(monkeypatch):
     return ModelSizes.of(SHAPES["wide"])
 
 
+def fit(sizes, *, available, longest, budget=None, may_split=True, **base) -> Plan:
+    how = {"available": available, "longest": longest, "budget": budget, "may_split": may_split}
+    return smallest_fit(sizes, Training(**base), **how)
+
+
 def test_the_simplest_training_that_fits_is_chosen(sizes):
     how = {"longest": 1024, "gpus": 8, "reference": True}
-    room = smallest_fit(sizes, available=10**10, **how)
+    room = fit(sizes, available=10**10, **how)
     assert (room.training.sharded, room.training.checkpointing) == (False, False)
     assert room.memory.total(room.tokens) <= 10**10
-    tight = smallest_fit(sizes, available=room.memory.fixed + 10**7, **how)
+    tight = fit(sizes, available=room.memory.fixed + 10**7, **how)
     assert tight.training.sharded
     assert 1024 <= tight.tokens < room.tokens
 
@@ -259,52 +258,52 @@ def test_where_nothing_fits_it_says_what_would(sizes):
         "available": 4 * 10**7,
     }
     with pytest.raises(ValueError, match="Nothing fits: with 1024 tokens") as error:
-        smallest_fit(sizes, **how)
+        fit(sizes, **how)
     enough = int(re.search(r"(\d+) GPUs of this size \(`--gpus \1`\)", str(error.value))[1])
-    assert smallest_fit(sizes, **how | {"gpus": enough}).tokens >= 1024
+    assert fit(sizes, **how | {"gpus": enough}).tokens >= 1024
     with pytest.raises(ValueError, match="Nothing fits"):
-        smallest_fit(sizes, **how | {"gpus": enough // 2})
+        fit(sizes, **how | {"gpus": enough // 2})
     assert "adapters (`--lora 16`)" in str(error.value)
-    assert smallest_fit(sizes, **how | {"lora": 16, "reference": False}).tokens >= 1024
+    assert fit(sizes, **how | {"lora": 16, "reference": False}).tokens >= 1024
     shorter = int(re.search(r"at most (\d+) tokens", str(error.value))[1])
-    assert smallest_fit(sizes, **how | {"longest": shorter}).tokens == shorter
+    assert fit(sizes, **how | {"longest": shorter}).tokens == shorter
     with pytest.raises(ValueError, match="What would do: larger GPUs"):
-        smallest_fit(sizes, **how | {"available": 10**5})
+        fit(sizes, **how | {"available": 10**5})
 
 
 def test_a_budget_that_is_given_is_planned_for(sizes):
     how = {"longest": 512, "gpus": 1, "available": 10**9}
-    small, large = (smallest_fit(sizes, budget=budget, **how) for budget in (512, 25_000))
+    small, large = (fit(sizes, budget=budget, **how) for budget in (512, 25_000))
     assert (small.tokens, large.tokens) == (512, 25_000)
     assert (small.training.checkpointing, large.training.checkpointing) == (False, True)
     assert "--max_tokens_per_batch 512" in flags(small, 512)
     with pytest.raises(ValueError, match="Nothing fits: with 2000000 tokens"):
-        smallest_fit(sizes, budget=2_000_000, **how)
+        fit(sizes, budget=2_000_000, **how)
     with pytest.raises(ValueError, match="A budget of 256 tokens does not hold 512"):
-        smallest_fit(sizes, budget=256, **how)
+        fit(sizes, budget=256, **how)
 
 
 def test_rows_are_split_over_gpus_only_where_one_holds_none(sizes):
     fits = {"available": 10**8, "gpus": 8}
-    most = smallest_fit(sizes, longest=1, **fits)
+    most = fit(sizes, longest=1, **fits)
     assert most.training.split == 1
     longest = most.tokens * 3 // 2
-    plan = smallest_fit(sizes, longest=longest, **fits)
+    plan = fit(sizes, longest=longest, **fits)
     assert (plan.training.sharded, plan.training.checkpointing, plan.training.split) == (True, True, 2)
     assert plan.tokens >= longest
     assert plan.memory.token == pytest.approx(memory(sizes, replace(plan.training, split=1)).token / 2, rel=0.01)
     assert splitting_flags(plan.training).endswith("cp_size 2 --parallelism_config_dp_shard_size 4")
     assert f"--max_tokens_per_batch {plan.tokens}" in flags(plan, longest)  # of the GPUs that share rows
     with pytest.raises(ValueError, match="Nothing fits"):
-        smallest_fit(sizes, longest=longest, may_split=False, **fits)
+        fit(sizes, longest=longest, may_split=False, **fits)
 
 
 def test_checkpoints_wait_on_the_host_only_where_nothing_else_helps(sizes):
     fits = {"available": 10**8, "gpus": 8}
     kept = memory(sizes, Training(8, True, True, split=sizes.config.num_attention_heads))
     most = int(0.92 * 10**8 - kept.fixed) // kept.token // 256 * 256  # tokens, in steps of 256
-    assert not smallest_fit(sizes, longest=most, **fits).training.offload
-    plan = smallest_fit(sizes, longest=most + 1, **fits)
+    assert not fit(sizes, longest=most, **fits).training.offload
+    plan = fit(sizes, longest=most + 1, **fits)
     assert plan.training.offload
     assert plan.tokens > most
     assert """--activation_checkpointing_kwargs '{"offload": true}'""" in flags(plan, 8)
@@ -318,9 +317,9 @@ def test_experts_of_other_gpus_are_not_gathered(sizes):
     assert whole.fixed - shared.fixed == 2 * 2 * layer * 3 // 4  # of two layers, in bfloat16
     assert shared.token - whole.token == 2 * 2 * NARROW["hidden_size"] * EXPERTS["num_experts_per_tok"]
     assert "exchanged" not in whole.per_token
-    plan = smallest_fit(sizes, gpus=8, available=10**9, longest=64, expert_parallel=4)
+    plan = fit(sizes, gpus=8, available=10**9, longest=64, expert_parallel=4)
     assert plan.training == Training(8, True, expert_parallel=4)
-    control = smallest_fit(sizes, gpus=8, available=10**9, longest=64)
+    control = fit(sizes, gpus=8, available=10**9, longest=64)
     assert not control.training.sharded
 
 
@@ -367,7 +366,7 @@ def test_a_layer_of_several_gpus_has_its_share_of_heads_and_mlps():
     assert 0.5 * alone.token < shared.token < 0.9 * alone.token
     experts = ModelSizes.of(SHAPES["experts"])
     assert experts.of_one(2).layer_experts[0] == experts.layer_experts[0] // 2
-    plan = smallest_fit(whole, gpus=4, available=10**9, longest=64, tensor_parallel=2)
+    plan = fit(one, gpus=4, available=10**9, longest=64, tensor_parallel=2)
     assert plan.training == Training(4, True, tensor_parallel=2)
 
 
@@ -381,7 +380,7 @@ def test_a_layer_that_no_plan_shards_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("gpus", "flags", "says"),
     [
-        (4, ["--tensor-parallel", "3"], "3 GPUs share a layer evenly, and `num_attention_heads` is"),
+        (3, ["--tensor-parallel", "3"], "3 GPUs share a layer evenly, and `num_attention_heads` is"),
         (3, ["--tensor-parallel", "2"], "2 GPUs share each layer, and do not divide 3 GPUs"),
         (2, ["--tensor-parallel", "2", "--lora", "8"], "was not counted with --expert-parallel and --lora"),
     ],

@@ -12,7 +12,7 @@ import trl.trainer.utils as trl_utils
 
 from ...core.model.find import find_pretrained
 from ..counted_step import StepSettings
-from ..plan import ModelSizes
+from ..model_sizes import ModelSizes
 
 
 if TYPE_CHECKING:
