@@ -27,8 +27,8 @@ from gpu_counts import Operation, OperationCounter, count_operations
 from gpu_plan import SPREAD, plan_of
 from gpu_table import NAMES, line_of
 
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.data import select_rows
-from trl_padfix.tools.bench.measure import prepare
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings
 from trl_padfix.tools.bench.steps import attached

@@ -98,7 +98,7 @@ def test_bench_measures_the_gpu_where_there_is_one(has_gpu, device, given, monke
         raise ValueError("far enough")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("trl_padfix.tools.bench.measure.prepare", prepare)
+    monkeypatch.setattr("trl_padfix.tools.bench.building.prepare", prepare)
     result = trl_padfix_command(*TINY[:-2], "--data", "equal", *given)
     assert "far enough" in result.output
     assert seen == [device]

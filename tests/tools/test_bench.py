@@ -21,6 +21,7 @@ from trl_padfix.cli.app import app
 from trl_padfix.tools.bench import data as made
 from trl_padfix.tools.bench import measure as bench
 from trl_padfix.tools.bench import memory, peak
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import BenchSettings, VariantResult, WrongNumbersError
@@ -37,13 +38,17 @@ ONCE = dataclasses.replace(TINY, steps=1, warmup=0, memory=False)
 SETTINGS = {"dpo": TINY, "sft": dataclasses.replace(TINY, trainer="sft"), "grpo": GRPO}
 
 
+def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
+    return bench.measure(prepare(data, settings), settings).checked()
+
+
 def pairs_for(trainer: str) -> Dataset | None:
     return None if trainer == "grpo" else build_pairs()  # prompts are drawn
 
 
 @pytest.fixture(scope="module", params=["dpo", "grpo"])
 def results(request) -> dict[str, VariantResult]:
-    return {result.name: result for result in bench.run(pairs_for(request.param), SETTINGS[request.param])}
+    return {result.name: result for result in run(pairs_for(request.param), SETTINGS[request.param])}
 
 
 def test_trls_step_and_both_of_ours_are_timed(results):
@@ -68,14 +73,14 @@ def test_the_variants_compute_one_loss_and_gradient_on_fewer_tokens(results):
 
 
 def test_a_run_is_repeated_by_its_seed():
-    found, again, other = (bench.run(build_pairs(), dataclasses.replace(ONCE, seed=seed)) for seed in (0, 0, 1))
+    found, again, other = (run(build_pairs(), dataclasses.replace(ONCE, seed=seed)) for seed in (0, 0, 1))
     assert [(r.loss, r.tokens) for r in found] == [(r.loss, r.tokens) for r in again]
     assert not {r.loss for r in found} & {r.loss for r in other}
 
 
 def test_trls_default_precision_is_float32_weights_under_autocast():
-    exact = bench.run(build_pairs(), dataclasses.replace(ONCE, variants=("trl",)))[0].loss
-    losses = [result.loss for result in bench.run(build_pairs(), dataclasses.replace(ONCE, dtype="autocast"))]
+    exact = run(build_pairs(), dataclasses.replace(ONCE, variants=("trl",)))[0].loss
+    losses = [result.loss for result in run(build_pairs(), dataclasses.replace(ONCE, dtype="autocast"))]
     assert losses == pytest.approx([exact] * 3, rel=2e-2)
     assert abs(losses[0] - exact) > 1e-5 * exact  # its products are rounded to bfloat16
 
@@ -85,21 +90,21 @@ def test_trls_default_precision_is_float32_weights_under_autocast():
     slow_but([{"attn": "eager"}], [{"gradient_checkpointing": True}, {"attn": "eager"}, {"optimizer": False}]),
 )
 def test_the_variants_agree_whatever_is_measured(option):
-    results = bench.run(build_pairs(), dataclasses.replace(ONCE, **option))
+    results = run(build_pairs(), dataclasses.replace(ONCE, **option))
     assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
 
 
 def test_no_variant_keeps_more_than_the_one_before_it():
     settings = dataclasses.replace(TINY, steps=1, warmup=0)
-    trl, padding_free, sharing = bench.run(build_pairs(), settings)
-    checkpointed = bench.run(build_pairs(), dataclasses.replace(settings, gradient_checkpointing=True))
+    trl, padding_free, sharing = run(build_pairs(), settings)
+    checkpointed = run(build_pairs(), dataclasses.replace(settings, gradient_checkpointing=True))
     assert 0 < sharing.kept_mib < padding_free.kept_mib < trl.kept_mib
     assert checkpointed[2].kept_mib < checkpointed[1].kept_mib < checkpointed[0].kept_mib < trl.kept_mib / 2
 
 
 def test_other_batches_of_the_same_rows_give_the_same_loss_and_gradient():
     settings = dataclasses.replace(TINY, steps=4, variants=("trl", "trl_grouped", "padded"))
-    trl, grouped, padded = bench.run(build_pairs(), settings)
+    trl, grouped, padded = run(build_pairs(), settings)
     assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
     assert grouped.tokens < trl.tokens == padded.tokens
     assert grouped.steps == trl.steps == 4
@@ -142,7 +147,7 @@ def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
     )
     rows = one_prompt(trainer)
     distinct = SHARED + 8 * 4 * (2 if trainer == "dpo" else 1)
-    step = bench.prepare(rows, dataclasses.replace(settings, max_tokens_per_batch=SHARED + 20))
+    step = prepare(rows, dataclasses.replace(settings, max_tokens_per_batch=SHARED + 20))
     entered = entered_tokens(step.trainer.model)
     trl, sharing, budget = bench.measure(step, dataclasses.replace(settings, memory=False)).results
     assert budget.tokens == sharing.tokens == distinct < trl.tokens
@@ -157,13 +162,13 @@ def test_a_micro_batch_with_another_weight_is_an_error(monkeypatch):
     settings = dataclasses.replace(ONCE, pairs=4, variants=("trl", "token_budget"))
     monkeypatch.setattr(StepPlan, "weights", lambda plan, rows, *others: np.full(rows, 0.2))  # of 4 rows
     with pytest.raises(RuntimeError, match="token_budget is not the same computation"):
-        bench.run(build_pairs(), settings)
+        run(build_pairs(), settings)
 
 
 def test_trls_step_may_be_left_out():
     settings = dataclasses.replace(ONCE, variants=("padding_free", "prefix_sharing"))
-    trl, *ours = bench.run(build_pairs(), dataclasses.replace(settings, variants=("trl", *settings.variants)))
-    alone = bench.run(build_pairs(), settings)
+    trl, *ours = run(build_pairs(), dataclasses.replace(settings, variants=("trl", *settings.variants)))
+    alone = run(build_pairs(), settings)
     assert [(r.loss, r.token_limit) for r in alone] == [(r.loss, r.token_limit) for r in ours]
     assert trl.token_limit == 1.0 < alone[0].token_limit < alone[1].token_limit
     assert [r.speedup for r in alone] == [None, None]
@@ -173,7 +178,7 @@ def test_a_step_that_does_not_fit_is_left_out_with_the_reason(monkeypatch, tmp_p
     path = tmp_path / "found.json"
     options = "--data lengths:200/5 --spread 0 --pairs 2 --steps 1 --warmup 0 --shape tiny --no-memory --device cpu"
     command = ["bench", *options.split(" "), "--peak-tflops", "1000", "--json", str(path)]
-    count = MemoryCount(bench.prepare(made.pairs_of_lengths(2, 200, 5), dataclasses.replace(ONCE, max_length=512)))
+    count = MemoryCount(prepare(made.pairs_of_lengths(2, 200, 5), dataclasses.replace(ONCE, max_length=512)))
     tokens = [(820, (4, 205)), (820, (0, 0)), (420, (0, 0))]
     needed = [count.needed(*given, enough=0) for given in tokens]
     assert needed == sorted(needed, reverse=True)
@@ -202,7 +207,7 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
     data = None if trainer == "grpo" else made.pairs_of_lengths(8, 150, 40)
     if trainer == "sft":
         data = made.synthetic_rows("lengths:150/40", "sft", 8)
-    step = bench.prepare(data, settings)
+    step = prepare(data, settings)
     (result,) = bench.measure(step, settings).results
     shape = tuple(decoder_inputs(step.collate([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
     counted = MemoryCount(step).needed(shape[0] * shape[1], shape, enough=0)
@@ -211,7 +216,7 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
 
 
 def test_adapters_train_on_their_own():
-    trl, padding_free, sharing = bench.run(build_pairs(), dataclasses.replace(ONCE, lora=4))
+    trl, padding_free, sharing = run(build_pairs(), dataclasses.replace(ONCE, lora=4))
     assert sharing.grad_norm == pytest.approx(trl.grad_norm, rel=1e-4)
     assert padding_free.mfu > 0
 
@@ -250,13 +255,13 @@ def test_grpos_passes_for_log_probabilities_are_counted_in(lora):
     settings = dataclasses.replace(
         GRPO, generations=2, steps=1, warmup=0, lora=lora, logprob_passes=True, memory=False
     )
-    scored, alone = (bench.run(None, dataclasses.replace(settings, logprob_passes=passes)) for passes in (True, False))
+    scored, alone = (run(None, dataclasses.replace(settings, logprob_passes=passes)) for passes in (True, False))
     for results in (scored, alone):
         assert [r.loss for r in results] == pytest.approx([results[0].loss] * 3, rel=1e-4, abs=1e-6)
         assert [r.grad_norm for r in results] == pytest.approx([results[0].grad_norm] * 3, rel=1e-4)
     if not lora:  # new adapters change nothing: the policy is its own reference
         assert abs(scored[0].loss - alone[0].loss) > 1e-4
-    step = bench.prepare(None, settings)
+    step = prepare(None, settings)
     entered = [entered_tokens(model) for model in step.models]
     for result in scored:
         for tokens in entered:
@@ -282,7 +287,7 @@ def test_a_broken_layout_gives_an_error_and_no_figures(trainer, variant, broken,
     with pytest.raises(
         RuntimeError, match=f"{variant} is not the same computation: in step 0 its (loss|grad_norm) is"
     ):
-        bench.run(pairs_for(trainer), dataclasses.replace(SETTINGS[trainer], steps=1, warmup=0))
+        run(pairs_for(trainer), dataclasses.replace(SETTINGS[trainer], steps=1, warmup=0))
 
 
 EQUAL = partial(made.pairs_of_lengths, 12, 1, 31, spread=0)
@@ -290,7 +295,7 @@ EQUAL = partial(made.pairs_of_lengths, 12, 1, 31, spread=0)
 
 @pytest.mark.parametrize(("trainer", "data"), [("sft", build_pairs), ("sft", EQUAL), ("dpo", EQUAL)])
 def test_tokens_are_saved_where_there_is_something_to_remove(trainer, data):
-    results = bench.run(data(), dataclasses.replace(ONCE, trainer=trainer))
+    results = run(data(), dataclasses.replace(ONCE, trainer=trainer))
     padded, padding_free, prefix_sharing = results
     assert [r.loss for r in results] == pytest.approx([padded.loss] * 3, rel=1e-5)
     assert [r.grad_norm for r in results] == pytest.approx([padded.grad_norm] * 3, rel=1e-5)
@@ -301,7 +306,7 @@ def test_tokens_are_saved_where_there_is_something_to_remove(trainer, data):
 
 def test_too_little_data_is_an_error_that_says_how_much_is_needed():
     with pytest.raises(ValueError, match="The data gives 2 rows, and 6 are needed"):
-        bench.run(build_pairs(2), TINY)
+        run(build_pairs(2), TINY)
 
 
 def test_the_json_holds_settings_machine_versions_and_every_figure(results):
@@ -325,7 +330,7 @@ def test_rows_of_a_tree_cost_their_distinct_tokens_and_compare_with_all_that_trl
     tree = made.parse_tree("tree:2x3/24/8")
     settings = dataclasses.replace(TINY, trainer="sft", pairs=6, memory=False, max_length=tree.longest, shuffle=False)
     rows = made.tree_rows(tree, 18)
-    found = {r.name: r for r in bench.run(rows, dataclasses.replace(settings, variants=ALL))}
+    found = {r.name: r for r in run(rows, dataclasses.replace(settings, variants=ALL))}
     counted = rows.select(range(6, 18))["input_ids"]
     distinct = sum(len({tuple(ids[: i + 1]) for ids in counted[b : b + 6] for i in range(len(ids))}) for b in (0, 6))
     real = sum(map(len, counted))
@@ -342,7 +347,7 @@ def test_pairs_branch_from_one_tree_and_are_grouped():
     tree = made.parse_tree("tree:2x3/24/8")
     variants = ("trl", "prefix_sharing", "group_by_prefix")
     settings = dataclasses.replace(TINY, pairs=6, steps=4, warmup=0, memory=False, variants=variants)
-    trl, sharing, grouped = bench.run(made.tree_pairs(tree, 24), settings)
+    trl, sharing, grouped = run(made.tree_pairs(tree, 24), settings)
     assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
     assert grouped.tokens < 0.8 * sharing.tokens < trl.tokens
 
@@ -354,12 +359,12 @@ def test_turns_are_made_rows_of(tmp_path):
     Dataset.from_dict({"question": ["alpha"] * 3, "answer": ["beta"] * 3}).to_json(tmp_path / "answers.jsonl")
     settings = dataclasses.replace(TINY, trainer="sft", memory=False, expand_turns=True)
     rows = made.load_examples(str(tmp_path / "talks.jsonl"), "sft", expand_turns=True)
-    trl, _, sharing = bench.run(rows, settings)
+    trl, _, sharing = run(rows, settings)
     assert sharing.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
     assert made.load_examples(str(tmp_path / "answers.jsonl"), "sft").column_names == ["prompt", "completion"]
     with pytest.raises(ValueError, match="`expand_turns` makes rows of conversations"):
-        bench.prepare(made.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True), settings)
+        prepare(made.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True), settings)
 
 
 def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
@@ -369,7 +374,7 @@ def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
         TINY, trainer="sft", pairs=4, steps=3, warmup=1, memory=False, max_length=512, expand_turns=True,
         variants=variants,
     )  # fmt: skip
-    step = bench.prepare(data, settings)
+    step = prepare(data, settings)
     tokenizer = step.trainer.processing_class
     assert sum("look" in tokenizer.decode(row["input_ids"]) for row in step.rows) == len(step.rows) == 16
     groups = [{tokenizer.decode(row["input_ids"]).split("find the ")[1].split("<")[0] for row in step.rows[:4]}]
@@ -392,7 +397,7 @@ def test_sizes_that_are_no_tree_are_an_error(data):
 def test_linear_attention_shares_a_tree():
     tree = made.parse_tree("tree:2x2/16/8")
     settings = dataclasses.replace(TINY, trainer="sft", pairs=4, steps=1, shape="hybrid-tiny", shuffle=False)
-    trl, packed, sharing = bench.run(made.tree_rows(tree, 8), settings)
+    trl, packed, sharing = run(made.tree_rows(tree, 8), settings)
     assert sharing.tokens < packed.tokens < trl.tokens
     assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
 
@@ -402,7 +407,7 @@ def test_linear_attention_shares_a_tree():
 
 def test_a_step_ends_at_its_deadline():
     settings = dataclasses.replace(ONCE, steps=3, variants=("trl",))
-    step = bench.prepare(build_pairs(), settings)
+    step = prepare(build_pairs(), settings)
     with pytest.raises(TimeoutError, match="No counted step"):
         bench.measure(step, settings, deadline=time.monotonic() - 1)
     run = step.run
@@ -426,7 +431,7 @@ def test_nothing_does_more_than_the_device_can():
     assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
     settings = dataclasses.replace(ONCE, peak_tflops=1e-9, variants=("trl",))
     said = r"A step of trl would do [\d.e-]+ TFLOP/s, which is \d+% of the 1e-09 that was given"
-    measured = bench.measure(bench.prepare(build_pairs(), settings), settings)
+    measured = bench.measure(prepare(build_pairs(), settings), settings)
     with pytest.raises(WrongNumbersError, match=said):
         measured.checked()
     (result,) = measured.results

@@ -15,6 +15,7 @@ from kit.commands import build_pairs, trl_padfix_command
 
 from trl_padfix.cli import progress
 from trl_padfix.tools.bench import measure as bench
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.settings import BenchSettings
 from trl_padfix.tools.data import give_template
 from trl_padfix.tools.tiny import train_tokenizer
@@ -71,7 +72,7 @@ def test_a_format_of_the_trainer_is_measured(trainer, name, tmp_path):
 
 def test_sft_on_pairs_with_prompts_reads_the_prompts():
     settings = BenchSettings(trainer="sft", pairs=2, steps=2, warmup=0, shape="tiny")
-    step = bench.prepare(Dataset.from_list(PLAIN), settings)
+    step = prepare(Dataset.from_list(PLAIN), settings)
     texts = [step.trainer.processing_class.decode(row["input_ids"]) for row in step.rows]
     assert {text.removesuffix("<|end|>") for text in texts} <= {row["prompt"] + row["chosen"] for row in PLAIN}
 

@@ -21,8 +21,8 @@ from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.bench import steps
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.data import pairs_of_lengths
-from trl_padfix.tools.bench.measure import prepare
 from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 

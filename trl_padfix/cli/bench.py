@@ -210,8 +210,8 @@ def _prepare(
     data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None, quick: bool
 ) -> tuple[BenchStep, str]:
     """The step to measure, and the name of its data."""
+    from ..tools.bench.building import prepare
     from ..tools.bench.data import select_rows
-    from ..tools.bench.measure import prepare
     from ..tools.reading import UnreadableError
 
     with user_errors_of("--data"):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from .settings import BenchSettings
 
-__all__ = ["build"]
+__all__ = ["prepare"]
 
 EPOCH = 4096
 """Largest number of rows in the epoch that `group_by_prefix` groups, and of conversations that are expanded."""
@@ -41,13 +41,21 @@ BETA = 0.04
 """GRPO's `beta`, the weight of the KL term, if there is a reference. Any value but 0 costs the same."""
 
 
-def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
+def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
     """
-    Build a TRL trainer with a random model, and `count` prepared rows (for GRPO: batches).
+    Build a TRL trainer with a random model, and the prepared rows (for GRPO: batches) of all steps.
+
+    Args:
+        data ([`~datasets.Dataset`], *optional*):
+            Rows that the trainer takes, or tokenized ones; SFT trains on the chosen side of pairs. Without data GRPO
+            draws prompts.
+        settings ([`BenchSettings`]):
+            Settings of the benchmark.
 
     Raises:
         ValueError: If the data has too few rows.
     """
+    count = settings.batch_rows * (settings.warmup + settings.steps)
     if settings.trainer == "grpo":
         return _build_grpo(data, settings, count)
     if settings.trainer == "sft":

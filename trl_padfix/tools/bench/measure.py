@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from datasets import Dataset
 
 from ...core.call.layout_of import LayoutInputs, PrefixSharing
 from ...core.layout.build import prefix_sharing_layout
@@ -24,35 +23,19 @@ from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
 from ...versions import installed_versions
 from .batches import Batches, divide_rows, in_parts
-from .building import build
 from .memory import MemoryCount, free_bytes
 from .peak import Peak
 from .settings import TOLERANCE, VARIANTS, BenchSettings, Measurement, Variant, VariantResult, WrongNumbersError
 from .steps import BenchStep, attached, decoder_inputs, step_flops
 
 
-__all__ = ["describe", "measure", "prepare", "profile", "run"]
+__all__ = ["describe", "measure", "profile"]
 
 Watch = Callable[[str, int, int], None]
 """Called before each step with what is measured, the number of steps done, and the number of all steps."""
 
 Figures = dict[str, float]
 """Figures of one step: its time, loss, gradient, tokens and weight."""
-
-
-def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
-    """
-    Time all variants on the same rows, in random order. See [`prepare`] and [`measure`].
-
-    `data` has a format that the trainer takes, or is tokenized; SFT trains on the chosen side of pairs, and GRPO draws
-    prompts if it is `None`.
-    """
-    return measure(prepare(data, settings), settings).checked()
-
-
-def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
-    """Build the step to measure, with the rows of all its batches."""
-    return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
 
 
 def measure(
@@ -63,7 +46,7 @@ def measure(
 
     Args:
         step ([`BenchStep`]):
-            Step of [`prepare`].
+            Step of [`~trl_padfix.tools.bench.building.prepare`].
         settings ([`BenchSettings`]):
             Settings that the step was built with.
         deadline (`float`, *optional*):
