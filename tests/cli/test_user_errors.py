@@ -347,8 +347,8 @@ def test_a_reader_that_has_gone_is_not_told_of():
 
 
 def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
-    from trl_padfix.tools.data import check_row
     from trl_padfix.tools.stats import BatchTokens
+    from trl_padfix.trainers.data.row_checks import check_row
 
     with pytest.raises(ValueError, match="Row 0") as worded:
         check_row({"text": None}, 0)

@@ -144,7 +144,7 @@ def test_a_process_holds_the_parameters_that_are_planned(sizes, method, mode, se
     model = load_sizes(str(folder / "policy"))
     own = model.of_one(settings["tensor_parallel"]) if "tensor_parallel" in settings else model
     for found in together(sizes, method, mode):
-        planned = memory(own, Training(gpus=2, half=False, **settings)).items["weights, gradients, moments"] / 16
+        planned = memory(own, Training(gpus=2, **settings)).items["weights, gradients, moments"] / 16
         assert found["local"] == pytest.approx(planned, rel=0.01)
         assert found["local"] != pytest.approx(model.parameters, rel=0.1)  # not sharded
 

@@ -92,7 +92,7 @@ def in_four_bits(layer):
 
 def build(config, how):
     """The model that a training trains, as TRL makes it."""
-    config.dtype = torch.bfloat16 if how.half and (how.lora or how.sharded) else torch.float32
+    config.dtype = torch.bfloat16 if how.lora or how.sharded else torch.float32
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if how.quantized:
         head = model.get_output_embeddings()
@@ -118,7 +118,7 @@ def held(model, tokens, how):
     ids = torch.randint(3, model.config.vocab_size, (1, tokens))
 
     def backward():
-        with torch.autocast("cpu", torch.bfloat16, enabled=how.half and not how.sharded):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not how.sharded):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
 
@@ -140,7 +140,6 @@ def held(model, tokens, how):
 WAYS = {
     "all weights": {},
     "checkpointing": {"checkpointing": True},
-    "float32": {"half": False},
     "adapters": {"lora": 8},
     "adapters, checkpointing": {"lora": 8, "checkpointing": True},
     "adapters on four bits": {"lora": 8, "quantized": True},

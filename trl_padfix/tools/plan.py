@@ -13,8 +13,6 @@ from importlib.util import find_spec
 from itertools import islice, product
 from typing import Any
 
-import torch
-
 from .counted_step import StepSettings, experts_of
 from .model_sizes import ModelSizes
 
@@ -47,7 +45,6 @@ class Training:
     lora: int = 0  # rank of adapters on all linear layers; 0 trains all weights
     quantized: bool = False  # QLoRA: the linear layers below the adapters are in four bits
     reference: bool = False  # whether there is a reference model; with adapters it needs no memory
-    half: bool = True  # forwards in bfloat16, trained weights in float32; else everything in float32
     head_tokens: int = 1024  # tokens whose logits exist at the same time; 0 for all of a forward
     split: int = 1  # GPUs that compute a packed row together (accelerate's `cp_size`)
     expert_parallel: int = 1  # GPUs that have the experts of a layer together (transformers' `ep_size`)
@@ -95,14 +92,17 @@ class Plan:
 
 def memory(sizes: ModelSizes, training: Training) -> Memory:
     """Memory of one GPU by item. docs/scaling.md explains the items."""
-    size = 2 if training.half else 4
+    size = 2  # of what is frozen, and of what a forward gathers, in bfloat16; trained weights are in float32
     shards = training.gpus // training.tensor_parallel if training.sharded else 1
     step = sizes.step(
         StepSettings(
-            training.checkpointing, training.lora, training.quantized, autocast=training.half and not training.sharded,
-            dtype=torch.bfloat16 if training.half else torch.float32, whole_head=not training.head_tokens,
+            checkpointing=training.checkpointing,
+            lora=training.lora,
+            quantized=training.quantized,
+            autocast=not training.sharded,
+            whole_head=not training.head_tokens,
         )
-    )  # fmt: skip
+    )
     trained = step.trained if training.lora else sizes.parameters
     # Weight, gradient and two moments: in float32 4 * 4 bytes. TRL casts adapters on quantized layers to bfloat16.
     items = {"weights, gradients, moments": (8 if training.quantized else 16) * trained // shards}

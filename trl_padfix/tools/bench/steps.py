@@ -227,15 +227,15 @@ class BenchStep:
         permanent = [*state, *(p for model in self.models for p in model.parameters())]
         return (peak + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
 
-    def profile(self, rows: list[int], variant: Variant, top: int = 12) -> str:
-        """The `top` operations of a step by time, as the profiler prints them."""
+    def profile(self, rows: list[int], variant: Variant) -> str:
+        """The dozen longest operations of a step, as the profiler prints them."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.settings.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with profiled(activities=activities) as profile:
             self.run(rows, variant)
         key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
-        return profile.key_averages().table(sort_by=key, row_limit=top, max_name_column_width=50)
+        return profile.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=50)
 
 
 def profiled(**options: Any) -> torch.profiler.profile:
