@@ -24,7 +24,7 @@ from trl_padfix.tools.bench import memory, peak
 from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
-from trl_padfix.tools.bench.settings import BenchSettings, VariantResult, WrongNumbersError
+from trl_padfix.tools.bench.settings import BenchSettings, VariantResult
 from trl_padfix.tools.bench.steps import decoder_inputs
 from trl_padfix.trainers.batching.bin_packing import StepPlan
 
@@ -85,12 +85,8 @@ def test_trls_default_precision_is_float32_weights_under_autocast():
     assert abs(losses[0] - exact) > 1e-5 * exact  # its products are rounded to bfloat16
 
 
-@pytest.mark.parametrize(
-    "option",
-    slow_but([{"attn": "eager"}], [{"gradient_checkpointing": True}, {"attn": "eager"}, {"optimizer": False}]),
-)
-def test_the_variants_agree_whatever_is_measured(option):
-    results = run(build_pairs(), dataclasses.replace(ONCE, **option))
+def test_the_variants_agree_whatever_is_measured():
+    results = run(build_pairs(), dataclasses.replace(ONCE, attn="eager", optimizer=False))
     assert [result.loss for result in results] == pytest.approx([results[0].loss] * 3, rel=1e-5)
 
 
@@ -222,13 +218,11 @@ def test_adapters_train_on_their_own():
 
 
 @pytest.mark.parametrize("spread", [0, 0.25])
-def test_pairs_of_given_lengths_share_their_prompt(spread):
-    assert made.parse_lengths("lengths:40/10") == (40, 10)
-    assert made.parse_lengths("pairs.jsonl") is None
-    pairs = made.pairs_of_lengths(100, 40, 10, spread)
-    lengths = {name: [len(ids) for ids in pairs[name]] for name in pairs.column_names}
-    assert {min(lengths["prompt_ids"]), max(lengths["prompt_ids"])} == ({40} if spread == 0 else {30, 50})
-    assert {*lengths["chosen_ids"]} | {*lengths["rejected_ids"]} == ({10} if spread == 0 else {*range(7, 13)})
+def test_lengths_are_drawn_around_their_means(spread):
+    pairs = made.synthetic_rows("lengths:40/10", "dpo", 100, spread)
+    lengths = {name: {len(ids) for ids in pairs[name]} for name in pairs.column_names}
+    assert (min(lengths["prompt_ids"]), max(lengths["prompt_ids"])) == ((40, 40) if spread == 0 else (30, 50))
+    assert lengths["chosen_ids"] | lengths["rejected_ids"] == ({10} if spread == 0 else {*range(7, 13)})
 
 
 @pytest.mark.parametrize(
@@ -309,17 +303,6 @@ def test_too_little_data_is_an_error_that_says_how_much_is_needed():
         run(build_pairs(2), TINY)
 
 
-def test_the_json_holds_settings_machine_versions_and_every_figure(results):
-    saved = bench.describe(TINY, "pairs.jsonl") | {"variants": [dataclasses.asdict(r) for r in results.values()]}
-    saved = json.loads(json.dumps(saved))
-    assert saved["settings"] == dataclasses.asdict(TINY) | {"variants": list(TINY.variants)}
-    assert saved["data"] == "pairs.jsonl"
-    assert saved["device"]
-    assert saved["threads"] == torch.get_num_threads()
-    assert saved["versions"].keys() == {"trl_padfix", "torch", "transformers", "trl", "python"}
-    assert saved["variants"] == [dataclasses.asdict(result) for result in results.values()]
-
-
 # Data that branches
 
 
@@ -350,21 +333,6 @@ def test_pairs_branch_from_one_tree_and_are_grouped():
     trl, sharing, grouped = run(made.tree_pairs(tree, 24), settings)
     assert grouped.loss == pytest.approx(trl.loss, rel=1e-5)
     assert grouped.tokens < 0.8 * sharing.tokens < trl.tokens
-
-
-def test_turns_are_made_rows_of(tmp_path):
-    talk = [("user", "alpha beta"), ("assistant", "gamma"), ("user", "delta"), ("assistant", "omega alpha")]
-    messages = [{"role": role, "content": content} for role, content in talk]
-    Dataset.from_list([{"messages": messages}] * 6).to_json(tmp_path / "talks.jsonl")
-    Dataset.from_dict({"question": ["alpha"] * 3, "answer": ["beta"] * 3}).to_json(tmp_path / "answers.jsonl")
-    settings = dataclasses.replace(TINY, trainer="sft", memory=False, expand_turns=True)
-    rows = made.load_examples(str(tmp_path / "talks.jsonl"), "sft", expand_turns=True)
-    trl, _, sharing = run(rows, settings)
-    assert sharing.tokens < trl.tokens
-    assert sharing.loss == pytest.approx(trl.loss, rel=1e-5)
-    assert made.load_examples(str(tmp_path / "answers.jsonl"), "sft").column_names == ["prompt", "completion"]
-    with pytest.raises(ValueError, match="`expand_turns` makes rows of conversations"):
-        prepare(made.load_examples(str(tmp_path / "answers.jsonl"), "sft", expand_turns=True), settings)
 
 
 def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
@@ -427,18 +395,6 @@ def test_a_step_ends_at_its_deadline():
     assert result.steps == 2
 
 
-def test_nothing_does_more_than_the_device_can():
-    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
-    settings = dataclasses.replace(ONCE, peak_tflops=1e-9, variants=("trl",))
-    said = r"A step of trl would do [\d.e-]+ TFLOP/s, which is \d+% of the 1e-09 that was given"
-    measured = bench.measure(prepare(build_pairs(), settings), settings)
-    with pytest.raises(WrongNumbersError, match=said):
-        measured.checked()
-    (result,) = measured.results
-    assert result.mfu > 1
-    assert result.loss > 0
-
-
 def test_impossible_figures_are_printed_before_the_error(tmp_path):
     options = "--data equal --shape tiny --pairs 2 --steps 1 --warmup 0 --max-length 64 --no-memory --peak-tflops 1e-9"
     result = trl_padfix_command("bench", *options.split(), "--json", str(tmp_path / "found.json"))
@@ -457,21 +413,15 @@ def clocked(monkeypatch, *seconds: float) -> None:
     monkeypatch.setattr(peak, "SIZES", {"cpu": (16,)})
 
 
-def test_the_peak_is_the_best_that_was_seen(monkeypatch):
-    clocked(monkeypatch, 1.0, 0.5, 2.0)
-    best = Peak("cpu", [torch.float32])
-    for _ in range(3):
-        best.measure()
-    assert best.tflops == pytest.approx(2 * 16**3 / 0.5 / 1e12)
-
-
-def test_the_peak_is_that_of_the_fastest_precision(monkeypatch):
-    clocked(monkeypatch, 4.0, 0.5, 0.25)  # bfloat16 without instructions for it, float32, and float32 again
+def test_the_peak_is_the_best_that_was_seen_in_the_fastest_precision(monkeypatch):
+    clocked(monkeypatch, 4.0, 0.5, 0.25, 1.0)  # bfloat16 without instructions for it, and three times float32
     best = Peak("cpu", [torch.bfloat16, torch.float32])
     best.measure()
     assert best.share(2 * 16**3, 1.0) == pytest.approx(0.5)
-    best.measure()
+    for _ in range(2):
+        best.measure()
     assert best.tflops == pytest.approx(2 * 16**3 / 0.25 / 1e12)
+    assert Peak("cpu", [torch.float32], given=1.0).share(5e11, 1.0) == 0.5
 
 
 # The command

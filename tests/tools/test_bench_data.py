@@ -173,19 +173,6 @@ def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monke
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_impossible_figures_of_an_interrupted_run_are_marked_as_partial(monkeypatch, tmp_path):
-    interrupted_after(7, monkeypatch)
-    path = tmp_path / "figures.json"
-    result = trl_padfix_command(*OPTIONS, "--warmup", "0", "--peak-tflops", "1e-9", "--json", str(path))
-    assert result.exit_code == 1, result.output
-    assert "PARTIAL: stopped after 2 of 4 counted steps" in result.output
-    assert "No step does more than the device can" in result.output
-    figures = json.loads(path.read_text())
-    assert figures["partial"]
-    assert figures["impossible"]
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_before_a_counted_step_leaves_nothing(monkeypatch, tmp_path):
     interrupted_after(1, monkeypatch)
     result = trl_padfix_command(*OPTIONS, "--json", str(tmp_path / "found.json"))

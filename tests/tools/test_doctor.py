@@ -271,9 +271,3 @@ def test_explanations_come_as_json_too():
     assert (result.exit_code, [error["name"] for error in json.loads(result.stdout)]) == (0, ["out of memory"])
     result = doctor("--json", "-", "--explain", "no error")
     assert (result.exit_code, json.loads(result.stdout)) == (1, [])
-
-
-def test_a_text_is_explained_alone():
-    result = doctor("--explain", "x", "--attn", "sdpa")
-    assert result.exit_code == 2
-    assert "leave the other options out" in words(result.output)

@@ -323,30 +323,46 @@ def test_experts_of_other_gpus_are_not_gathered(sizes):
 
 
 @pytest.mark.parametrize(
-    ("shape", "gpus", "size", "says"),
+    ("shape", "flags", "says"),
     [
-        ("experts", 8, 3, "3 GPUs share the experts of a layer evenly, and there are 8 GPUs"),
-        ("experts", 32, 16, "16 GPUs share the experts of a layer evenly, and there are 8 experts of a layer"),
-        ("wide", 8, 2, "there are no experts"),
+        (
+            "experts",
+            "--gpus 8 --expert-parallel 3",
+            "3 GPUs share the experts of a layer evenly, and there are 8 GPUs",
+        ),
+        ("experts", "--gpus 32 --expert-parallel 16", "evenly, and there are 8 experts of a layer"),
+        ("wide", "--gpus 8 --expert-parallel 2", "there are no experts"),
+        ("wide", "--gpus 3 --tensor-parallel 3", "3 GPUs share a layer evenly, and `num_attention_heads` is"),
+        ("wide", "--gpus 3 --tensor-parallel 2", "2 GPUs share each layer, and do not divide 3 GPUs"),
+        ("wide", "--gpus 2 --tensor-parallel 2 --lora 8", "was not counted with --expert-parallel and --lora"),
     ],
 )
 @pytest.mark.usefixtures("sizes")
-def test_experts_that_gpus_cannot_share_are_a_message(shape, gpus, size, says, tmp_path):
+def test_what_gpus_cannot_share_is_a_message(shape, flags, says, tmp_path):
     SHAPES[shape].save_pretrained(tmp_path)
-    result = trl_padfix_command("plan", str(tmp_path), "--gpus", str(gpus), "--expert-parallel", str(size))
+    result = trl_padfix_command("plan", str(tmp_path), *flags.split())
     assert result.exit_code == 2
     assert says in " ".join(re.sub("[│╭╰─╮╯]", " ", result.output).split())
 
 
+@pytest.mark.parametrize(
+    ("shape", "flag", "sizes_of", "more"),
+    [
+        ("experts", "--expert-parallel", {"fsdp_size": 4, "ep_size": 2}, {}),
+        ("wide", "--tensor-parallel", {"fsdp_size": 2, "tp_size": 2}, {"tp_plan": "auto"}),
+    ],
+)
 @pytest.mark.usefixtures("sizes")
-def test_the_command_shards_experts_as_planned(tmp_path):
-    SHAPES["experts"].save_pretrained(tmp_path)
-    result = trl_padfix_command("plan", str(tmp_path), "--gpus", "4", "--expert-parallel", "2")
+def test_the_command_shards_as_planned(shape, flag, sizes_of, more, tmp_path):
+    SHAPES[shape].save_pretrained(tmp_path)
+    result = trl_padfix_command("plan", str(tmp_path), "--gpus", "4", flag, "2", "--max-length", "64")
     assert result.exit_code == 0, result.output
     _, config, _ = parsed(result.output, "sft")
-    expected = {"fsdp_size": 4, "ep_size": 2, "fsdp_mixed_precision": True}
-    assert config.model_init_kwargs == {"distributed_config": expected}
+    assert config.model_init_kwargs == {"distributed_config": sizes_of | more | {"fsdp_mixed_precision": True}}
     assert config.save_only_model
+    if flag == "--tensor-parallel":  # the GPUs of a group have one batch
+        assert config.max_tokens_per_batch is None
+        assert config.per_device_train_batch_size > 1
     launch = yaml.safe_load(result.output.partition("accelerate.yaml:")[2])
     assert (launch["distributed_type"], launch["num_processes"]) == ("MULTI_GPU", 4)
 
@@ -374,32 +390,6 @@ def test_a_layer_that_no_plan_shards_is_refused(monkeypatch):
     monkeypatch.setattr(Qwen2Config, "base_model_tp_plan", {})
     with pytest.raises(NotImplementedError, match=r"`tp_plan` of `qwen2` leaves .* values of `model.layers.0"):
         sizes.of_one(2)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "flags", "says"),
-    [
-        (3, ["--tensor-parallel", "3"], "3 GPUs share a layer evenly, and `num_attention_heads` is"),
-        (3, ["--tensor-parallel", "2"], "2 GPUs share each layer, and do not divide 3 GPUs"),
-        (2, ["--tensor-parallel", "2", "--lora", "8"], "was not counted with --expert-parallel and --lora"),
-    ],
-)
-def test_layers_that_gpus_cannot_share_are_a_message(gpus, flags, says, tmp_path):
-    SHAPES["wide"].save_pretrained(tmp_path)
-    result = trl_padfix_command("plan", str(tmp_path), "--gpus", str(gpus), *flags)
-    assert result.exit_code == 2
-    assert says in " ".join(re.sub("[│╭╰─╮╯]", " ", result.output).split())
-
-
-def test_the_command_shards_layers_as_planned(tmp_path):
-    SHAPES["wide"].save_pretrained(tmp_path)
-    result = trl_padfix_command("plan", str(tmp_path), "--gpus", "4", "--tensor-parallel", "2", "--max-length", "64")
-    assert result.exit_code == 0, result.output
-    _, config, _ = parsed(result.output, "sft")
-    expected = {"fsdp_size": 2, "tp_size": 2, "tp_plan": "auto", "fsdp_mixed_precision": True}
-    assert config.model_init_kwargs == {"distributed_config": expected}
-    assert config.max_tokens_per_batch is None
-    assert config.per_device_train_batch_size > 1
 
 
 @pytest.mark.slow
