@@ -221,7 +221,7 @@ def test_asynchronous_grpo_names_the_trl_that_it_needs(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", {"trl": "1.18.0", "transformers": "5.23.0"}.get)
     result = trl_padfix_command("async-grpo", "--max_steps", "1")
     assert result.exit_code == 2
-    assert "needs trl <1.18,>=1.16, and 1.18.0 is installed" in " ".join(result.output.split())
+    assert "needs trl <1.18,>=1.16, and 1.18.0 is installed" in result.output
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -219,10 +219,6 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def said(result) -> str:
-    return " ".join(result.output.replace("│", " ").split())
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [pytest.param(args, says, id=f"{i}-{name}") for i, (name, args, says) in enumerate(CASES)],
@@ -232,7 +228,7 @@ def test_a_mistake_is_a_message_and_exit_code_2(args, message, material, without
     result = trl_padfix_command(*args)
     assert result.exit_code == 2, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
-    assert message.replace(" ", "") in said(result).replace(" ", "")  # a box breaks long words
+    assert message in result.output
     assert "Traceback" not in result.output
     assert files(material) == before
 
@@ -243,7 +239,7 @@ def test_debug_shows_the_traceback(args, capfd, monkeypatch):
     result = trl_padfix_command(*args)
     assert result.exit_code == 2
     assert "Traceback" in result.output + capfd.readouterr().err
-    assert "cannot be read" in said(result)
+    assert "cannot be read" in result.output
 
 
 def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
@@ -347,8 +343,8 @@ def test_figures_are_printed_before_a_file_that_cannot_be_written(option, materi
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 2, result.exception
     assert "12 rows of good.jsonl" in result.output
-    assert "was not written" in said(result)
-    assert "ulimit -f" in said(result)
+    assert "was not written" in result.output
+    assert "ulimit -f" in result.output
     assert ('"lengths"' in result.output) == (option == "--json")  # measured figures are not lost
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     assert target.read_text() == "as it was"
@@ -359,4 +355,4 @@ def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
     result = trl_padfix_command(*stats("good.jsonl", "--json", str(tmp_path / "x.json")))
     assert result.exit_code == 2
-    assert "no permission" in said(result)
+    assert "no permission" in result.output

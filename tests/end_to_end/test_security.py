@@ -180,7 +180,7 @@ def test_a_yaml_executes_nothing(kind, command, trap, tmp_path):
     flags = [str(path), "--train-tokenizer", "300"] if command == "stats" else ["--config", str(path)]
     result = trl_padfix_command(command, *flags)
     assert result.exit_code == 2, result.exception
-    assert "could not determine a constructor" in " ".join(result.output.replace("│", " ").split())
+    assert "could not determine a constructor" in result.output
     assert not trap.exists()
 
 

@@ -119,7 +119,7 @@ def test_a_recipe_with_a_tiny_model_needs_nothing_else(material, tmp_path):
     path.write_text(yaml.safe_dump({"tiny_model": "tinny", "datasets": datasets}))
     result = trl_padfix_command("parity", "--config", str(path))
     assert result.exit_code == 2
-    assert "'tinny' is not one of tiny, small" in " ".join(result.output.split())
+    assert "'tinny' is not one of tiny, small" in result.output
 
 
 def test_conversations_get_a_plain_template_where_the_model_has_none(material, tokenizer, tmp_path):

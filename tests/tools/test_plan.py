@@ -342,7 +342,7 @@ def test_what_gpus_cannot_share_is_a_message(shape, flags, says, tmp_path):
     SHAPES[shape].save_pretrained(tmp_path)
     result = trl_padfix_command("plan", str(tmp_path), *flags.split())
     assert result.exit_code == 2
-    assert says in " ".join(re.sub("[│╭╰─╮╯]", " ", result.output).split())
+    assert says in result.output
 
 
 @pytest.mark.parametrize(

@@ -357,7 +357,7 @@ def test_columns_of_other_names_are_mapped(tokenizer, tmp_path):
     for columns, message in (("q", "is no mapping of columns"), ("z=prompt", "has no column")):
         result = trl_padfix_command(*command, "--columns", columns)
         assert result.exit_code == 2
-        assert message in " ".join(result.output.replace("│", " ").split())
+        assert message in result.output
 
 
 def test_texts_have_no_prompt_to_share(tokenizer, tmp_path, monkeypatch):
