@@ -15,9 +15,7 @@ from kit.cells import slow_but
 from kit.commands import build_pairs, trl_padfix_command, write_rollouts
 from kit.observe import entered_tokens
 from kit.trainer_runs import confusing_layout, leaking_layout
-from typer.testing import CliRunner
 
-from trl_padfix.cli.app import app
 from trl_padfix.tools.bench import data as made
 from trl_padfix.tools.bench import measure as bench
 from trl_padfix.tools.bench import memory, peak
@@ -427,10 +425,6 @@ def test_the_peak_is_the_best_that_was_seen_in_the_fastest_precision(monkeypatch
 # The command
 
 
-def invoke(*arguments: str):
-    return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
-
-
 OPTIONS = ["--data", "lengths:9/5", "--pairs", "1", "--steps", "3", "--warmup", "0", "--shape", "tiny", "--no-memory"]
 OPTIONS += ["--device", "cpu"]
 
@@ -441,7 +435,7 @@ def test_compiled_variants_are_measured_and_compiled_once(tmp_path):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     path = tmp_path / "figures.json"
-    result = invoke(*OPTIONS, "--compile", "--compile-backend", "aot_eager", "--json", str(path))
+    result = trl_padfix_command("bench", *OPTIONS, "--compile", "--compile-backend", "aot_eager", "--json", str(path))
     assert result.exit_code == 0, result.output
     names = [variant["name"] for variant in json.loads(path.read_text())["variants"]]
     packed = ["padding_free", "prefix_sharing"]
@@ -454,7 +448,7 @@ def test_compiled_variants_are_measured_and_compiled_once(tmp_path):
 def test_grpo_needs_no_data(tmp_path):
     path = tmp_path / "figures.json"
     grpo = ["--trainer", "grpo", "--generations", "2", "--prompt-length", "20", "--completion-length", "8"]
-    result = invoke(*OPTIONS[2:], *grpo, "--json", str(path))
+    result = trl_padfix_command("bench", *OPTIONS[2:], *grpo, "--json", str(path))
     assert result.exit_code == 0, result.output
     assert "GRPO step without generation, 1 x 2 completions" in result.output
     saved = json.loads(path.read_text())
