@@ -137,7 +137,7 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     try:
         rows, name = select_rows(source, settings, spread=SPREAD, split="test")
         step = prepare(rows, settings)
-        results = [asdict(result) for result in measure(step, settings, deadline).checked()]
+        results = [asdict(result) for result in measure(step, deadline).checked()]
         if settings.device == "cuda":
             results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:

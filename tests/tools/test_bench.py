@@ -37,7 +37,7 @@ SETTINGS = {"dpo": TINY, "sft": dataclasses.replace(TINY, trainer="sft"), "grpo"
 
 
 def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
-    return bench.measure(prepare(data, settings), settings).checked()
+    return bench.measure(prepare(data, settings)).checked()
 
 
 def pairs_for(trainer: str) -> Dataset | None:
@@ -137,13 +137,15 @@ def test_under_a_budget_a_step_computes_a_prefix_once(trainer):
         steps=1,
         warmup=0,
         max_length=256,
+        max_tokens_per_batch=SHARED + 20,
+        memory=False,
         variants=("trl", "prefix_sharing", "token_budget"),
     )
     rows = one_prompt(trainer)
     distinct = SHARED + 8 * 4 * (2 if trainer == "dpo" else 1)
-    step = prepare(rows, dataclasses.replace(settings, max_tokens_per_batch=SHARED + 20))
+    step = prepare(rows, settings)
     entered = entered_tokens(step.trainer.model)
-    trl, sharing, budget = bench.measure(step, dataclasses.replace(settings, memory=False)).results
+    trl, sharing, budget = bench.measure(step).results
     assert budget.tokens == sharing.tokens == distinct < trl.tokens
     assert sum(entered[-len(entered) + 2 :]) == distinct  # after TRL's forward and the one of `prefix_sharing`
     assert len(entered) > 4  # the prefix and micro-batches
@@ -202,7 +204,7 @@ def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
     if trainer == "sft":
         data = made.synthetic_rows("lengths:150/40", "sft", 8)
     step = prepare(data, settings)
-    (result,) = bench.measure(step, settings).results
+    (result,) = bench.measure(step).results
     shape = tuple(decoder_inputs(step.collate([1] if trainer == "grpo" else [4, 5, 6, 7]))["input_ids"].shape)
     counted = MemoryCount(step).needed(shape[0] * shape[1], shape, enough=0)
     models = sum(p.numel() * p.element_size() for model in step.models for p in model.parameters())
@@ -345,7 +347,7 @@ def test_rollouts_are_grouped_as_training_groups_an_epoch(tmp_path):
     assert sum("look" in tokenizer.decode(row["input_ids"]) for row in step.rows) == len(step.rows) == 16
     groups = [{tokenizer.decode(row["input_ids"]).split("find the ")[1].split("<")[0] for row in step.rows[:4]}]
     assert len(groups[0]) == 1  # the step before the counted ones is the rows of one task, of an epoch of 24
-    found = {r.name: r for r in bench.measure(step, settings).results}
+    found = {r.name: r for r in bench.measure(step).results}
     assert found["group_by_prefix"].tokens < 0.8 * found["auto"].tokens < found["padding_free"].tokens
     assert found["group_by_prefix"].loss == pytest.approx(found["trl"].loss, rel=1e-5)
     # Batches that share more need less arithmetic.
@@ -375,7 +377,7 @@ def test_a_step_ends_at_its_deadline():
     settings = dataclasses.replace(ONCE, steps=3, variants=("trl",))
     step = prepare(build_pairs(), settings)
     with pytest.raises(TimeoutError, match="No counted step"):
-        bench.measure(step, settings, deadline=time.monotonic() - 1)
+        bench.measure(step, deadline=time.monotonic() - 1)
     run = step.run
     now = time.monotonic()
 
@@ -389,7 +391,7 @@ def test_a_step_ends_at_its_deadline():
     step.run = slow
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench.time, "monotonic", lambda: gpu_time[0])
-        (result,) = bench.measure(step, settings, deadline=now + 50).results
+        (result,) = bench.measure(step, deadline=now + 50).results
     assert result.steps == 2
 
 

@@ -16,6 +16,7 @@ from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.commands import build_pairs
+from kit.trainer_runs import leaking_layout
 from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
@@ -263,13 +264,7 @@ def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch
     assert len(found) == 8
     assert all(check.ok for check in found), [str(check) for check in found]
     assert all(check.control > 100 * check.limit for check in found[:2])
-    padding_free = gpu_checks.padding_free_layout
-
-    def leaking(mask):
-        whole = padding_free(mask.reshape(1, -1))
-        return dataclasses.replace(whole, batch_shape=tuple(mask.shape))
-
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking_layout)
     first = next(check_device("cpu", toy=True, backend=None))
     assert not first.ok
     assert str(first).startswith("WRONG: padding-free, float32")

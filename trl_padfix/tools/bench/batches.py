@@ -14,7 +14,7 @@ from ...trainers.batching.prefix_groups import group_rows
 
 
 if TYPE_CHECKING:
-    from .settings import BenchSettings, Variant
+    from .settings import Variant
     from .steps import BenchStep
 
 __all__ = ["Batches", "divide_rows", "in_parts"]
@@ -25,8 +25,9 @@ Batches = list[list[int]]
 """Rows of each batch, as indices into the prepared rows of a step."""
 
 
-def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: BenchSettings) -> Batches:
+def divide_rows(step: BenchStep, variant: Variant, counted: Batches) -> Batches:
     """Divide the counted rows into the batches of a variant."""
+    settings = step.settings
     if variant.has_trls_batches:
         return counted
     rows = [i for batch in counted for i in batch]

@@ -38,17 +38,13 @@ Figures = dict[str, float]
 """Figures of one step: its time, loss, gradient, tokens and weight."""
 
 
-def measure(
-    step: BenchStep, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
-) -> Measurement:
+def measure(step: BenchStep, deadline: float | None = None, watch: Watch = lambda *_: None) -> Measurement:
     """
-    Measure all variants, TRL's padded step first. Those that do not fit into memory are left out: `step.left_out`.
+    Measure all variants of the settings, TRL's padded step first. Those that do not fit into memory are left out.
 
     Args:
         step ([`BenchStep`]):
             Step of [`~trl_padfix.tools.bench.building.prepare`].
-        settings ([`BenchSettings`]):
-            Settings that the step was built with.
         deadline (`float`, *optional*):
             Value of `time.monotonic()` after which no batch is begun.
         watch (`Callable`, *optional*):
@@ -61,12 +57,13 @@ def measure(
         WrongNumbersError: If losses or gradients of the variants differ.
         TimeoutError, KeyboardInterrupt: If no counted batch was done before the deadline, or before Ctrl-C.
     """
-    variants = [VARIANTS[name] for name in settings.variants]
+    settings = step.settings
     fixed = in_parts(range(len(step.rows)), settings.batch_rows)
     warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
-    plans = {v.name: warmup + divide_rows(step, v, counted, settings) for v in variants}
-    variants = _fitting(step, variants, plans)
-    plans = {v.name: plans[v.name] for v in variants}
+    plans = {name: warmup + divide_rows(step, VARIANTS[name], counted) for name in settings.variants}
+    left_out = _too_large(step, plans)
+    plans = {name: batches for name, batches in plans.items() if name not in left_out}
+    variants = [VARIANTS[name] for name in plans]
     # Norms, softmax and loss are computed in float32 in every precision.
     dtypes = sorted({torch.float32, settings.computed_dtype}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
@@ -74,7 +71,7 @@ def measure(
     # On CUDA the timed steps report their memory; on CPU each variant has one more step, under the profiler.
     memory_steps = len(variants) if settings.memory and settings.device == "cpu" else 0
     total = sum(map(len, plans.values())) + memory_steps
-    figures, rounds, interrupt = _time_steps(step, settings, plans, peak, deadline, lambda *a: watch(*a, total))
+    figures, rounds, interrupt = _time_steps(step, plans, peak, deadline, lambda *a: watch(*a, total))
     if rounds < max(map(len, plans.values())):
         # Other batches divide the rows differently, so an incomplete run of them has other rows than TRL's.
         counted = counted[: max(0, rounds - settings.warmup)]
@@ -100,22 +97,24 @@ def measure(
     except KeyboardInterrupt as error:
         interrupt = error
     watch("done", done, total)
-    return Measurement(results, interrupt, peak.impossible_figure(results))
+    return Measurement(results, left_out, interrupt, peak.impossible_figure(results))
 
 
-def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]) -> list[Variant]:
+def _too_large(step: BenchStep, plans: dict[str, Batches]) -> dict[str, str]:
     """
-    The variants whose largest step fits into memory; the reasons against the others go to `step.left_out`.
+    The variants whose largest step does not fit into memory, with the reason.
 
     Raises:
         ValueError: If none fits.
     """
     free, count = free_bytes(step.settings.device), MemoryCount(step)
-    for variant in variants:
+    reasons: dict[str, str] = {}
+    for name, batches in plans.items():
+        variant = VARIANTS[name]
         if variant.has_budget:  # `--max-tokens-per-batch` bounds it
             continue
         tokens, shape = 0, (0, 0)
-        for rows in plans[variant.name]:
+        for rows in batches:
             tokens = max(tokens, int(_counts(step, variant, rows)["tokens"]))
             if not (variant.packed or variant.flat):
                 ids = decoder_inputs(step.collate(rows, variant))["input_ids"]
@@ -123,24 +122,23 @@ def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]
         try:
             needed = count.needed(tokens, shape, free)
         except NotImplementedError:
-            return variants  # layers without attention: what their kernels keep cannot be counted
+            return {}  # layers without attention: what their kernels keep cannot be counted
         if needed > free:
-            step.left_out[variant.name] = (
+            reasons[name] = (
                 f"its largest step computes {tokens:,} tokens and needs about {needed / 2**30:.1f} GiB beside the "
                 f"models, and {free / 2**30:.1f} are free"
             )
-    fitting = [variant for variant in variants if variant.name not in step.left_out]
-    if not fitting:
+    if len(reasons) == len(plans):
+        name, reason = [*reasons.items()][-1]
         raise ValueError(
-            f"No variant fits into memory: of {variants[-1].name} {step.left_out[variants[-1].name]}. Fewer "
-            "`--pairs`, a smaller `--shape` or `--max-length`, or `--gradient-checkpointing` need less."
+            f"No variant fits into memory: of {name} {reason}. Fewer `--pairs`, a smaller `--shape` or "
+            "`--max-length`, or `--gradient-checkpointing` need less."
         )
-    return fitting
+    return reasons
 
 
 def _time_steps(
-    step: BenchStep, settings: BenchSettings, plans: dict[str, Batches], peak: Peak, deadline: float | None,
-    watch: Callable[[str, int], None],
+    step: BenchStep, plans: dict[str, Batches], peak: Peak, deadline: float | None, watch: Callable[[str, int], None]
 ) -> tuple[dict[str, list[Figures]], int, KeyboardInterrupt | None]:  # fmt: skip
     """
     Run the planned batches of each variant, interleaved batch by batch, until the deadline or Ctrl-C.
@@ -162,7 +160,7 @@ def _time_steps(
                 rows = plans[variant.name][rounds]
                 with attached(step, variant):
                     step_figures = step.run(rows, variant)
-                    if rounds >= settings.warmup:
+                    if rounds >= step.settings.warmup:
                         figures[variant.name].append(step_figures | _counts(step, variant, rows))
                 done += 1
             peak.measure()
@@ -199,12 +197,12 @@ def _result(
     )
 
 
-def profile(step: BenchStep, settings: BenchSettings) -> dict[str, str]:
+def profile(step: BenchStep) -> dict[str, str]:
     """Table of the longest operations of a step, for each variant on the first fixed batch."""
     tables = {}
-    for variant in (VARIANTS[name] for name in settings.variants):
+    for variant in (VARIANTS[name] for name in step.settings.variants):
         with attached(step, variant):
-            tables[variant.name] = step.profile(list(range(settings.batch_rows)), variant)
+            tables[variant.name] = step.profile(list(range(step.settings.batch_rows)), variant)
     return tables
 
 

@@ -191,6 +191,7 @@ class Measurement:
     """Figures of all variants, TRL's first, and what stands against them."""
 
     results: list[VariantResult]
+    left_out: dict[str, str]  # variants that do not fit into memory, with the reason
     interrupt: KeyboardInterrupt | None = None  # of Ctrl-C: then they are of variants with TRL's batches only
     impossible: str | None = None  # message about a step that seems faster than the device can be
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,6 @@ class BenchStep:
         self.trainer, self.rows, self.settings = trainer, rows, settings
         self.rendered = rendered
         self.compiled: dict[Any, Callable] = {}  # compiled layers, reused by all steps
-        self.left_out: dict[str, str] = {}  # variants that are not measured, with the reason
         if settings.liger:
             from transformers.integrations.liger import apply_liger_kernel
 
@@ -183,18 +183,13 @@ class BenchStep:
 
     def _train_in_micro_batches(self, rows: list[int]) -> torch.Tensor:
         """Run a step as `max_tokens_per_batch` trains it: a prefix of several micro-batches is computed once."""
-        step, compute = self.micro_batches(rows), self.trainer.compute_loss
+        step = self.micro_batches(rows)
         batches = step.micro_batches
         runner = MicroBatchRunner(len(batches), step.prefix_plan, ids_and_masks(batches))
         loss = torch.zeros((), device=self.settings.device)
         for i, (batch, weight) in enumerate(zip(batches, step.weights, strict=True)):
             runner.start(i)
-
-            def weighted(*args: Any, weight: float = weight, **kwargs: Any) -> Any:
-                loss = compute(*args, **kwargs)
-                assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-                return loss * weight
-
+            weighted = partial(_weighted_loss, self.trainer.compute_loss, weight)
             with within(runner=runner), temporarily_set(self.trainer, "compute_loss", weighted):
                 loss = loss + self.trainer.training_step(self.trainer.model, batch, None)
         runner.check()
@@ -236,6 +231,10 @@ class BenchStep:
             self.run(rows, variant)
         key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
         return profile.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=50)
+
+
+def _weighted_loss(compute: Callable[..., Any], weight: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return weight * compute(*args, **kwargs)
 
 
 def profiled(**options: Any) -> torch.profiler.profile:
