@@ -22,7 +22,7 @@ from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from ..token_rows import token_rows
 from .batches import in_parts
 from .data import random_completions, random_prompts
-from .steps import BenchStep
+from .steps import BenchStep, decoder_inputs
 
 
 if TYPE_CHECKING:
@@ -60,9 +60,6 @@ def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
         return _build_grpo(data, settings, count)
     if settings.trainer == "sft":
         data = to_dialogues(data)
-        if "chosen_ids" in data.column_names:
-            data = data.map(lambda row: {"input_ids": row["prompt_ids"] + row["chosen_ids"]})
-            data = data.select_columns("input_ids")
     tokenizer, rendered = _tokenizer(data, settings)
     grouped = settings.shuffle and "group_by_prefix" in settings.variants
     # Twice as many as needed, because TRL drops pairs whose prompt fills `max_length`. Rows are grouped per epoch.
@@ -143,8 +140,7 @@ class _OfflineGRPO(trl.GRPOTrainer):
     @torch.no_grad()
     def _reference_logps(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Log-probabilities of the policy before the step and of the reference, `(N, C)` each."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        ids, mask = decoder_inputs(inputs).values()
 
         def logps(model: torch.nn.Module) -> torch.Tensor:
             return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
