@@ -52,20 +52,7 @@ def plan(
     from ..tools.plan import Training, check_experts, smallest_fit
 
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
-    if load_in_4bit and not lora:
-        raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
-    if expert_parallel > 1 and lora:
-        raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
-    if tensor_parallel > 1 and (lora or expert_parallel > 1 or max_tokens_per_batch):
-        raise typer.BadParameter(
-            "was not counted with --expert-parallel and --lora, and has no token budget: the GPUs of a group have one "
-            "batch. Leave those out.", param_hint="--tensor-parallel"
-        )  # fmt: skip
-    if gpus % tensor_parallel:
-        message = f"{tensor_parallel} GPUs share each layer, and do not divide {gpus} GPUs."
-        raise typer.BadParameter(message, param_hint="--tensor-parallel")
-    if lora and find_spec("peft") is None:
-        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    _check_options(gpus, lora, load_in_4bit, max_tokens_per_batch, expert_parallel, tensor_parallel)
     outputs(accelerate=accelerate, json=json)
     lengths = printed.DataLengths(max_length or 1024, None, "DATA")
     if stats is not None:
@@ -110,6 +97,26 @@ def plan(
     else:
         write_output("--accelerate", accelerate, lambda beside: beside.write_text(config))
     write_json(json, {"model": sizes.name, "method": method, **fit.to_dict()})
+
+
+def _check_options(
+    gpus: int, lora: int, load_in_4bit: bool, budget: int | None, expert_parallel: int, tensor_parallel: int
+) -> None:
+    """Refuse options that do not go together, or that this machine cannot count."""
+    if load_in_4bit and not lora:
+        raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
+    if expert_parallel > 1 and lora:
+        raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
+    if tensor_parallel > 1 and (lora or expert_parallel > 1 or budget):
+        raise typer.BadParameter(
+            "was not counted with --expert-parallel and --lora, and has no token budget: the GPUs of a group have one "
+            "batch. Leave those out.", param_hint="--tensor-parallel"
+        )  # fmt: skip
+    if gpus % tensor_parallel:
+        message = f"{tensor_parallel} GPUs share each layer, and do not divide {gpus} GPUs."
+        raise typer.BadParameter(message, param_hint="--tensor-parallel")
+    if lora and find_spec("peft") is None:
+        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
 
 
 def _print_memory(fit: Plan) -> None:
