@@ -31,7 +31,7 @@ def test_the_advice_follows_the_data(kind):
     found = advise(Lengths.of(build()), trainer="dpo", batch_size=8)
     assert (found.shares, found.groups) == (shares, groups)
     assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
-    assert found.real <= found.padded
+    assert found.real <= found.bucket_by_length <= found.padded
     text = "\n".join(found.lines("data.jsonl"))
     assert len(text.splitlines()) <= 8
     assert ('prefix_sharing="auto"' in text) is shares

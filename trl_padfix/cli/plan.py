@@ -47,17 +47,17 @@ def plan(
     json: JsonOption = None,
 ) -> None:
     """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
-    from ..tools import plan_command as printed
     from ..tools.model_sizes import load_sizes
     from ..tools.plan import Training, check_experts, smallest_fit
+    from ..tools.plan_command import DataLengths, accelerate_config, flags, read_lengths, training_command
 
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
     _check_options(gpus, lora, load_in_4bit, max_tokens_per_batch, expert_parallel, tensor_parallel)
     outputs(accelerate=accelerate, json=json)
-    lengths = printed.DataLengths(max_length or 1024, None, "DATA")
+    lengths = DataLengths(max_length or 1024, None, "DATA")
     if stats is not None:
         with user_errors_of("--stats"):
-            lengths = printed.read_lengths(stats, max_length)
+            lengths = read_lengths(stats, max_length)
     is_online = method in ("grpo", "rloo")
     rows = 2 if method in ("dpo", "reward") else 1  # a forward cannot divide a pair
     with user_errors_of("MODEL"), console.status("Counting"):
@@ -86,12 +86,12 @@ def plan(
     _print_memory(fit)
     _print_notes(fit, sizes, lengths)
     path = accelerate or Path("accelerate.yaml")
-    flags = printed.flags(fit, None if is_online else lengths.longest, sizes.has_experts, rows * lengths.longest)
-    command = printed.training_command(fit, sizes.name, method, lengths.data, path, flags)
+    more = flags(fit, None if is_online else lengths.longest, sizes.has_experts, rows * lengths.longest)
+    command = training_command(fit, sizes.name, method, lengths.data, path, more)
     print_as_is(f"\n{command}")
     if "--dataset_name DATA" in command and lengths.data != "DATA":
         print_as_is("(DATA stands for a folder or a Hub id: `--dataset_name` takes no single file)")
-    config = printed.accelerate_config(fit.training, folder() / "accelerate")
+    config = accelerate_config(fit.training, folder() / "accelerate")
     if accelerate is None:
         print_as_is(f"\n{path}:\n{config}")
     else:

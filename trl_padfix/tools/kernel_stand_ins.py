@@ -29,7 +29,16 @@ def attend(
     return _Attention.apply(query, key, value), None
 
 
-class _Attention(torch.autograd.Function):
+class _Saving(torch.autograd.Function):
+    """A function whose backward makes a gradient for each input; the inputs are the first tensors that it saves."""
+
+    @staticmethod
+    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: len(ctx.needs_input_grad)]
+        return tuple(None if x is None else torch.empty_like(x) for x in inputs)
+
+
+class _Attention(_Saving):
     """Saves what FlashAttention saves: queries, keys, values, outputs `(B, T, N, D)` and a log-sum-exp per query."""
 
     @staticmethod
@@ -37,10 +46,6 @@ class _Attention(torch.autograd.Function):
         out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return out
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def _convolve(
@@ -59,17 +64,13 @@ def _delta_rule(
     return _DeltaRule.apply(query, key, value, g, beta), None
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(_Saving):
     """Saves what causal-conv1d saves: its input `(B, C, T)`, the weight and the bias."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight, bias)
         return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
 
 
 class _DeltaRule(torch.autograd.Function):

@@ -13,9 +13,11 @@ from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from datasets import Dataset
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import pack_by_budget, partition_by_tokens
@@ -39,9 +41,6 @@ DRAWS = 8
 
 SORTED_BATCHES = 512
 """Batches that are sorted, to count the prefixes that different rows of a batch share."""
-
-LENGTH_BUCKETS = 50
-"""Batches within which transformers' `group_by_length` sorts rows by their length (`LengthGroupedSampler`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +233,8 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
     if order == "prefix":
         epochs = [group_rows(epoch, costs, size) for epoch in epochs]
     elif order == "length":
-        epochs = [_order_by_length(tokens.max(1), epoch, LENGTH_BUCKETS * size) for epoch in epochs]
+        generator = torch.Generator().manual_seed(seed)
+        epochs = [np.array(get_length_grouped_indices(tokens.max(1).tolist(), size, generator=generator))]
     full = len(lengths) // size * size  # rows of full batches
     batches = np.stack([epoch[:full] for epoch in epochs]).reshape(-1, size)
     padded = tokens[batches].max((1, 2)) * size * tokens.shape[1]
@@ -245,12 +245,6 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
         distinct -= np.mean([costs[batch].shared.sum() for batch in counted])
     real = lengths.costs(sharing=False).tokens[batches].sum(1)
     return BatchTokens(size, float(padded.mean()), float(real.mean()), float(distinct))
-
-
-def _order_by_length(lengths: np.ndarray, order: np.ndarray, bucket: int) -> np.ndarray:
-    """The longest rows first within buckets of so many rows of an `order`."""
-    buckets = np.split(order, range(bucket, len(order), bucket))
-    return np.concatenate([rows[np.argsort(-lengths[rows], kind="stable")] for rows in buckets])
 
 
 def prefix_tree(lengths: Lengths) -> PrefixTree:

@@ -21,6 +21,7 @@ class WrongNumbersError(RuntimeError):
 
 
 TRAINERS = ("dpo", "sft", "grpo")
+"""Trainers whose steps are measured."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference of loss and gradient between variants. bfloat16 has 8 bits: steps of 4e-3."""
