@@ -197,7 +197,7 @@ def test_a_step_that_does_not_fit_is_left_out_with_the_reason(monkeypatch, tmp_p
 def test_the_memory_of_a_step_is_counted_as_it_is(trainer, option):
     """The count is compared with the profiler's, without the models."""
     settings = dataclasses.replace(
-        SETTINGS[trainer], pairs=4, steps=1, warmup=1, max_length=256, prompt_length=150, variants=("trl",), **option
+        SETTINGS[trainer], pairs=4, steps=1, warmup=1, max_length=256, prompt_length=100, variants=("trl",), **option
     )
     data = None if trainer == "grpo" else made.pairs_of_lengths(8, 150, 40)
     if trainer == "sft":
