@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import trl_padfix
 from trl_padfix.tools.bench.settings import Variant
-from trl_padfix.tools.bench.steps import BenchStep, attached, decoder_inputs, host_copy, profiled
+from trl_padfix.tools.bench.steps import BenchStep, attached, decoder_inputs, profiled
 
 
 __all__ = ["Operation", "OperationCounter", "count_launches", "count_operations", "launches_and_waits"]
@@ -106,10 +106,9 @@ def count_operations(
     Returns:
         `tuple[list[Operation], int]`: The operations, optimizer included, and the real tokens of the batch.
     """
-    batch = _first_batch(step)
-    host = host_copy(batch)
+    host = _first_batch(step)
     real = int(decoder_inputs(host)["attention_mask"].sum())
-    batch = place(batch)
+    batch = place(step.to_device(host))
     with attached(step, variant), OperationCounter() as counter:
         step.forward_and_backward(batch, host, variant)
     step.trainer.optimizer.zero_grad()
@@ -121,8 +120,8 @@ def count_operations(
 
 def count_launches(step: BenchStep, variant: Variant) -> dict[str, int]:
     """Count the kernel launches and the waits of the host in a step on CUDA, optimizer left out."""
-    batch = _first_batch(step)
-    host = host_copy(batch)  # before the debug mode: this copy is a wait that no training has
+    host = _first_batch(step)
+    batch = step.to_device(host)  # before the debug mode: this copy is a wait that no training has
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with (
         attached(step, variant),
@@ -165,4 +164,4 @@ def launches_and_waits(events: Iterable[str], caught: Iterable[warnings.WarningM
 
 
 def _first_batch(step: BenchStep) -> dict[str, torch.Tensor]:
-    return step.batch(list(range(step.settings.batch_rows)))
+    return step.collate(list(range(step.settings.batch_rows)))

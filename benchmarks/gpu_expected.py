@@ -27,8 +27,8 @@ from gpu_counts import Operation, OperationCounter, count_operations
 from gpu_plan import SPREAD, plan_of
 from gpu_table import NAMES, line_of
 
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.data import select_rows
-from trl_padfix.tools.bench.measure import prepare
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings
 from trl_padfix.tools.bench.steps import attached
@@ -132,12 +132,12 @@ def _beside_cpu() -> Iterator[str]:
     """Measured steps on this CPU beside their least time at its measured peaks; then TRL's step by operation."""
     settings = BenchSettings(trainer="dpo", pairs=4, steps=1, warmup=0, shape="small", device="cpu", memory=False)
     step = prepare(select_rows("lengths:96/64", settings, spread=SPREAD)[0], settings)
-    device, batch = _this_cpu(), step.batch(list(range(4)))
+    device, rows = _this_cpu(), list(range(4))
     yield from (line_of(["variant", "expected s", "measured s", "ratio"]), line_of(["---"] * 4))
     for name in step.settings.variants:
         operations, _ = count_operations(step, VARIANTS[name])
         with attached(step, VARIANTS[name]):
-            seconds = median(step.run(batch, VARIANTS[name])["seconds"] for _ in range(5))
+            seconds = median(step.run(rows, VARIANTS[name])["seconds"] for _ in range(5))
         expected = expected_seconds(operations, device)
         yield line_of([NAMES[name], f"{expected:.3f}", f"{seconds:.3f}", f"{expected / seconds:.2f}"])
     speeds = (
@@ -145,18 +145,18 @@ def _beside_cpu() -> Iterator[str]:
     )
     yield from ("", f"{torch.get_num_threads()} threads, float32: {speeds}.", "")
     with OperationCounter() as forward_and_backward:
-        step.forward_and_backward(batch, {}, VARIANTS["trl"])
+        step.forward_and_backward(step.to_device(step.collate(rows)), {}, VARIANTS["trl"])
     with OperationCounter() as optimizer:
         step.trainer.optimizer.step()
     by_name = {"optimizer": optimizer.operations}
     for operation in forward_and_backward.operations:
         by_name.setdefault(operation.name, []).append(operation)
     yield from (line_of(["TRL's step", "operations", "expected s", "measured s", "beyond"]), line_of(["---"] * 5))
-    rows = []
+    lines = []
     for name, operations in by_name.items():
         expected, measured = sum(map(device.seconds, operations)), sum(o.seconds for o in operations)
-        rows.append((measured - expected, name, len(operations), expected, measured))
-    for beyond, name, count, expected, measured in sorted(rows, reverse=True)[:12]:
+        lines.append((measured - expected, name, len(operations), expected, measured))
+    for beyond, name, count, expected, measured in sorted(lines, reverse=True)[:12]:
         yield line_of([f"`{name}`", f"{count:,}", f"{expected:.3f}", f"{measured:.3f}", f"{beyond:.3f}"])
 
 

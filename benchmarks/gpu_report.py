@@ -36,8 +36,9 @@ from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import output_obstacle, write_whole
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.data import load_examples, parse_lengths, select_rows
-from trl_padfix.tools.bench.measure import measure, prepare
+from trl_padfix.tools.bench.measure import measure
 from trl_padfix.tools.bench.settings import VARIANTS, Variant, WrongNumbersError
 from trl_padfix.tools.bench.steps import BenchStep
 from trl_padfix.versions import installed_version
@@ -136,7 +137,7 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     try:
         rows, name = select_rows(source, settings, spread=SPREAD, split="test")
         step = prepare(rows, settings)
-        results = [asdict(result) for result in measure(step, settings, deadline).checked()]
+        results = [asdict(result) for result in measure(step, deadline).checked()]
         if settings.device == "cuda":
             results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from kit.commands import build_pairs, trl_padfix_command
 
 import trl_padfix
@@ -14,7 +16,7 @@ from trl_padfix.cli.bench import bench
 from trl_padfix.cli.doctor import doctor
 from trl_padfix.cli.parity import parity
 from trl_padfix.cli.stats import stats
-from trl_padfix.tools.bench.settings import TOLERANCE
+from trl_padfix.tools.bench.settings import TOLERANCE, VariantResult
 
 
 TINY = ["bench", "--shape", "tiny", "--pairs", "2", "--steps", "1", "--warmup", "0", "--max-length", "64"]
@@ -76,7 +78,10 @@ def test_bench_prints_a_table_and_writes_json(pairs, tmp_path):
     saved = json.loads((tmp_path / "figures.json").read_text())
     assert [variant["name"] for variant in saved["variants"]] == ["trl", "padding_free", "prefix_sharing"]
     assert saved["settings"]["shape"] == "tiny"
-    assert saved["data"] == "pairs.jsonl"
+    assert (saved["data"], saved["threads"]) == ("pairs.jsonl", torch.get_num_threads())
+    assert saved["device"]
+    assert saved["versions"].keys() == {"trl_padfix", "torch", "transformers", "trl", "python"}
+    assert saved["variants"][0].keys() == {field.name for field in fields(VariantResult)}
 
 
 def test_bench_draws_its_figures_and_shows_where_time_goes(pairs, tmp_path):
@@ -98,7 +103,7 @@ def test_bench_measures_the_gpu_where_there_is_one(has_gpu, device, given, monke
         raise ValueError("far enough")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr("trl_padfix.tools.bench.measure.prepare", prepare)
+    monkeypatch.setattr("trl_padfix.tools.bench.building.prepare", prepare)
     result = trl_padfix_command(*TINY[:-2], "--data", "equal", *given)
     assert "far enough" in result.output
     assert seen == [device]

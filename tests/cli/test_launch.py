@@ -221,7 +221,7 @@ def test_asynchronous_grpo_names_the_trl_that_it_needs(monkeypatch):
     monkeypatch.setattr(versions, "installed_version", {"trl": "1.18.0", "transformers": "5.23.0"}.get)
     result = trl_padfix_command("async-grpo", "--max_steps", "1")
     assert result.exit_code == 2
-    assert "needs trl <1.18,>=1.16, and 1.18.0 is installed" in " ".join(result.output.split())
+    assert "needs trl <1.18,>=1.16, and 1.18.0 is installed" in result.output
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -240,24 +240,6 @@ def test_help_shows_our_fields_first_and_all_of_trls(method):
         theirs_alone = {a.dest for a in trl_script(method).make_parser()._actions}
     assert theirs_alone <= all_fields
     assert all(f"--{name}" in result.output for name in ("dataset_name", "model_name_or_path", "learning_rate"))
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--paddin_free=true"], "--paddin_free=true: neither"),
-        (["recipe.yaml"], "recipe.yaml: neither"),
-        (["--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
-        (["--padding_side", "top"], "invalid choice: 'top'"),
-        (["--learning_rate", "quick"], "invalid float value: 'quick'"),
-        (["--num_processes", "few"], "invalid int value: 'few'"),
-    ],
-)
-def test_a_bad_argument_stops_the_command_before_it_launches(args, message):
-    result = trl_padfix_command("dpo", "--use_cpu", "true", "--bf16", "false", *args)
-    assert result.exit_code == 2, result.exception
-    assert message in result.output
-    assert "Traceback" not in result.output
 
 
 def test_a_training_that_fails_is_an_exit_status(recipe, monkeypatch):

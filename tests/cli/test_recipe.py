@@ -3,7 +3,6 @@
 import filecmp
 
 import pytest
-import yaml
 from kit.commands import trl_padfix_command
 
 from trl_padfix.cli.recipe import folder
@@ -18,14 +17,10 @@ def test_every_recipe_is_listed_with_what_it_trains():
     assert all(line.startswith("    ") or line.endswith(".yaml") for line in printed.splitlines())
 
 
-def test_a_recipe_is_shown_as_it_is():
-    printed = trl_padfix_command("recipe", "show", "dpo_tiny.yaml").output
-    assert yaml.safe_load(printed) == yaml.safe_load((folder() / "dpo_tiny.yaml").read_text())
-
-
-def test_a_recipe_needs_no_ending():
-    for name in ("sft_tiny", "accelerate/cpu"):
-        assert trl_padfix_command("recipe", "show", name).output == (folder() / f"{name}.yaml").read_text()
+def test_a_recipe_is_shown_as_it_is_and_needs_no_ending():
+    for name in ("sft_tiny", "accelerate/cpu", "dpo_tiny.yaml"):
+        file = name if name.endswith(".yaml") else f"{name}.yaml"
+        assert trl_padfix_command("recipe", "show", name).output == (folder() / file).read_text()
 
 
 def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
@@ -40,7 +35,7 @@ def test_recipes_are_copied_and_nothing_is_written_over(tmp_path):
     (to / "dpo_tiny.yaml").write_text("mine")
     again = trl_padfix_command("recipe", "copy", "all", str(to))
     assert again.exit_code == 2
-    assert "nothing is written over" in " ".join(again.output.replace("│", " ").split())
+    assert "nothing is written over" in again.output
     assert (to / "dpo_tiny.yaml").read_text() == "mine"
     result = trl_padfix_command("recipe", "copy", "all", str(tmp_path / "all"))
     assert result.exit_code == 0, result.output
@@ -58,10 +53,10 @@ def test_a_copy_that_is_there_already_is_said(tmp_path):
 def test_a_name_that_is_not_there_is_a_usage_error():
     result = trl_padfix_command("recipe", "show", "../pyproject.toml")
     assert result.exit_code == 2
-    assert "there is no recipe '../pyproject.toml'" in " ".join(result.output.replace("│", " ").split())
+    assert "there is no recipe '../pyproject.toml'" in result.output
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("stf_tiny", "sft_tiny"), ("dpo_tiny.yml", "dpo_tiny.yaml")])
 def test_a_typo_is_answered_with_the_nearest_name(typed, meant):
-    said = " ".join(trl_padfix_command("recipe", "show", typed).output.replace("│", " ").split())
+    said = trl_padfix_command("recipe", "show", typed).output
     assert f"there is no recipe '{typed}'. Is '{meant}' meant?" in said

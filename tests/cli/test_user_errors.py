@@ -1,7 +1,6 @@
 """Mistakes of the user: a message, exit code 2, nothing written, and no wait. Bugs of ours: their traceback."""
 
 import errno
-import json
 import os
 import resource
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from kit.bad_inputs import build_bad_data, build_bad_models
-from kit.cells import MATRIX
 from kit.commands import trl_padfix_command
 
 from trl_padfix.cli import user_errors
@@ -40,37 +38,27 @@ def compared(model, data="good.jsonl"):
 OF_DATA = {
     "corrupt.jsonl": "cannot be read: JSON parse error",
     "empty.jsonl": "is empty: it has no row",
-    "blank.jsonl": "cannot be read",
-    "binary.jsonl": "cannot be read",
     "latin.jsonl": "Text is UTF-8",
     "null.jsonl": "Row 3 (counted from 0) has None in column `text`",
-    "number.jsonl": "has 3 in column `text`",
-    "mixed.jsonl": "Row 1 (counted from 0) has 4",
     "columns.jsonl": "['words']",
     "no_role.jsonl": "without a text `role`",
-    "no_content.jsonl": "whose `content` is no text",
-    "messages_text.jsonl": "has 'alpha' in column `messages`",
-    "no_messages.jsonl": "has [] in column `messages`",
     "plain.json.gz": "Not a gzipped file",
-    "binary.json.gz": "Not a gzipped file",
     "cut.json.gz": "ended before the end-of-stream marker",
     "cut.parquet": "cannot be read",
-    "noise.parquet": "cannot be read",
     "folder.jsonl": "is a folder with the name of a file",
     "empty_folder": "doesn't contain any data files",
     "nowhere.jsonl": "There is no file nowhere.jsonl",
     "nowhere/at_all": "Couldn't reach 'nowhere/at_all' on the Hub (OfflineModeIsEnabled), and there is no folder",
     "a:b//c": "cannot be read",
     "broken.yaml": "line 2",
-    "binary.yaml": "cannot be read",
     "list.yaml": "holds a list",
-    "empty.yaml": "holds a NoneType",
     "no_data.yaml": "names no data",
     "bad_length.yaml": "`max_length`",
     "bad_split.yaml": "nowhere",
     "bad_mixture.yaml": "data_fils",
-    "no_such_mixture.yaml": "nowhere.jsonl",
 }
+
+READ = ("corrupt.jsonl", "nowhere.jsonl")
 
 OF_TOKENIZERS = {
     "no_tokenizer": "its files are missing",
@@ -95,7 +83,6 @@ OF_MODELS = {
     "config_list": "cannot be read",
     "config_empty": "model_type",
     "small_vocabulary": "has embeddings for 0 to 49",
-    **OF_TOKENIZERS,
 }
 
 OUTPUTS = {
@@ -128,12 +115,12 @@ CASES = (
         ("stats", stats("good.jsonl", "--accumulation", "99999"), "a step of"),
         *((f"world {w}", stats("good.jsonl", "--world-size", w), "--world-size")
           for w in ("0", "-2", "two", "", "2,,4", "2,0", "999999")),
-        *((f"parity {name}", compared(f"models/{name}" if name.isidentifier() else name), message)
-          for name, message in OF_MODELS.items() if name),
-        *((f"parity {name}", compared("models/good", name), message)
-          for name, message in OF_DATA.items() if not name.endswith(".yaml") and name != "null.jsonl"),  # of two rows
-        *((f"parity --config {name}", parity("--model", "models/good", "--config", name), message)
-          for name, message in OF_DATA.items() if name.endswith(".yaml")),
+        *((f"parity {name}", compared(f"models/{name}"), message) for name, message in OF_MODELS.items()),
+        # All commands read data, recipes and tokenizers by the functions that `stats` calls.
+        *((f"parity {name}", compared("models/good", name), OF_DATA[name]) for name in READ),
+        *((f"bench {name}", [*TINY, "--data", name], OF_DATA[name]) for name in READ),
+        ("parity", compared("models/no_tokenizer"), OF_TOKENIZERS["no_tokenizer"]),
+        ("parity --config", parity("--model", "models/good", "--config", "list.yaml"), OF_DATA["list.yaml"]),
         ("parity", compared("models/good", "no_text.jsonl"), "A row has no token"),
         ("parity", parity("--data", "good.jsonl"), "give a model"),
         ("parity", parity("--model", "models/good"), "give the data"),
@@ -144,10 +131,6 @@ CASES = (
         ("parity", [*compared("models/good"), "--device", "abacus"], "abacus"),
         ("parity", [*compared("models/good"), "--rows", "0"], "--rows"),
         ("parity", [*compared("models/good"), "--max-length", "1"], "--max-length"),
-        *((f"bench {name}", [*TINY, "--data", name], message)
-          for name, message in OF_DATA.items()
-          if name not in ("null.jsonl", "number.jsonl", "mixed.jsonl", "latin.jsonl", "columns.jsonl")
-          and not name.startswith(("no_", "messages_")) and not name.endswith(".yaml")),
         *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
             "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
             "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
@@ -170,7 +153,8 @@ CASES = (
         ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "leave `token_budget` out"),
         ("doctor", ["doctor", "--dtype", "int3"], "int3"),
         ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
-        ("dpo", ["dpo", "--nonsense", "1"], "--nonsense: neither a field"),
+        ("dpo", ["dpo", *CPU, "--nonsense=1"], "--nonsense=1: neither a field"),
+        ("dpo", ["dpo", *CPU, "recipe.yaml"], "recipe.yaml: neither a field"),
         ("dpo", ["dpo", "--config", "nonsense.yaml"], "the key `nonsense` (nonsense.yaml, line 2): neither a field"),
         ("dpo", ["dpo", "--lerning_rate", "1"], "Is `learning_rate` meant?"),
         ("dpo", ["dpo", "--num_generations", "4"], "`num_generations` is a field of `trl-padfix grpo`"),
@@ -185,8 +169,7 @@ CASES = (
             "nowhere.parquet": "'nowhere.parquet' names a file, and there is none here",
         }.items()),
         *((f"dpo --config {name}", ["dpo", *CPU, "--config", name], message)
-          for name, message in {"broken.yaml": "line 2", "binary.yaml": "cannot be read", "list.yaml": "holds a list",
-                                "empty.yaml": "holds a NoneType", "good_folder": "it is a folder",
+          for name, message in {"broken.yaml": "line 2", "list.yaml": "holds a list", "good_folder": "it is a folder",
                                 "nowhere.yaml": "'nowhere.yaml'"}.items()),
         ("dpo", ["dpo", *CPU, "--config"], "`--config` is the last word"),
         ("dpo", ["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
@@ -194,6 +177,9 @@ CASES = (
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no whole checkpoint in"),
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "there is no such folder"),
         ("dpo", ["dpo", *CPU, "--seed", "one"], "invalid int value"),
+        ("dpo", ["dpo", *CPU, "--num_processes", "few"], "invalid int value: 'few'"),
+        ("dpo", ["dpo", *CPU, "--padding_side", "top"], "invalid choice: 'top'"),
+        ("dpo", ["dpo", *CPU, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
         ("dpo", ["dpo", *CPU, "--prefix_sharing", "maybe"], "expected true, false or auto, got 'maybe'"),
         ("dpo", ["dpo", *CPU, "--parity_check", "maybe"], "expected true, false or forward, got 'maybe'"),
         ("dpo", ["dpo", "--output_dir", "x"], "To train without it, add `--bf16 false --use_cpu true`"),
@@ -233,30 +219,16 @@ def files(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def said(result) -> str:
-    return " ".join(result.output.replace("│", " ").split())
-
-
-FAST = {f"{command} {name}" for command in ("parity", "bench") for name in ("corrupt.jsonl", "nowhere.jsonl")}
-
-
-def marks(name: str) -> tuple:
-    """All commands read data and tokenizers by the same functions: beside `stats`, most are left to the night."""
-    same = {f"{command} {data}" for command in ("parity", "bench", "parity --config") for data in OF_DATA}
-    same |= {f"parity {tokenizer}" for tokenizer in OF_TOKENIZERS}
-    return MATRIX if name in same - FAST else ()
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
-    [pytest.param(args, says, id=f"{i}-{name}", marks=marks(name)) for i, (name, args, says) in enumerate(CASES)],
+    [pytest.param(args, says, id=f"{i}-{name}") for i, (name, args, says) in enumerate(CASES)],
 )
 def test_a_mistake_is_a_message_and_exit_code_2(args, message, material, without_waiting):
     before = files(material)
     result = trl_padfix_command(*args)
     assert result.exit_code == 2, (result.output, result.exception)
     assert isinstance(result.exception, SystemExit)
-    assert message.replace(" ", "") in said(result).replace(" ", "")  # a box breaks long words
+    assert message in result.output
     assert "Traceback" not in result.output
     assert files(material) == before
 
@@ -267,7 +239,7 @@ def test_debug_shows_the_traceback(args, capfd, monkeypatch):
     result = trl_padfix_command(*args)
     assert result.exit_code == 2
     assert "Traceback" in result.output + capfd.readouterr().err
-    assert "cannot be read" in said(result)
+    assert "cannot be read" in result.output
 
 
 def test_a_bug_of_ours_keeps_its_traceback_and_asks_for_a_report(monkeypatch):
@@ -331,13 +303,6 @@ def test_an_error_of_another_package_is_said_to_be_its(capsys):
     assert "mistake of trl-padfix" not in said
 
 
-@pytest.mark.parametrize("error", [TypeError("an argument is missing"), AssertionError(), IndexError("out of range")])
-def test_what_an_operation_raises_is_no_mistake_of_the_user(error):
-    with pytest.raises(type(error)) as raised:
-        raise error
-    assert user_errors.describe(raised.value) is None
-
-
 def test_a_reader_that_has_gone_is_not_told_of():
     with (
         pytest.raises(BrokenPipeError),
@@ -346,9 +311,10 @@ def test_a_reader_that_has_gone_is_not_told_of():
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
-def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
-    from trl_padfix.tools.data import check_row
+@pytest.mark.parametrize("error", [TypeError("an argument is missing"), AssertionError(), IndexError("out of range")])
+def test_an_error_is_a_message_only_if_code_that_checks_raised_it(error):
     from trl_padfix.tools.stats import BatchTokens
+    from trl_padfix.trainers.data.row_checks import check_row
 
     with pytest.raises(ValueError, match="Row 0") as worded:
         check_row({"text": None}, 0)
@@ -356,6 +322,9 @@ def test_a_value_error_is_a_message_only_if_it_was_raised_as_one():
     with pytest.raises(TypeError) as accident:
         BatchTokens()
     assert user_errors.describe(accident.value) is None
+    with pytest.raises(type(error)) as raised:
+        raise error
+    assert user_errors.describe(raised.value) is None
 
 
 @pytest.mark.matrix
@@ -374,19 +343,11 @@ def test_figures_are_printed_before_a_file_that_cannot_be_written(option, materi
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 2, result.exception
     assert "12 rows of good.jsonl" in result.output
-    assert "was not written" in said(result)
-    assert "ulimit -f" in said(result)
+    assert "was not written" in result.output
+    assert "ulimit -f" in result.output
     assert ('"lengths"' in result.output) == (option == "--json")  # measured figures are not lost
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
     assert target.read_text() == "as it was"
-
-
-@pytest.mark.slow
-def test_json_to_standard_output(material):
-    result = trl_padfix_command("stats", "good.jsonl", "--tokenizer", "models/good", "--json", "-")
-    assert result.exit_code == 0
-    assert "truncation" in json.loads(result.stdout)
-    assert not Path("-").exists()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -394,4 +355,4 @@ def test_a_folder_without_permission_is_named(tmp_path):
     tmp_path.chmod(0o500)
     result = trl_padfix_command(*stats("good.jsonl", "--json", str(tmp_path / "x.json")))
     assert result.exit_code == 2
-    assert "no permission" in said(result)
+    assert "no permission" in result.output

@@ -5,11 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 import trl_padfix
-from trl_padfix import build_tiny
 
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +22,6 @@ GUIDES = {
     path.stem: [json.loads(row) for row in re.findall(r"```json\n(.*?)```", path.read_text(), re.DOTALL)]
     for path in (ROOT / "docs/guides").glob("*.md")
 }
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    return build_tiny("tiny", pairs, tmp_path_factory.mktemp("tiny") / "model")
 
 
 def trained(method: str, row: dict, model: str, folder: Path):

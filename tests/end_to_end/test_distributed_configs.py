@@ -20,7 +20,8 @@ from kit.distributed_configs import BAD, BUDGET, SIZES, save_models, train
 from kit.processes import trained
 from kit.trainer_runs import assert_same
 
-from trl_padfix.tools.plan import Training, load_sizes, memory
+from trl_padfix.tools.model_sizes import load_sizes
+from trl_padfix.tools.plan import Training, memory
 
 
 pytestmark = [
@@ -143,7 +144,7 @@ def test_a_process_holds_the_parameters_that_are_planned(sizes, method, mode, se
     model = load_sizes(str(folder / "policy"))
     own = model.of_one(settings["tensor_parallel"]) if "tensor_parallel" in settings else model
     for found in together(sizes, method, mode):
-        planned = memory(own, Training(gpus=2, half=False, **settings)).items["weights, gradients, moments"] / 16
+        planned = memory(own, Training(gpus=2, **settings)).items["weights, gradients, moments"] / 16
         assert found["local"] == pytest.approx(planned, rel=0.01)
         assert found["local"] != pytest.approx(model.parameters, rel=0.1)  # not sharded
 

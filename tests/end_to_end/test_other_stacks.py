@@ -1,7 +1,6 @@
 """docs/other_stacks.md: the class of a stack without a plug-in, as its wheel has it, with `remove_padding` on it."""
 
 import sys
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -9,10 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from kit.trainer_runs import leaking_layout
 from zoo.model_numbers import assert_same_gradients, gradients, weighted_sum
 from zoo.models import build
 
-from trl_padfix import padding_free_layout, remove_padding
+from trl_padfix import remove_padding
 from trl_padfix.core.call import layout_of as batches
 
 
@@ -31,10 +31,6 @@ def absent(name: str) -> ModuleType:
     module.__spec__, module.__path__ = ModuleSpec(name, None), []
     module.__getattr__ = lambda part: mock.MagicMock(name=part)
     return module
-
-
-def leaking(mask: torch.Tensor):
-    return replace(padding_free_layout(mask.reshape(1, -1)), batch_shape=tuple(mask.shape))
 
 
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="`pip install --no-deps openrlhf==0.11.2`")
@@ -60,5 +56,5 @@ def test_the_actor_of_openrlhf(tmp_path):
         assert handle.stats.packed_tokens == int(mask.sum()) - (4 if sharing else 0)
         torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
         assert_same_gradients(found[1], expected[1])
-    with mock.patch.object(batches, "padding_free_layout", leaking), remove_padding(actor):
+    with mock.patch.object(batches, "padding_free_layout", leaking_layout), remove_padding(actor):
         assert (numbers()[0] - expected[0]).abs().max() > 1e-2

@@ -332,18 +332,6 @@ def test_processes_that_share_packed_rows_give_the_trajectory_of_one(
     assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, flags=CONTEXT), theirs)
 
 
-@pytest.mark.matrix
-def test_two_groups_of_two_processes_give_the_trajectory_of_one(together, one_process, tmp_path):
-    groups = (*CONTEXT, "--parallelism_config_dp_shard_size", "2")
-    rows, env = ("--per_device_eval_batch_size", "3"), {"TOKENS": str(tmp_path)}
-    ours = together("dpo", "fsdp2", *SPLIT[:4], *rows, flags=groups, num_processes=4, env=env)
-    assert_same(ours, one_process("dpo", *rows), *METRICS["dpo"])
-    assert_packed(ours)
-    counts = [json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(4)]
-    assert_split(counts[:2])
-    assert_split(counts[2:])
-
-
 def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(together):
     said = together("dpo", "fsdp2", *SPLIT, flags=CONTEXT, env={"ODD_BATCH": "1"}, fails=True)
     assert (

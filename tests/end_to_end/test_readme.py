@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import load_dataset
 from kit import readme_path
-
-from trl_padfix import build_tiny
 
 
 ROOT = Path(__file__).parents[2]
@@ -17,12 +14,6 @@ README = (ROOT / "README.md").read_text()
 START = (ROOT / "docs/index.md").read_text()
 SPEED = (ROOT / "docs/speed.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory) -> str:
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:16]")
-    return build_tiny("tiny", pairs, tmp_path_factory.mktemp("tiny") / "model")
 
 
 def test_the_drop_in_example_trains(tiny_model, tmp_path):

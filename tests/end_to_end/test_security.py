@@ -12,7 +12,6 @@ import pytest
 import torch
 from kit.bad_inputs import build_bad_data, build_bad_models
 from kit.commands import trl_padfix_command
-from safetensors.torch import load_file
 
 
 ROOT = Path(__file__).parents[2]
@@ -166,16 +165,6 @@ def test_a_pickle_in_place_of_weights_is_not_executed(command, material, trap, t
     assert not trap.exists()
 
 
-def test_a_harmless_pickle_is_not_loaded_by_parity_either(material):
-    model = material / "models" / "pickled_weights"
-    assert torch.load(model / "pytorch_model.bin", weights_only=True).keys() == load_file(
-        material / "models" / "good" / "model.safetensors"
-    ).keys()  # fmt: skip
-    result = trl_padfix_command("parity", "--model", str(model), "--data", str(material / "good.jsonl"))
-    assert result.exit_code == 2
-    assert "are not loaded" in " ".join(result.output.replace("│", " ").split())
-
-
 YAMLS = {
     "python": "dataset_name: !!python/object/apply:builtins.open [{trap}, w]\n",
     "module": "!!python/module:antigravity\n",
@@ -191,7 +180,7 @@ def test_a_yaml_executes_nothing(kind, command, trap, tmp_path):
     flags = [str(path), "--train-tokenizer", "300"] if command == "stats" else ["--config", str(path)]
     result = trl_padfix_command(command, *flags)
     assert result.exit_code == 2, result.exception
-    assert "could not determine a constructor" in " ".join(result.output.replace("│", " ").split())
+    assert "could not determine a constructor" in result.output
     assert not trap.exists()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import random
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 __all__ = ["build_bad_data", "build_bad_models"]
 
 TEXT = '{"text": "alpha beta"}\n'
-CHAT = '{"messages": [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]}\n'
 PAIR = '{"chosen": "Question: a b\\nAnswer: c", "rejected": "Question: a b\\nAnswer: d e"}\n'
 
 
@@ -30,28 +28,19 @@ def build_bad_data(folder: Path) -> None:
         "pairs.jsonl": PAIR * 12,
         "corrupt.jsonl": TEXT + '{"text": "b"\n',
         "empty.jsonl": "",
-        "blank.jsonl": "\n\n\n",
         "null.jsonl": TEXT * 3 + '{"text": null}\n',
         "null_pairs.jsonl": PAIR * 12 + '{"chosen": "a", "rejected": null}\n',
-        "number.jsonl": '{"text": 3}\n{"text": 4}\n',
-        "mixed.jsonl": TEXT + '{"text": 4}\n',
         "no_text.jsonl": '{"text": ""}\n' * 3,
         "columns.jsonl": '{"words": "a"}\n',
-        "list.jsonl": "[1, 2]\n",
         "no_role.jsonl": '{"messages": [{"content": "x"}]}\n',
-        "no_content.jsonl": '{"messages": [{"role": "user", "content": null}]}\n',
-        "messages_text.jsonl": CHAT * 3 + '{"messages": "alpha"}\n',
-        "no_messages.jsonl": '{"messages": []}\n{"messages": [{"role": "user", "content": "x"}]}\n',
         "plain.json.gz": TEXT,
         "broken.yaml": "a: [1,\n b: :\n",
         "list.yaml": "- a\n- b\n",
-        "empty.yaml": "",
         "no_data.yaml": "max_length: 3\n",
         "bad_length.yaml": "dataset_name: {folder}/good_folder\nmax_length: long\n",
         "bad_batch.yaml": "dataset_name: {folder}/good_folder\nper_device_train_batch_size: -1\n",
         "bad_split.yaml": "dataset_name: {folder}/good_folder\ndataset_train_split: nowhere\n",
         "bad_mixture.yaml": "datasets:\n- path: json\n  data_fils: x\n",
-        "no_such_mixture.yaml": "datasets:\n- path: json\n  data_files: {folder}/nowhere.jsonl\n",
         "bad_model.yaml": "dataset_name: {folder}/good_folder\nmodel_name_or_path: [1]\n",
         "nonsense.yaml": "dataset_name: {folder}/good_folder\nnonsense: 1\n",
     }  # fmt: skip
@@ -61,15 +50,10 @@ def build_bad_data(folder: Path) -> None:
     (folder / "good_folder" / "train.jsonl").write_text(TEXT * 12)
     (folder / "empty_folder").mkdir()
     (folder / "folder.jsonl").mkdir()
-    noise = random.Random(0).randbytes(1000)
     binary = {
-        "binary.jsonl": noise,
-        "binary.yaml": noise,
-        "binary.json.gz": noise,
         "latin.jsonl": '{"text": "é"}\n'.encode("latin-1"),
         "cut.json.gz": gzip.compress(TEXT.encode() * 1000)[:40],
         "cut.parquet": b"PAR1 and no more",
-        "noise.parquet": noise,
     }
     for name, data in binary.items():
         (folder / name).write_bytes(data)

@@ -20,9 +20,9 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-def trl_padfix_command(*arguments: str, env: dict[str, str] | None = None):
+def trl_padfix_command(*arguments: str, env: dict[str, str] | None = None, stdin: str | None = None):
     env = {"COLUMNS": "120", "TERMINAL_WIDTH": "120", "NO_COLOR": "1"} | (env or {})
-    return CliRunner().invoke(app, list(arguments), env=env, prog_name="trl-padfix")
+    return CliRunner().invoke(app, list(arguments), env=env, input=stdin, prog_name="trl-padfix")
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from kit.commands import build_pairs, trl_padfix_command
 
 from trl_padfix.cli import progress
 from trl_padfix.tools.bench import measure as bench
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.settings import BenchSettings
 from trl_padfix.tools.data import give_template
 from trl_padfix.tools.tiny import train_tokenizer
@@ -71,7 +72,7 @@ def test_a_format_of_the_trainer_is_measured(trainer, name, tmp_path):
 
 def test_sft_on_pairs_with_prompts_reads_the_prompts():
     settings = BenchSettings(trainer="sft", pairs=2, steps=2, warmup=0, shape="tiny")
-    step = bench.prepare(Dataset.from_list(PLAIN), settings)
+    step = prepare(Dataset.from_list(PLAIN), settings)
     texts = [step.trainer.processing_class.decode(row["input_ids"]) for row in step.rows]
     assert {text.removesuffix("<|end|>") for text in texts} <= {row["prompt"] + row["chosen"] for row in PLAIN}
 
@@ -90,7 +91,7 @@ def test_sft_on_pairs_with_prompts_reads_the_prompts():
 def test_what_a_trainer_does_not_take_is_an_error(trainer, rows, message, tmp_path):
     result, _ = measured(tmp_path, rows, "--trainer", trainer)
     assert result.exit_code == 2, result.exception
-    assert message in " ".join(result.output.split())
+    assert message in result.output
 
 
 def test_columns_of_other_names_are_renamed(tmp_path):
@@ -169,19 +170,6 @@ def test_ctrl_c_leaves_the_figures_of_the_steps_until_then(steps, counted, monke
     assert {variant["name"]: variant["steps"] for variant in found["variants"]}["trl"] == counted
     assert f"PARTIAL: stopped after {counted} of 4 counted steps" in result.output
     assert ("without trl_grouped" in result.output) == (counted < 4)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_impossible_figures_of_an_interrupted_run_are_marked_as_partial(monkeypatch, tmp_path):
-    interrupted_after(7, monkeypatch)
-    path = tmp_path / "figures.json"
-    result = trl_padfix_command(*OPTIONS, "--warmup", "0", "--peak-tflops", "1e-9", "--json", str(path))
-    assert result.exit_code == 1, result.output
-    assert "PARTIAL: stopped after 2 of 4 counted steps" in result.output
-    assert "No step does more than the device can" in result.output
-    figures = json.loads(path.read_text())
-    assert figures["partial"]
-    assert figures["impossible"]
 
 
 @pytest.mark.usefixtures("interruptible")

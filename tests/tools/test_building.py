@@ -14,7 +14,7 @@ from trl_padfix.tools.bench.settings import BenchSettings
 
 def the_default_precision_is_measured() -> None:
     assert building._arguments(BenchSettings(pairs=2, shape="tiny", dtype="autocast")).bf16
-    assert building.weights_dtype("autocast") == torch.float32
+    assert BenchSettings(dtype="autocast").weights_dtype == torch.float32
 
 
 def test_a_bench_of_pure_bfloat16_is_noticed(monkeypatch):

@@ -7,7 +7,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import PretrainedConfig, Qwen2Config, Qwen3NextConfig
 
 from trl_padfix.tools.counted_step import (
-    _STAND_INS,
     StepSettings,
     _build,
     _counted,
@@ -16,7 +15,8 @@ from trl_padfix.tools.counted_step import (
     _put_on_cpu,
     _run,
 )
-from trl_padfix.tools.plan import ModelSizes
+from trl_padfix.tools.kernel_stand_ins import STAND_INS
+from trl_padfix.tools.model_sizes import ModelSizes
 
 
 def test_a_delta_rule_keeps_what_its_kernel_saves():
@@ -27,7 +27,7 @@ def test_a_delta_rule_keeps_what_its_kernel_saves():
         value = torch.empty(1, T, V, E, dtype=torch.bfloat16)
         g, beta = torch.empty(1, T, V), torch.empty(1, T, V, dtype=torch.bfloat16)
         with _LiveBytes([key, value, g, beta]) as live:
-            out, _ = _STAND_INS["torch_chunk_gated_delta_rule"](key, key, value, g=g, beta=beta)
+            out, _ = STAND_INS["torch_chunk_gated_delta_rule"](key, key, value, g=g, beta=beta)
         kept = live.now - out.numel() * 2
     assert kept == T * (2 * (2 * H * D + 64 * V) + 4 * (2 * H + V))
     assert live.peak > kept + T * 2 * (D * E * V // 64 + V * D + 2 * V * E)  # and in between states and products

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,20 +11,17 @@ import pytest
 import torch
 import transformers
 import trl
+from kit.commands import trl_padfix_command
 from transformers import BloomConfig, Gemma3Config, Lfm2Config, Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
-from typer.testing import CliRunner
 from zoo.models import CONFIGS
 
 import trl_padfix
 from trl_padfix import remove_padding
-from trl_padfix.cli.app import app
 from trl_padfix.core.attention.backends import FLASH_PACKAGES, HUB_KERNELS, Machine
 from trl_padfix.tools.doctor import diagnose
 
 
-def doctor(*arguments: str, stdin: str | None = None):
-    env = {"COLUMNS": "160", "TERMINAL_WIDTH": "160", "NO_COLOR": "1"}
-    return CliRunner().invoke(app, ["doctor", *arguments], env=env, input=stdin)
+doctor = partial(trl_padfix_command, "doctor")
 
 
 def words(text: str) -> str:
@@ -271,9 +269,3 @@ def test_explanations_come_as_json_too():
     assert (result.exit_code, [error["name"] for error in json.loads(result.stdout)]) == (0, ["out of memory"])
     result = doctor("--json", "-", "--explain", "no error")
     assert (result.exit_code, json.loads(result.stdout)) == (1, [])
-
-
-def test_a_text_is_explained_alone():
-    result = doctor("--explain", "x", "--attn", "sdpa")
-    assert result.exit_code == 2
-    assert "leave the other options out" in words(result.output)

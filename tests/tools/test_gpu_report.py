@@ -16,13 +16,14 @@ from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.commands import build_pairs
+from kit.trainer_runs import leaking_layout
 from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.bench import steps
+from trl_padfix.tools.bench.building import prepare
 from trl_padfix.tools.bench.data import pairs_of_lengths
-from trl_padfix.tools.bench.measure import prepare
 from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings, WrongNumbersError
 from trl_padfix.tools.bench.steps import decoder_inputs, step_flops
 
@@ -45,20 +46,6 @@ def no_checks(device, **options):
 
 
 # -- the plan
-
-
-def test_the_plan_has_what_is_asked_for():
-    plan = plan_of()
-    assert {cell.settings.trainer for cell in plan} == {"dpo", "sft", "grpo"}
-    assert {cell.settings.dtype for cell in plan} == {"autocast", "bfloat16"}
-    assert {cell.settings.shape for cell in plan} == {"0.5b", "7b"}
-    assert {8, 64} <= {cell.settings.pairs for cell in plan if cell.settings.trainer == "dpo"}
-    assert all(cell.settings.lora for cell in plan if cell.settings.shape == "7b")
-    assert {cell.settings.liger for cell in plan} == {True, False}
-    assert any(VARIANTS[name].compiled for cell in plan for name in cell.settings.variants)
-    assert len({cell.name for cell in plan}) == len(plan)
-    assert all(cell.settings.device == "cuda" for cell in plan)
-    assert {"dpo", "sft", "grpo"} == {cell.settings.trainer for cell in plan if cell.settings.shape == "7b"}
 
 
 def test_a_toy_plan_is_the_same_plan():
@@ -255,9 +242,9 @@ def test_without_numbers_the_same_is_counted():
     assert flops["prefix_sharing"] < flops["padding_free"] < flops["trl"]
     pairs = pairs_of_lengths(2, 24, 9, 0.75, 0)
     step = prepare(pairs, dataclasses.replace(settings, device="cpu", steps=1, warmup=0))
-    batch = decoder_inputs(step.batch([0, 1]))
+    batch = decoder_inputs(step.collate([0, 1]))
     layout = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"])
-    scored = int(step.batch([0, 1])["completion_mask"][:, 1:].sum())
+    scored = int(step.collate([0, 1])["completion_mask"][:, 1:].sum())
     assert flops["prefix_sharing"] == pytest.approx(step_flops(step, layout, scored), rel=0.1)
 
 
@@ -277,13 +264,7 @@ def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch
     assert len(found) == 8
     assert all(check.ok for check in found), [str(check) for check in found]
     assert all(check.control > 100 * check.limit for check in found[:2])
-    padding_free = gpu_checks.padding_free_layout
-
-    def leaking(mask):
-        whole = padding_free(mask.reshape(1, -1))
-        return dataclasses.replace(whole, batch_shape=tuple(mask.shape))
-
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking)
+    monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking_layout)
     first = next(check_device("cpu", toy=True, backend=None))
     assert not first.ok
     assert str(first).startswith("WRONG: padding-free, float32")

@@ -16,7 +16,6 @@ from datasets import Dataset
 from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
-from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.tools.data import load_rows, rename_columns, texts_of
 from trl_padfix.tools.formats import rows_for_trainer, to_trl_format
 from trl_padfix.tools.stats import (
@@ -94,22 +93,6 @@ def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
     assert found == trained
     assert len({*map(tuple, found.values())}) == len(found)
     assert all(len(set(part)) > 3 for part in found.values())
-
-
-@pytest.mark.parametrize("max_length", [None, 40])
-def test_tokens_of_a_batch_are_those_of_its_layouts(max_length, tokenizer, tmp_path):
-    kept = measure(build_rows("pairs with prompts", 8), tokenizer).truncated(max_length)
-    examples = [  # ids that only the prompts of a pair have in common
-        {"prompt_ids": [3 * i] * p, "chosen_ids": [3 * i + 1] * c, "rejected_ids": [3 * i + 2] * r}
-        for i, (p, c, r) in enumerate(zip(*kept.columns.values(), strict=True))
-    ]
-    lengths = Lengths.of(examples).truncated(max_length)
-    batch = trl.trainer.dpo_trainer.DataCollatorForPreference(0, max_length=max_length)(examples)
-    found = batch_tokens(lengths, len(examples))
-    assert found.padded == batch["input_ids"].numel()
-    assert found.real == padding_free_layout(batch["attention_mask"]).packed_tokens
-    assert found.distinct == prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    assert found.distinct < found.real < found.padded
 
 
 def test_answers_are_those_that_kto_trains_on(tokenizer, tmp_path):
@@ -233,6 +216,7 @@ def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, to
         elif max_length is None or len(row["prompt_ids"]) < max_length:
             sequences += [(row["prompt_ids"] + row[f"{side}_ids"])[:max_length] for side in ("chosen", "rejected")]
     own = len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+    assert found.padded == len(sequences) * max(map(len, sequences))
     assert found.real == sum(map(len, sequences))
     assert own <= found.distinct <= 1.05 * own  # completions that begin alike are not looked for
     if kind == "texts":
@@ -373,7 +357,7 @@ def test_columns_of_other_names_are_mapped(tokenizer, tmp_path):
     for columns, message in (("q", "is no mapping of columns"), ("z=prompt", "has no column")):
         result = trl_padfix_command(*command, "--columns", columns)
         assert result.exit_code == 2
-        assert message in " ".join(result.output.replace("│", " ").split())
+        assert message in result.output
 
 
 def test_texts_have_no_prompt_to_share(tokenizer, tmp_path, monkeypatch):

@@ -126,20 +126,20 @@ def bench(
     _check_settings(settings)
     step, data_name = _prepare(data, settings, spread, split, columns, quick)
     with progress() as watch:
-        measured = measure(step, settings, watch=watch)
+        measured = measure(step, watch=watch)
     results, is_partial = measured.results, measured.interrupt is not None
     about = describe(settings, data_name) | {
         "chat_template": step.rendered,
         "rough": quick,
-        "left_out": step.left_out,
+        "left_out": measured.left_out,
         "partial": is_partial,
         "impossible": measured.impossible,
     }
     title = settings.title(about["device"])
     console.print(_table(results, title))
-    print_as_is(*_notes(measured, step, settings, quick))
+    print_as_is(*_notes(measured, step, quick))
     if profile and not (is_partial or measured.impossible):
-        for variant, operations in profiled(step, settings).items():
+        for variant, operations in profiled(step).items():
             print_as_is(f"\n{variant}", operations)
     write_json(json, {**about, "variants": [asdict(result) for result in results]})
     if plot is not None:
@@ -210,8 +210,8 @@ def _prepare(
     data: str | None, settings: BenchSettings, spread: float, split: str, columns: str | None, quick: bool
 ) -> tuple[BenchStep, str]:
     """The step to measure, and the name of its data."""
+    from ..tools.bench.building import prepare
     from ..tools.bench.data import select_rows
-    from ..tools.bench.measure import prepare
     from ..tools.reading import UnreadableError
 
     with user_errors_of("--data"):
@@ -229,18 +229,18 @@ def _prepare(
             raise typer.BadParameter(str(error), param_hint="--attn") from error
 
 
-def _notes(measured: Measurement, step: BenchStep, settings: BenchSettings, is_rough: bool) -> Iterator[str]:
+def _notes(measured: Measurement, step: BenchStep, is_rough: bool) -> Iterator[str]:
     """Lines below the table: what holds for all figures, and their restrictions."""
-    results = measured.results
+    results, settings = measured.results, step.settings
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
-    for name, reason in step.left_out.items():
+    for name, reason in measured.left_out.items():
         yield f"{name} was left out: {reason}."
     if step.rendered is not None:
         yield f"Conversations were rendered with {step.rendered}."
     if is_rough:
         yield f"Rough: {settings.steps} steps of shape '{settings.shape}'. Leave --quick out for figures to rely on."
     if measured.interrupt is not None:
-        missing = sorted(set(settings.variants) - {result.name for result in results} - step.left_out.keys())
+        missing = sorted(set(settings.variants) - {result.name for result in results} - measured.left_out.keys())
         yield (
             f"PARTIAL: stopped after {results[0].steps} of {settings.steps} counted steps"
             + (f"; without {', '.join(missing)}, whose batches hold other rows" if missing else "")

@@ -10,16 +10,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import disable_telemetry, require_extra
 from .methods import METHODS, SCRIPTS
+from .unknown_fields import unknown_flags, unknown_message
 
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from ..files import folder_obstacle, is_missing_path
+    from ..files import folder_obstacle
     from ..tools.data import load_recipe
     from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
 
@@ -91,8 +91,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     try:
         *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     except ValueError as error:
-        if unknown := _unknown_flags(parser, args, recipe):  # a misspelt flag may be the reason for a refused value
-            raise ValueError(_unknown_message(method, parser, unknown, args, config)) from error
+        if unknown := unknown_flags(parser, args, recipe):  # a misspelt flag may be the reason for a refused value
+            raise ValueError(unknown_message(method, parser, unknown, args, config)) from error
         if "setup doesn't support bf16" in str(error):
             raise ValueError(_without_bf16(args, config, recipe)) from error
         raise
@@ -101,81 +101,33 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         unknown = unknown or [launch.training_script]
-        raise ValueError(_unknown_message(method, parser, unknown, args, config))
+        raise ValueError(unknown_message(method, parser, unknown, args, config))
     script_arguments, training, model = parsed[:3]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
     if reason := folder_obstacle(training.output_dir):
         raise ValueError(f"`output_dir`: {reason}")
     for arguments in parsed:
-        for field in ("model_name_or_path", "dataset_name"):
-            if (name := getattr(arguments, field, None)) and is_missing_path(name):
-                raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
-        # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
-        if builder := BUILDERS.get((path := Path(getattr(arguments, "dataset_name", None) or "")).suffix):
-            wrong = "is a file" if path.is_file() else "names a file, and there is none here"
-            raise ValueError(
-                f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
-                f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
-            )
+        _check_paths(arguments)
     if not (model.model_name_or_path or getattr(script_arguments, "tiny_model", None)):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     return parsed, launch
 
 
-def _unknown_message(
-    method: str, parser: TrlParser, unknown: Sequence[str], args: Sequence[str], config: str | None
-) -> str:
-    """The error for flags and keys that nothing takes: where each stands, and which name is likely to be meant."""
-    names = [word.removeprefix("--").replace("-", "_") for word in unknown if word.startswith("--")]
-    supported = {flag.removeprefix("--") for action in parser._actions for flag in action.option_strings}
-    clues = [clue for name in names if (clue := _clue(name, method, supported))]
-    given = {arg.split("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
-    words = []
-    for word in [word for word in unknown if word.startswith("--")] or unknown:  # without the values of flags
-        name = word.removeprefix("--").replace("-", "_")
-        if config is not None and word.startswith("--") and name not in given:  # TRL makes a flag of each key
-            line = _line_of(config, name)
-            words.append(f"the key `{name}` ({config}{'' if line is None else f', line {line}'})")
-        else:
-            words.append(word)
-    return (
-        f"{' '.join(words)}: neither a field of `trl-padfix {method}` nor a flag of `accelerate launch`. "
-        + "".join(f"{clue} " for clue in clues)
-        + f"`trl-padfix {method} --help` lists the fields; a YAML of them is given with `--config`."
-    )
+def _check_paths(arguments: Any) -> None:
+    """Raise a `ValueError` if parsed arguments name a model or a dataset that is not there, or a file as a dataset."""
+    from ..files import is_missing_path
 
-
-def _clue(name: str, method: str, supported: Collection[str]) -> str:
-    """A sentence on what an unknown field may be: a misspelt one, or one of another trainer; empty for neither."""
-    import trl_padfix
-
-    near = get_close_matches(name, [flag for flag in supported if "-" not in flag], n=1, cutoff=0.75)
-    if near:
-        return f"Is `{near[0]}` meant?"
-    others = [
-        command
-        for command, trainer in METHODS.items()
-        # A TRL that is installed may be too old for a configuration.
-        if command != method and name in _fields_of(trl_padfix, f"{trainer}Config")
-    ]
-    return f"`{name}` is a field of {', '.join(f'`trl-padfix {other}`' for other in others)}." if others else ""
-
-
-def _fields_of(package: Any, config: str) -> set[str]:
-    try:
-        return {field.name for field in fields(getattr(package, config))}
-    except ImportError:
-        return set()
-
-
-def _line_of(config: str, key: str) -> int | None:
-    """The line of a key at the top of a YAML, counted from 1."""
-    import yaml
-
-    root = yaml.compose(Path(config).read_text("utf-8"))
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    return next((node.start_mark.line + 1 for node, _ in pairs if node.value == key), None)
+    for field in ("model_name_or_path", "dataset_name"):
+        if (name := getattr(arguments, field, None)) and is_missing_path(name):
+            raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
+    # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
+    if builder := BUILDERS.get((path := Path(getattr(arguments, "dataset_name", None) or "")).suffix):
+        wrong = "is a file" if path.is_file() else "names a file, and there is none here"
+        raise ValueError(
+            f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+            f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
+        )
 
 
 def _without_bf16(args: Sequence[str], config: str | None, recipe: dict[str, Any]) -> str:
@@ -202,19 +154,6 @@ def _config_of(args: Sequence[str]) -> str | None:
     if not following:
         raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
     return following[0]
-
-
-def _unknown_flags(parser: TrlParser, args: Sequence[str], recipe: dict[str, Any]) -> list[str]:
-    """Flags, and keys of the YAML, that neither the script's parser nor `accelerate launch` has."""
-    from accelerate.commands.launch import launch_command_parser
-
-    actions = [*parser._actions, *launch_command_parser()._actions]
-    supported = {flag for action in actions for flag in action.option_strings} | {"--config", "--accelerate_config"}
-    flags = [arg.split("=")[0] for arg in args if arg.startswith("--")]
-    keys = [f"--{key}" for key in recipe if key != "env"]
-    spelled = [(flag, flag.replace("-", "_")) for flag in (*flags, *keys)]
-    # argparse accepts the beginning of a flag.
-    return [flag for flag, under in spelled if not any(s.startswith((flag, under)) for s in supported)]
 
 
 def main(method: str, args: Sequence[str]) -> None:

@@ -15,7 +15,9 @@ from .user_errors import user_errors_of
 
 
 if TYPE_CHECKING:
-    from ..tools.plan import DataLengths, ModelSizes, Plan
+    from ..tools.model_sizes import ModelSizes
+    from ..tools.plan import Plan
+    from ..tools.plan_command import DataLengths
 
 __all__ = ["plan"]
 
@@ -45,42 +47,37 @@ def plan(
     json: JsonOption = None,
 ) -> None:
     """Memory of each GPU by item, and the sharding, checkpointing and token budget that fit. Nothing is trained."""
-    from ..tools import plan as p
+    from ..tools.model_sizes import load_sizes
+    from ..tools.plan import Training, check_experts, smallest_fit
+    from ..tools.plan_command import DataLengths, accelerate_config, flags, read_lengths, training_command
 
     one_of("--method", method, ["dpo", "kto", "sft", "reward", "grpo", "rloo"])
-    if load_in_4bit and not lora:
-        raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
-    if expert_parallel > 1 and lora:
-        raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
-    if tensor_parallel > 1 and (lora or expert_parallel > 1 or max_tokens_per_batch):
-        raise typer.BadParameter(
-            "was not counted with --expert-parallel and --lora, and has no token budget: the GPUs of a group have one "
-            "batch. Leave those out.", param_hint="--tensor-parallel"
-        )  # fmt: skip
-    if lora and find_spec("peft") is None:
-        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
+    _check_options(gpus, lora, load_in_4bit, max_tokens_per_batch, expert_parallel, tensor_parallel)
     outputs(accelerate=accelerate, json=json)
-    lengths = p.DataLengths(max_length or 1024, None, "DATA")
+    lengths = DataLengths(max_length or 1024, None, "DATA")
     if stats is not None:
         with user_errors_of("--stats"):
-            lengths = p.read_lengths(stats, max_length)
+            lengths = read_lengths(stats, max_length)
     is_online = method in ("grpo", "rloo")
     rows = 2 if method in ("dpo", "reward") else 1  # a forward cannot divide a pair
     with user_errors_of("MODEL"), console.status("Counting"):
-        sizes = p.load_sizes(model)
+        sizes = load_sizes(model)
     if expert_parallel > 1:
         with user_errors_of("--expert-parallel"):
-            p.check_experts(sizes, gpus, expert_parallel)
+            check_experts(sizes, gpus, expert_parallel)
+    of_one = sizes
     if tensor_parallel > 1:
         with user_errors_of("--tensor-parallel"):
-            sizes.of_one(tensor_parallel)
+            of_one = sizes.of_one(tensor_parallel)
+    base = Training(
+        gpus, lora=lora, quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
+        expert_parallel=expert_parallel, tensor_parallel=tensor_parallel,
+    )  # fmt: skip
     with user_errors_of("--memory"), console.status("Counting"):
         try:
-            fit = p.smallest_fit(
-                sizes, gpus=gpus, available=int(memory * 1e9), longest=rows * lengths.longest, lora=lora,
-                quantized=load_in_4bit, reference=method in ("dpo", "kto"), head_tokens=head_tokens,
-                budget=max_tokens_per_batch, may_split=not is_online, expert_parallel=expert_parallel,
-                tensor_parallel=tensor_parallel,
+            fit = smallest_fit(
+                of_one, base, available=int(memory * 1e9), longest=rows * lengths.longest,
+                budget=max_tokens_per_batch, may_split=not is_online,
             )  # fmt: skip
         except NotImplementedError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
@@ -89,17 +86,37 @@ def plan(
     _print_memory(fit)
     _print_notes(fit, sizes, lengths)
     path = accelerate or Path("accelerate.yaml")
-    flags = p.flags(fit, None if is_online else lengths.longest, sizes.has_experts, rows * lengths.longest)
-    command = p.training_command(fit, sizes.name, method, lengths.data, path, flags)
+    more = flags(fit, None if is_online else lengths.longest, sizes.has_experts, rows * lengths.longest)
+    command = training_command(fit, sizes.name, method, lengths.data, path, more)
     print_as_is(f"\n{command}")
     if "--dataset_name DATA" in command and lengths.data != "DATA":
         print_as_is("(DATA stands for a folder or a Hub id: `--dataset_name` takes no single file)")
-    config = p.accelerate_config(fit.training, folder() / "accelerate")
+    config = accelerate_config(fit.training, folder() / "accelerate")
     if accelerate is None:
         print_as_is(f"\n{path}:\n{config}")
     else:
         write_output("--accelerate", accelerate, lambda beside: beside.write_text(config))
     write_json(json, {"model": sizes.name, "method": method, **fit.to_dict()})
+
+
+def _check_options(
+    gpus: int, lora: int, load_in_4bit: bool, budget: int | None, expert_parallel: int, tensor_parallel: int
+) -> None:
+    """Refuse options that do not go together, or that this machine cannot count."""
+    if load_in_4bit and not lora:
+        raise typer.BadParameter("needs adapters, which are trained: give `--lora 16`.", param_hint="--load-in-4bit")
+    if expert_parallel > 1 and lora:
+        raise typer.BadParameter("adapters on experts of other GPUs were not run.", param_hint="--expert-parallel")
+    if tensor_parallel > 1 and (lora or expert_parallel > 1 or budget):
+        raise typer.BadParameter(
+            "was not counted with --expert-parallel and --lora, and has no token budget: the GPUs of a group have one "
+            "batch. Leave those out.", param_hint="--tensor-parallel"
+        )  # fmt: skip
+    if gpus % tensor_parallel:
+        message = f"{tensor_parallel} GPUs share each layer, and do not divide {gpus} GPUs."
+        raise typer.BadParameter(message, param_hint="--tensor-parallel")
+    if lora and find_spec("peft") is None:
+        raise typer.BadParameter("adapters need peft: `pip install 'trl-padfix[peft]'`.", param_hint="--lora")
 
 
 def _print_memory(fit: Plan) -> None:

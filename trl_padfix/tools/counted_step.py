@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..core.mixers.mixers import FORKED, PACKED, Mixers
-from ..core.mixers.primitives import CHUNK, LEFT_OUT, primitives_of
+from ..core.mixers.primitives import LEFT_OUT, primitives_of
 from ..trainers.temporary_attributes import temporarily_set
+from .kernel_stand_ins import STAND_INS, FourBit, attend
 from .reading import package_of, reason
 
 
@@ -155,7 +155,7 @@ def _build(config: PretrainedConfig, settings: StepSettings) -> nn.Module:
     if settings.quantized:
         head = model.get_output_embeddings()
         for module in [m for m in model.modules() if type(m) is nn.Linear and m is not head]:
-            module.__class__ = _FourBit
+            module.__class__ = FourBit
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if settings.lora:
@@ -242,40 +242,13 @@ class _LiveBytes(TorchDispatchMode):
 @contextmanager
 def _counted() -> Iterator[None]:
     """Register the stand-in for attention, for which transformers builds no mask, and grouped products of experts."""
-    ALL_ATTENTION_FUNCTIONS[ATTENTION] = _attend
+    ALL_ATTENTION_FUNCTIONS[ATTENTION] = attend
     try:
         # transformers then computes grouped products in a way that runs on fake tensors.
         with temporarily_set(moe, "_can_use_grouped_mm", lambda *args: False):
             yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[ATTENTION]
-
-
-def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    if torch.is_autocast_enabled("cpu"):
-        query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
-    return _Attention.apply(query, key, value), None
-
-
-class _Attention(torch.autograd.Function):
-    """Saves what FlashAttention saves: queries, keys, values, outputs `(B, T, N, D)` and a log-sum-exp per query."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def uncounted_mixers(decoder: nn.Module) -> list[str]:
@@ -285,7 +258,7 @@ def uncounted_mixers(decoder: nn.Module) -> list[str]:
         {
             type(mixer.module).__name__
             for mixer in others
-            if mixer.mode != FORKED or primitives_of(mixer.module) - LEFT_OUT - _STAND_INS.keys()
+            if mixer.mode != FORKED or primitives_of(mixer.module) - LEFT_OUT - STAND_INS.keys()
         }
     )
 
@@ -295,104 +268,6 @@ def _counted_recurrences(model: nn.Module) -> Iterator[None]:
     """Replace the functions that mixers call by stand-ins."""
     with ExitStack() as stack:
         for module in {sys.modules[type(m).__module__] for m in model.modules()}:
-            for name in _STAND_INS.keys() & vars(module).keys():
-                stack.enter_context(temporarily_set(module, name, _STAND_INS[name]))
+            for name in STAND_INS.keys() & vars(module).keys():
+                stack.enter_context(temporarily_set(module, name, STAND_INS[name]))
         yield
-
-
-def _convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    return _Convolution.apply(x, weight, bias)
-
-
-def _delta_rule(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    return _DeltaRule.apply(query, key, value, g, beta), None
-
-
-class _Convolution(torch.autograd.Function):
-    """Saves what causal-conv1d saves: its input `(B, C, T)`, the weight and the bias."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors)
-
-
-class _DeltaRule(torch.autograd.Function):
-    """
-    Saves what flash-linear-attention saves (read in fla-core 0.6.0, not measured): normalised queries and keys
-    `(B, T, H, D)` with a float32 factor each, values `(B, T, V, E)`, summed decays, betas, and a row of its chunk's
-    matrix for each token and head. In between there are the states of chunks, and their products with each token.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
-        normalised = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key)]
-        factors = [x.new_empty(x.shape[:3], dtype=torch.float32) for x in (query, key)]
-        chunk_rows = value.new_empty(*value.shape[:3], CHUNK)
-        ctx.save_for_backward(*normalised, *factors, value.contiguous(), torch.empty_like(g), beta, chunk_rows)
-        working = _states_and_products(key, value)
-        out = torch.empty_like(value, memory_format=torch.contiguous_format)
-        del working
-        return out
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        query, key, _, _, value, g, beta, _ = [*ctx.saved_tensors]
-        working = _states_and_products(key, value), _states_and_products(key, value)  # again, and their gradients
-        result = tuple(torch.empty_like(x) for x in (query, key, value, g, beta))
-        del working
-        return result
-
-
-def _states_and_products(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The state before each chunk, and for each token its row of `w`, `u` and the new values."""
-    B, T, V, E = value.shape
-    D = key.shape[-1]
-    return (
-        value.new_empty(B, -(-T // CHUNK), V, D, E),
-        value.new_empty(B, T, V, D),
-        *(value.new_empty(value.shape) for _ in range(2)),
-    )
-
-
-_STAND_INS = {"causal_conv1d_fn": _convolve, "torch_chunk_gated_delta_rule": _delta_rule}
-
-
-class _FourBit(nn.Linear):
-    """A frozen layer whose weights are created for each product; the plan counts the bytes of its 4 bits."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        out = _Product.apply(input, self.weight)
-        return out if self.bias is None else out + self.bias
-
-
-class _Product(torch.autograd.Function):
-    """`input @ weight.T` with a new weight in forward and in backward, which is freed after the product."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return input @ torch.empty_like(weight).T
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0] @ torch.empty_like(ctx.weight), None

@@ -13,7 +13,7 @@ from datasets import Dataset, load_dataset
 
 from ..files import is_missing_path
 from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
-from .formats import rename_message_keys
+from .formats import TEXT_ADVICE, rename_message_keys
 from .reading import reading
 
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "check_row", "checked_rows", "give_template", "load_recipe", "load_rows", "rename_columns", "texts_of",
+    "checked_rows", "give_template", "load_recipe", "load_rows", "rename_columns", "texts_of",
     "texts_of_row", "whole_number",
 ]  # fmt: skip
 
@@ -152,9 +152,7 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
         ValueError: If a row has no text, see [`check_row`], or cannot be decoded.
     """
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
-        with reading(
-            f"row {number} (counted from 0) of the data", "Text is UTF-8: convert the file, or correct the row."
-        ):
+        with reading(f"row {number} (counted from 0) of the data", TEXT_ADVICE):
             row = dataset[number]
         with suppress(EmptyTextError):  # TRL trains on it
             check_row(row, number)

@@ -11,8 +11,8 @@ from .reading import reading
 
 
 __all__ = [
-    "ONLINE", "TRAINER_COLUMNS", "rename_message_keys", "rows_for_trainer", "to_dialogues", "to_trl_format",
-    "trainer_of",
+    "ONLINE", "TEXT_ADVICE", "TRAINER_COLUMNS", "rename_message_keys", "rows_for_trainer", "to_dialogues",
+    "to_trl_format", "trainer_of",
 ]  # fmt: skip
 
 ONLINE = ("grpo", "rloo")
@@ -24,7 +24,7 @@ ROLES = {
 }  # fmt: skip
 """Roles of ShareGPT's messages, and their names in chat templates."""
 
-_ADVICE = "Text is UTF-8: convert the file, or correct the row."
+TEXT_ADVICE = "Text is UTF-8: convert the file, or correct the row."
 
 _PAIRS, _EXTRAS = {"chosen", "rejected"}, {"tools", "chat_template_kwargs"}
 
@@ -56,7 +56,7 @@ def to_trl_format(rows: Dataset) -> Dataset:
         label = row.get("kto_tag", row.get("label"))
         return convert(row) | {name: row[name] for name in extras} | ({} if label is None else {"label": label})
 
-    with reading("the data", _ADVICE):
+    with reading("the data", TEXT_ADVICE):
         return rows.map(converted, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
@@ -136,7 +136,7 @@ def rename_message_keys(rows: Dataset, names: dict[str, str]) -> Dataset:
             for name, value in row.items()
         }
 
-    with reading("the data", _ADVICE):
+    with reading("the data", TEXT_ADVICE):
         return rows.map(convert, remove_columns=rows.column_names, load_from_cache_file=False)
 
 
@@ -144,7 +144,7 @@ def _message_keys(rows: Dataset) -> set[str]:
     """The keys of the messages of the first row."""
     if not len(rows):
         return set()
-    with reading("row 0 (counted from 0) of the data", _ADVICE):
+    with reading("row 0 (counted from 0) of the data", TEXT_ADVICE):
         values = rows[0].values()
     messages = [message for value in values for message in (value if isinstance(value, list) else [value])]
     return {key for message in messages if isinstance(message, dict) for key in message}

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from datasets import Dataset
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import pack_by_budget, partition_by_tokens
@@ -39,9 +41,6 @@ DRAWS = 8
 
 SORTED_BATCHES = 512
 """Batches that are sorted, to count the prefixes that different rows of a batch share."""
-
-LENGTH_BUCKETS = 50
-"""Batches within which transformers' `group_by_length` sorts rows by their length (`LengthGroupedSampler`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +233,8 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
     if order == "prefix":
         epochs = [group_rows(epoch, costs, size) for epoch in epochs]
     elif order == "length":
-        epochs = [_order_by_length(tokens.max(1), epoch, LENGTH_BUCKETS * size) for epoch in epochs]
+        generator = torch.Generator().manual_seed(seed)
+        epochs = [np.array(get_length_grouped_indices(tokens.max(1).tolist(), size, generator=generator))]
     full = len(lengths) // size * size  # rows of full batches
     batches = np.stack([epoch[:full] for epoch in epochs]).reshape(-1, size)
     padded = tokens[batches].max((1, 2)) * size * tokens.shape[1]
@@ -245,12 +245,6 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
         distinct -= np.mean([costs[batch].shared.sum() for batch in counted])
     real = lengths.costs(sharing=False).tokens[batches].sum(1)
     return BatchTokens(size, float(padded.mean()), float(real.mean()), float(distinct))
-
-
-def _order_by_length(lengths: np.ndarray, order: np.ndarray, bucket: int) -> np.ndarray:
-    """The longest rows first within buckets of so many rows of an `order`."""
-    buckets = np.split(order, range(bucket, len(order), bucket))
-    return np.concatenate([rows[np.argsort(-lengths[rows], kind="stable")] for rows in buckets])
 
 
 def prefix_tree(lengths: Lengths) -> PrefixTree:
@@ -303,25 +297,24 @@ def simulate_waiting(
         epochs = [group_rows(epoch, costs, rows) for epoch in epochs]
     order = np.concatenate(epochs)[: steps * rows].reshape(steps, rows)
     # Row 0: fixed batches; row 1: a token budget. Column 0: computed tokens; column 1: those of the same time without
-    # waiting, which are processes * tokens of the fullest process.
+    # waiting, which are processes * tokens of the fullest process in each forward.
     totals = np.zeros((2, 2))
     forwards = np.arange(rows).reshape(accumulation, processes, batch_size)
     for step in order:
         step_costs = costs[step] if grouped else text_costs(costs.tokens[step])
         if grouped:
-            loads = np.array([[step_costs.total(batch) for batch in batches] for batches in forwards])
+            fixed_loads = np.array([[step_costs.total(batch) for batch in batches] for batches in forwards])
         else:  # the same without a sort of each batch, since nothing is shared
-            loads = step_costs.tokens[forwards].sum(2)
-        totals[0] += [loads.sum(), processes * loads.max(1).sum()]
-        loads = _budget_loads(step_costs, processes, budget)
-        totals[1] += [loads.sum(), processes * loads.max(0).sum()]
+            fixed_loads = step_costs.tokens[forwards].sum(2)
+        for total, loads in zip(totals, (fixed_loads, _budget_loads(step_costs, processes, budget)), strict=True):
+            total += [loads.sum(), processes * loads.max(1).sum()]
     fixed, by_budget = totals[:, 0] / totals[:, 1]
     return Waiting(processes, float(fixed), float(by_budget))
 
 
 def _budget_loads(costs: RowCosts, processes: int, budget: int) -> np.ndarray:
     """
-    Tokens of each micro-batch of a step on each process, `(processes, most micro-batches)`.
+    Tokens of each micro-batch of a step on each process, `(most micro-batches, processes)`.
 
     A process with fewer micro-batches than another one has zeros at the end: it waits.
     """
@@ -329,8 +322,7 @@ def _budget_loads(costs: RowCosts, processes: int, budget: int) -> np.ndarray:
     for rows in partition_by_tokens(costs, processes):
         local = costs[rows]
         loads.append([local.total(micro_batch) for micro_batch in pack_by_budget(local, budget)])
-    most = max(map(len, loads))
-    return np.array([[*local, *[0] * (most - len(local))] for local in loads])
+    return np.array(list(zip_longest(*loads, fillvalue=0)))
 
 
 def memory_of(costs: RowCosts, batch_size: int, seed: int = 0) -> int:

@@ -109,6 +109,4 @@ def _sequences(lengths: Lengths, rows: np.ndarray) -> list[np.ndarray]:
 
 def _wrapped(tokens: np.ndarray, width: int) -> np.ndarray:
     """A packed row in lines of `width` tokens; zeros fill the last line."""
-    lines = np.zeros((-(-len(tokens) // width), width), dtype=int)
-    lines.ravel()[: len(tokens)] = tokens
-    return lines
+    return np.pad(tokens, (0, -len(tokens) % width)).reshape(-1, width)

@@ -19,6 +19,9 @@ __all__ = [
 
 Model = TypeVar("Model")
 
+PATCH = 8
+"""Pixels of a patch of an image, along one side."""
+
 PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
 _MESSAGE = (
@@ -155,28 +158,18 @@ def build_hybrid(
     return _seeded(lambda: transformers.Qwen3_5ForCausalLM(config), seed)
 
 
-def build_llava(
-    tokenizer: PreTrainedTokenizerFast, *, image_size: int = 32, patch_size: int = 8, seed: int = 0
-) -> tuple[PreTrainedModel, ProcessorMixin]:
+def build_llava(tokenizer: PreTrainedTokenizerFast, image_size: int = 32) -> tuple[PreTrainedModel, ProcessorMixin]:
     """
-    Build a randomly initialised LLaVA (CLIP and Qwen2) and its processor.
+    Build a randomly initialised LLaVA (CLIP and Qwen2) and its processor, for images of `image_size` pixels a side.
 
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
-            Tokenizer, to which the image token is added in place.
-        image_size (`int`):
-            Side of an image in pixels.
-        patch_size (`int`):
-            Side of a patch in pixels.
-        seed (`int`):
-            Seed of the weights. The global generator keeps its state.
+    The image token is added to the tokenizer in place.
     """
     tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
     size = {"height": image_size, "width": image_size}
     processor = transformers.LlavaProcessor(
         transformers.CLIPImageProcessorPil(size=size, crop_size=size),
         tokenizer,
-        patch_size=patch_size,
+        patch_size=PATCH,
         vision_feature_select_strategy="full",
         chat_template=VISION_CHAT_TEMPLATE,
         num_additional_image_tokens=1,  # CLIP's class token, which the strategy "full" keeps
@@ -187,7 +180,7 @@ def build_llava(
         num_hidden_layers=2,
         num_attention_heads=4,
         image_size=image_size,
-        patch_size=patch_size,
+        patch_size=PATCH,
     )
     text = Qwen2Config(**_fields(tokenizer, SHAPES["tiny"] | {"vocab_size": len(tokenizer)}))
     config = transformers.LlavaConfig(
@@ -198,4 +191,4 @@ def build_llava(
         vision_feature_select_strategy="full",
         pad_token_id=tokenizer.pad_token_id,
     )
-    return _seeded(lambda: transformers.LlavaForConditionalGeneration(config), seed), processor
+    return _seeded(lambda: transformers.LlavaForConditionalGeneration(config), seed=0), processor

@@ -11,6 +11,7 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .bench.settings import TRAINERS
 from .formats import ONLINE
 from .stats import Lengths, batch_tokens
 
@@ -22,9 +23,6 @@ WORTH_GROUPING = 0.9
 
 WORTH_SHARING = 0.99
 """Sharing is advised if batches have less than this share of their real tokens with it."""
-
-BENCH_TRAINERS = ("dpo", "sft", "grpo")
-"""Trainers whose steps `trl-padfix bench` measures."""
 
 UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
 """What the batches of a trainer are counted in."""
@@ -71,7 +69,7 @@ class Verdict:
         padding = 1 - self.real / self.padded
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        unit, is_online, has_bench = UNITS[self.trainer], self.generations > 1, self.trainer in BENCH_TRAINERS
+        unit, is_online, has_bench = UNITS[self.trainer], self.generations > 1, self.trainer in TRAINERS
         completions = f" x {self.generations} completions" if is_online else ""
         if is_online:
             grouping = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import trl
 from datasets import Dataset
@@ -14,7 +14,7 @@ from ...trainers.batching.prefix_groups import group_rows
 
 
 if TYPE_CHECKING:
-    from .settings import BenchSettings, Variant
+    from .settings import Variant
     from .steps import BenchStep
 
 __all__ = ["Batches", "divide_rows", "in_parts"]
@@ -25,8 +25,9 @@ Batches = list[list[int]]
 """Rows of each batch, as indices into the prepared rows of a step."""
 
 
-def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: BenchSettings) -> Batches:
+def divide_rows(step: BenchStep, variant: Variant, counted: Batches) -> Batches:
     """Divide the counted rows into the batches of a variant."""
+    settings = step.settings
     if variant.has_trls_batches:
         return counted
     rows = [i for batch in counted for i in batch]
@@ -36,7 +37,8 @@ def divide_rows(step: BenchStep, variant: Variant, counted: Batches, settings: B
         packed_batches = in_parts(packed, max(1, len(packed) // len(counted)))
         batches = [[rows[i] for packed_row in batch for i in packed_row] for batch in packed_batches]
     elif variant.batching == "grouped":
-        batches = in_parts(sorted(rows, key=lambda i: _longest(step.rows[i]), reverse=True), settings.pairs)
+        longest = settings.measure().longest([step.rows[i] for i in rows])
+        batches = in_parts([rows[i] for i in (-longest).argsort(kind="stable")], settings.pairs)
     else:
         costs = settings.measure(sharing=bool(variant.shares)).costs([step.rows[i] for i in rows])
         parts = in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
@@ -60,9 +62,3 @@ def _packed_by_trl(lengths: list[int], max_length: int) -> Batches:
         starts = [0, *accumulate(lengths_in_row)][:-1]
         result.append([ids[start] for start in starts])
     return result
-
-
-def _longest(row: dict[str, Any]) -> int:
-    if "input_ids" in row:
-        return len(row["input_ids"])
-    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,9 @@ from ..formats import to_dialogues
 from ..reading import load_tokenizer
 from ..tiny import BENCH_SHAPES, build_hybrid, build_qwen2, train_tokenizer
 from ..token_rows import token_rows
-from .data import random_completions
-from .steps import BenchStep
+from .batches import in_parts
+from .data import random_completions, random_prompts
+from .steps import BenchStep, decoder_inputs
 
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from .settings import BenchSettings
 
-__all__ = ["build", "computed_dtype", "weights_dtype"]
+__all__ = ["prepare"]
 
 EPOCH = 4096
 """Largest number of rows in the epoch that `group_by_prefix` groups, and of conversations that are expanded."""
@@ -39,20 +41,25 @@ BETA = 0.04
 """GRPO's `beta`, the weight of the KL term, if there is a reference. Any value but 0 costs the same."""
 
 
-def build(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
+def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
     """
-    Build a TRL trainer with a random model, and `count` prepared rows (for GRPO: batches).
+    Build a TRL trainer with a random model, and the prepared rows (for GRPO: batches) of all steps.
+
+    Args:
+        data ([`~datasets.Dataset`], *optional*):
+            Rows that the trainer takes, or tokenized ones; SFT trains on the chosen side of pairs. Without data GRPO
+            draws prompts.
+        settings ([`BenchSettings`]):
+            Settings of the benchmark.
 
     Raises:
         ValueError: If the data has too few rows.
     """
+    count = settings.batch_rows * (settings.warmup + settings.steps)
     if settings.trainer == "grpo":
         return _build_grpo(data, settings, count)
     if settings.trainer == "sft":
         data = to_dialogues(data)
-        if "chosen_ids" in data.column_names:
-            data = data.map(lambda row: {"input_ids": row["prompt_ids"] + row["chosen_ids"]})
-            data = data.select_columns("input_ids")
     tokenizer, rendered = _tokenizer(data, settings)
     grouped = settings.shuffle and "group_by_prefix" in settings.variants
     # Twice as many as needed, because TRL drops pairs whose prompt fills `max_length`. Rows are grouped per epoch.
@@ -133,8 +140,7 @@ class _OfflineGRPO(trl.GRPOTrainer):
     @torch.no_grad()
     def _reference_logps(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Log-probabilities of the policy before the step and of the reference, `(N, C)` each."""
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        ids, mask = decoder_inputs(inputs).values()
 
         def logps(model: torch.nn.Module) -> torch.Tensor:
             return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])[0]
@@ -145,27 +151,21 @@ class _OfflineGRPO(trl.GRPOTrainer):
             return {"old_per_token_logps": old, "ref_per_token_logps": logps(self.ref_model or self.model)}
 
 
-class _GRPOStep(BenchStep):
-    """A step whose prepared rows are complete batches."""
-
-    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
-        return {k: v.to(self.settings.device) for k, v in self.rows[rows[0]].items()}
-
-
 def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> BenchStep:
     """
     GRPO on `pairs` prompts with `generations` random completions each, of about the lengths of the settings. Without
     data the prompts are random, too.
     """
     tokenizer, rendered = _tokenizer(data, settings)
-    prompts: list[Any] = [settings.pairs] * count
-    if data is not None:
+    needed, draw = settings.pairs * count, torch.Generator().manual_seed(settings.seed)
+    if data is None:
+        prompts = random_prompts(needed, settings, draw)
+    else:
         data = data.shuffle(seed=settings.seed) if settings.shuffle else data
-        if len(data) < settings.pairs * count:
-            raise _too_few(len(data), settings.pairs * count)
-        rows = token_rows(list(data.select(range(settings.pairs * count))), tokenizer, "grpo")
-        ids = [row["prompt_ids"] for row in rows]
-        prompts = [ids[i : i + settings.pairs] for i in range(0, len(ids), settings.pairs)]
+        if len(data) < needed:
+            raise _too_few(len(data), needed)
+        rows = token_rows(list(data.select(range(needed))), tokenizer, "grpo")
+        prompts = [row["prompt_ids"] for row in rows]
     policy = _model(tokenizer, settings, settings.seed)
     with tempfile.TemporaryDirectory() as folder:
         if settings.logprob_passes and not settings.lora:  # TRL loads the reference from the policy's path
@@ -185,9 +185,10 @@ def _build_grpo(data: Dataset | None, settings: BenchSettings, count: int) -> Be
             processing_class=tokenizer,
             peft_config=_lora(settings),
         )
-    draw = torch.Generator().manual_seed(settings.seed)
-    sizes = (settings.generations, settings.prompt_length, settings.completion_length, policy.config.vocab_size, draw)
-    return _GRPOStep(trainer, [random_completions(p, *sizes) for p in prompts], settings, rendered)
+    trainer.data_collator = lambda rows: deepcopy(rows[0])  # a row is a whole batch
+    vocab_size = policy.config.vocab_size
+    batches = [random_completions(part, settings, vocab_size, draw) for part in in_parts(prompts, settings.pairs)]
+    return BenchStep(trainer, batches, settings, rendered)
 
 
 def _arguments(settings: BenchSettings, **more: Any) -> TrainingArguments:
@@ -209,20 +210,9 @@ def _model(tokenizer: PreTrainedTokenizerBase, settings: BenchSettings, seed: in
     shape = dict(BENCH_SHAPES[settings.shape])
     shape["vocab_size"] = max(shape["vocab_size"], len(tokenizer))
     with torch.device(settings.device):  # random numbers for a large model take minutes on a CPU
-        dtype = weights_dtype(settings.dtype)
         build = build_hybrid if "linear_heads" in shape else build_qwen2
-        model = build(tokenizer, **shape, seed=seed, attn_implementation=settings.attn, dtype=dtype)
-        return model.to(settings.device, dtype)
-
-
-def weights_dtype(dtype: str) -> torch.dtype:
-    """Precision of the weights. `"autocast"`, TRL's default, has weights in float32 under bfloat16 autocast."""
-    return torch.float32 if dtype == "autocast" else getattr(torch, dtype)
-
-
-def computed_dtype(dtype: str) -> torch.dtype:
-    """Precision of the matrix products."""
-    return torch.bfloat16 if dtype == "autocast" else getattr(torch, dtype)
+        options = {"attn_implementation": settings.attn, "dtype": settings.weights_dtype}
+        return build(tokenizer, **shape, seed=seed, **options).to(settings.device, settings.weights_dtype)
 
 
 def _lora(settings: BenchSettings) -> LoraConfig | None:

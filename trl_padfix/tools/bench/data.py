@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.utils import pad
 
 from ...trainers.data.row_checks import TRAINED, validate_rows
 from ..data import load_rows, rename_columns
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "RolloutTree", "equal_length_pairs", "load_examples", "pairs_of_lengths", "parse_lengths", "parse_tree",
-    "random_completions", "select_rows", "synthetic_rows", "tree_pairs", "tree_rows",
+    "RolloutTree", "load_examples", "pairs_of_lengths", "parse_lengths", "parse_tree", "random_completions",
+    "random_prompts", "select_rows", "synthetic_rows", "tree_pairs", "tree_rows",
 ]  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, se
         return (tree_rows if trainer == "sft" else tree_pairs)(tree, count, seed)
     if lengths := parse_lengths(data):
         pairs = pairs_of_lengths(count, *lengths, spread, seed)
-    elif data == "equal":
-        pairs = equal_length_pairs(count, seed=seed)
+    elif data == "equal":  # and a prompt of one token: nothing can be saved
+        pairs = pairs_of_lengths(count, 1, 127, spread=0, seed=seed)
     else:
         return None
     if trainer != "sft":
@@ -156,16 +156,13 @@ def synthetic_rows(data: str, trainer: str, count: int, spread: float = 0.25, se
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
-def equal_length_pairs(count: int, length: int = 128, seed: int = 0) -> Dataset:
-    """Draw tokenized pairs of one length with a prompt of one token: the case in which nothing can be saved."""
-    return pairs_of_lengths(count, 1, length - 1, spread=0, seed=seed)
-
-
 def pairs_of_lengths(count: int, prompt: int, completion: int, spread: float = 0.25, seed: int = 0) -> Dataset:
     """Draw tokenized pairs with lengths uniform in `mean * (1 - spread)` to `mean * (1 + spread)`."""
     draw = torch.Generator().manual_seed(seed)
-    lengths = (_draw_lengths(count, mean, spread, draw).tolist() for mean in (prompt, completion, completion))
-    return _pairs(*lengths, seed)
+    means = {"prompt_ids": prompt, "chosen_ids": completion, "rejected_ids": completion}
+    lengths = {name: _draw_lengths(count, mean, spread, draw) for name, mean in means.items()}
+    draw.manual_seed(seed)
+    return Dataset.from_dict({name: [_tokens(n, draw) for n in column] for name, column in lengths.items()})
 
 
 def tree_rows(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
@@ -188,52 +185,32 @@ def tree_pairs(tree: RolloutTree, count: int, seed: int = 0) -> Dataset:
     )
 
 
+def random_prompts(count: int, settings: BenchSettings, draw: torch.Generator) -> list[list[int]]:
+    """Draw token ids of prompts of about the length of the settings."""
+    return [_tokens(n, draw) for n in _draw_lengths(count, settings.prompt_length, 0.25, draw)]
+
+
 def random_completions(
-    prompts: int | list[list[int]], generations: int, prompt_length: int, completion_length: int, vocab_size: int,
-    draw: torch.Generator,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    prompts: list[list[int]], settings: BenchSettings, vocab_size: int, draw: torch.Generator
+) -> dict[str, torch.Tensor]:
     """
     Draw a batch as TRL's online trainers score it: prompts padded on the left, `generations` completions of each
     padded on the right.
-
-    `prompts` are token ids, or the number of prompts to draw.
     """
-    rows = (prompts if isinstance(prompts, int) else len(prompts)) * generations
-
-    def ragged(count: int, mean: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids padded on the right, and their mask."""
-        lengths = _draw_lengths(count, mean, 0.25, draw)[:, None]
-        ids = torch.randint(3, vocab_size, (count, int(lengths.max())), generator=draw)
-        return ids, (torch.arange(ids.shape[1]) < lengths).long()
-
-    if isinstance(prompts, int):
-        reversed_prompts = ragged(prompts, prompt_length)
-    else:
-        ids = [torch.tensor(prompt).flip(0) for prompt in prompts]
-        masks = [torch.ones_like(row) for row in ids]
-        reversed_prompts = pad_sequence(ids, batch_first=True), pad_sequence(masks, batch_first=True)
-    # Reversed rows padded on the right become rows padded on the left.
-    prompt_ids, prompt_mask = (x.flip(1).repeat_interleave(generations, 0) for x in reversed_prompts)
-    completion_ids, completion_mask = ragged(rows, completion_length)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "advantages": torch.rand(rows, generator=draw) + 0.5,  # none is 0: each completion has a gradient
-        "num_items_in_batch": completion_mask.sum(),
-    }
+    repeated = [prompt for prompt in prompts for _ in range(settings.generations)]
+    lengths = _draw_lengths(len(repeated), settings.completion_length, 0.25, draw)
+    batch = {"advantages": torch.rand(len(repeated), generator=draw) + 0.5}  # none is 0: each one has a gradient
+    completions = [_tokens(n, draw, vocab_size) for n in lengths]
+    for name, rows, side in (("prompt", repeated, "left"), ("completion", completions, "right")):
+        ids = [torch.tensor(row) for row in rows]
+        batch[f"{name}_ids"] = pad(ids, padding_side=side)
+        batch[f"{name}_mask"] = pad([torch.ones_like(row) for row in ids], padding_side=side)
+    return batch | {"num_items_in_batch": batch["completion_mask"].sum()}
 
 
-def _draw_lengths(count: int, mean: int, spread: float, draw: torch.Generator) -> torch.Tensor:
+def _draw_lengths(count: int, mean: int, spread: float, draw: torch.Generator) -> list[int]:
     low, high = max(1, int(mean * (1 - spread))), int(mean * (1 + spread))
-    return torch.randint(low, high + 1, (count,), generator=draw)
-
-
-def _pairs(prompts: list[int], chosen: list[int], rejected: list[int], seed: int) -> Dataset:
-    draw = torch.Generator().manual_seed(seed)
-    columns = {"prompt_ids": prompts, "chosen_ids": chosen, "rejected_ids": rejected}
-    return Dataset.from_dict({name: [_tokens(n, draw) for n in lengths] for name, lengths in columns.items()})
+    return torch.randint(low, high + 1, (count,), generator=draw).tolist()
 
 
 def _turns(tree: RolloutTree, draw: torch.Generator) -> Iterator[tuple[list[int], list[int]]]:
@@ -257,6 +234,6 @@ def _turn(tree: RolloutTree, draw: torch.Generator) -> tuple[list[int], list[int
     return _tokens(question, draw), _tokens(length - question, draw)
 
 
-def _tokens(count: int, draw: torch.Generator) -> list[int]:
-    # No special tokens (below 3), and ids that every vocabulary has.
-    return torch.randint(3, 256, (count,), generator=draw).tolist()
+def _tokens(count: int, draw: torch.Generator, vocab_size: int = 256) -> list[int]:
+    # No special tokens (below 3), and by default ids that every vocabulary has.
+    return torch.randint(3, vocab_size, (count,), generator=draw).tolist()

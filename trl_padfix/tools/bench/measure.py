@@ -16,58 +16,35 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from datasets import Dataset
 
-from ...core.call.layout_of import LayoutInputs
+from ...core.call.layout_of import LayoutInputs, PrefixSharing
 from ...core.layout.build import prefix_sharing_layout
 from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.version import __version__
 from ...versions import installed_versions
 from .batches import Batches, divide_rows, in_parts
-from .building import build, computed_dtype
 from .memory import MemoryCount, free_bytes
 from .peak import Peak
 from .settings import TOLERANCE, VARIANTS, BenchSettings, Measurement, Variant, VariantResult, WrongNumbersError
-from .steps import BenchStep, attached, decoder_inputs, host_copy, step_flops
+from .steps import BenchStep, attached, decoder_inputs, step_flops
 
 
-__all__ = ["describe", "measure", "prepare", "profile", "run"]
+__all__ = ["describe", "measure", "profile"]
 
 Watch = Callable[[str, int, int], None]
 """Called before each step with what is measured, the number of steps done, and the number of all steps."""
-
-SHARING = VARIANTS["prefix_sharing"]
 
 Figures = dict[str, float]
 """Figures of one step: its time, loss, gradient, tokens and weight."""
 
 
-def run(data: Dataset | None, settings: BenchSettings) -> list[VariantResult]:
+def measure(step: BenchStep, deadline: float | None = None, watch: Watch = lambda *_: None) -> Measurement:
     """
-    Time all variants on the same rows, in random order. See [`prepare`] and [`measure`].
-
-    `data` has a format that the trainer takes, or is tokenized; SFT trains on the chosen side of pairs, and GRPO draws
-    prompts if it is `None`.
-    """
-    return measure(prepare(data, settings), settings).checked()
-
-
-def prepare(data: Dataset | None, settings: BenchSettings) -> BenchStep:
-    """Build the step to measure, with the rows of all its batches."""
-    return build(data, settings, settings.batch_rows * (settings.warmup + settings.steps))
-
-
-def measure(
-    step: BenchStep, settings: BenchSettings, deadline: float | None = None, watch: Watch = lambda *_: None
-) -> Measurement:
-    """
-    Measure all variants, TRL's padded step first. Those that do not fit into memory are left out: `step.left_out`.
+    Measure all variants of the settings, TRL's padded step first. Those that do not fit into memory are left out.
 
     Args:
         step ([`BenchStep`]):
-            Step of [`prepare`].
-        settings ([`BenchSettings`]):
-            Settings that the step was built with.
+            Step of [`~trl_padfix.tools.bench.building.prepare`].
         deadline (`float`, *optional*):
             Value of `time.monotonic()` after which no batch is begun.
         watch (`Callable`, *optional*):
@@ -80,20 +57,21 @@ def measure(
         WrongNumbersError: If losses or gradients of the variants differ.
         TimeoutError, KeyboardInterrupt: If no counted batch was done before the deadline, or before Ctrl-C.
     """
-    variants = [VARIANTS[name] for name in settings.variants]
+    settings = step.settings
     fixed = in_parts(range(len(step.rows)), settings.batch_rows)
     warmup, counted = fixed[: settings.warmup], fixed[settings.warmup :]
-    plans = {v.name: warmup + divide_rows(step, v, counted, settings) for v in variants}
-    variants = _fitting(step, variants, plans)
-    plans = {v.name: plans[v.name] for v in variants}
+    plans = {name: warmup + divide_rows(step, VARIANTS[name], counted) for name in settings.variants}
+    left_out = _too_large(step, plans)
+    plans = {name: batches for name, batches in plans.items() if name not in left_out}
+    variants = [VARIANTS[name] for name in plans]
     # Norms, softmax and loss are computed in float32 in every precision.
-    dtypes = sorted({torch.float32, computed_dtype(settings.dtype)}, key=str)
+    dtypes = sorted({torch.float32, settings.computed_dtype}, key=str)
     peak = Peak(settings.device, dtypes, settings.peak_tflops)
     peak.measure(times=2)
     # On CUDA the timed steps report their memory; on CPU each variant has one more step, under the profiler.
     memory_steps = len(variants) if settings.memory and settings.device == "cpu" else 0
     total = sum(map(len, plans.values())) + memory_steps
-    figures, rounds, interrupt = _time_steps(step, settings, plans, peak, deadline, lambda *a: watch(*a, total))
+    figures, rounds, interrupt = _time_steps(step, plans, peak, deadline, lambda *a: watch(*a, total))
     if rounds < max(map(len, plans.values())):
         # Other batches divide the rows differently, so an incomplete run of them has other rows than TRL's.
         counted = counted[: max(0, rounds - settings.warmup)]
@@ -101,65 +79,66 @@ def measure(
         figures = {v.name: figures[v.name][: len(counted)] for v in variants}
     if not counted:
         raise interrupt or TimeoutError("No counted step was done in the time that there was.")
-    _check_equal(figures, TOLERANCE[computed_dtype(settings.dtype)])
+    _check_equal(figures, TOLERANCE[settings.computed_dtype])
     fixed_flops = _needed_flops(step, counted)
     # Other batches share more tokens, or fewer, so the least arithmetic for them differs.
     flops = {v.name: _needed_flops(step, plans[v.name][settings.warmup :]) for v in variants if not v.has_trls_batches}
-    padded = sum(decoder_inputs(step.batch(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
+    padded = sum(decoder_inputs(step.collate(rows))["input_ids"].numel() for rows in counted)  # of TRL's batches
     results = [_result(v, figures, padded, peak, flops.get(v.name, fixed_flops), settings) for v in variants]
     done = sum(min(rounds, len(batches)) for batches in plans.values())
     try:
         for variant, result in zip(variants, results, strict=True) if memory_steps and not interrupt else ():
             watch(f"memory of {variant.name}", done, total)
             largest = max(range(result.steps), key=lambda i: figures[variant.name][i]["tokens"])
-            batch = _batch(step, variant, plans[variant.name][settings.warmup + largest])
+            rows = plans[variant.name][settings.warmup + largest]
             with attached(step, variant):
-                result.peak_gib, result.kept_mib = step.peak_gib(batch, variant), step.kept_mib(batch, variant)
+                result.peak_gib, result.kept_mib = step.peak_gib(rows, variant), step.kept_mib(rows, variant)
             done += 1
     except KeyboardInterrupt as error:
         interrupt = error
     watch("done", done, total)
-    return Measurement(results, interrupt, peak.impossible_figure(results))
+    return Measurement(results, left_out, interrupt, peak.impossible_figure(results))
 
 
-def _fitting(step: BenchStep, variants: list[Variant], plans: dict[str, Batches]) -> list[Variant]:
+def _too_large(step: BenchStep, plans: dict[str, Batches]) -> dict[str, str]:
     """
-    The variants whose largest step fits into memory; the reasons against the others go to `step.left_out`.
+    The variants whose largest step does not fit into memory, with the reason.
 
     Raises:
         ValueError: If none fits.
     """
     free, count = free_bytes(step.settings.device), MemoryCount(step)
-    for variant in variants:
+    reasons: dict[str, str] = {}
+    for name, batches in plans.items():
+        variant = VARIANTS[name]
         if variant.has_budget:  # `--max-tokens-per-batch` bounds it
             continue
         tokens, shape = 0, (0, 0)
-        for rows in plans[variant.name]:
-            batch = _batch(step, variant, rows)
-            tokens = max(tokens, int(_counts(step, variant, batch)["tokens"]))
+        for rows in batches:
+            tokens = max(tokens, int(_counts(step, variant, rows)["tokens"]))
             if not (variant.packed or variant.flat):
-                shape = max(shape, tuple(decoder_inputs(batch)["input_ids"].shape), key=lambda s: s[0] * s[1] ** 2)
+                ids = decoder_inputs(step.collate(rows, variant))["input_ids"]
+                shape = max(shape, tuple(ids.shape), key=lambda s: s[0] * s[1] ** 2)
         try:
             needed = count.needed(tokens, shape, free)
         except NotImplementedError:
-            return variants  # layers without attention: what their kernels keep cannot be counted
+            return {}  # layers without attention: what their kernels keep cannot be counted
         if needed > free:
-            step.left_out[variant.name] = (
+            reasons[name] = (
                 f"its largest step computes {tokens:,} tokens and needs about {needed / 2**30:.1f} GiB beside the "
                 f"models, and {free / 2**30:.1f} are free"
             )
-    fitting = [variant for variant in variants if variant.name not in step.left_out]
-    if not fitting:
+    if len(reasons) == len(plans):
+        name, reason = [*reasons.items()][-1]
         raise ValueError(
-            f"No variant fits into memory: of {variants[-1].name} {step.left_out[variants[-1].name]}. Fewer "
-            "`--pairs`, a smaller `--shape` or `--max-length`, or `--gradient-checkpointing` need less."
+            f"No variant fits into memory: of {name} {reason}. Fewer `--pairs`, a smaller `--shape` or "
+            "`--max-length`, or `--gradient-checkpointing` need less."
         )
-    return fitting
+    return reasons
 
 
 def _time_steps(
-    step: BenchStep, settings: BenchSettings, plans: dict[str, Batches], peak: Peak, deadline: float | None,
-    watch: Callable[[str, int], None],
+    step: BenchStep, plans: dict[str, Batches], peak: Peak, deadline: float | None, watch: Callable[[str, int], None]
 ) -> tuple[dict[str, list[Figures]], int, KeyboardInterrupt | None]:  # fmt: skip
     """
     Run the planned batches of each variant, interleaved batch by batch, until the deadline or Ctrl-C.
@@ -178,11 +157,11 @@ def _time_steps(
                 if rounds >= len(plans[variant.name]):  # other batches can be fewer than the fixed ones
                     continue
                 watch(variant.name, done)
-                batch = _batch(step, variant, plans[variant.name][rounds])
+                rows = plans[variant.name][rounds]
                 with attached(step, variant):
-                    step_figures = step.run(batch, variant)
-                    if rounds >= settings.warmup:
-                        figures[variant.name].append(step_figures | _counts(step, variant, batch))
+                    step_figures = step.run(rows, variant)
+                    if rounds >= step.settings.warmup:
+                        figures[variant.name].append(step_figures | _counts(step, variant, rows))
                 done += 1
             peak.measure()
             rounds += 1
@@ -218,12 +197,12 @@ def _result(
     )
 
 
-def profile(step: BenchStep, settings: BenchSettings) -> dict[str, str]:
+def profile(step: BenchStep) -> dict[str, str]:
     """Table of the longest operations of a step, for each variant on the first fixed batch."""
     tables = {}
-    for variant in (VARIANTS[name] for name in settings.variants):
+    for variant in (VARIANTS[name] for name in step.settings.variants):
         with attached(step, variant):
-            tables[variant.name] = step.profile(_batch(step, variant, list(range(settings.batch_rows))), variant)
+            tables[variant.name] = step.profile(list(range(step.settings.batch_rows)), variant)
     return tables
 
 
@@ -239,24 +218,25 @@ def describe(settings: BenchSettings, data: str) -> dict[str, Any]:
     }
 
 
-def _batch(step: BenchStep, variant: Variant, rows: list[int]) -> dict[str, torch.Tensor]:
-    # Padded on the right, this package does what TRL does; the variant `padded` is therefore padded on the left.
-    return step.batch(rows, "left" if variant.ours and not variant.packed else "right", flat=variant.flat)
-
-
-def _counts(step: BenchStep, variant: Variant, batch: dict[str, torch.Tensor]) -> Figures:
+def _counts(step: BenchStep, variant: Variant, rows: list[int]) -> Figures:
     """Tokens that the decoder computes for a batch, its real tokens, and its weight in the loss."""
+    batch = step.collate(rows, variant)
     if variant.flat:
         tokens = real = batch["input_ids"].numel()
     else:
-        ids, mask = decoder_inputs(batch).values()
+        mask = decoder_inputs(batch)["attention_mask"]
         tokens, real = mask.numel(), int(mask.sum())
         if variant.has_budget:
-            batches, plan = step.micro_batches(batch, host_copy(batch))
-            tokens = _planned_tokens(plan) if plan else sum(_counts(step, SHARING, b)["tokens"] for b in batches)
+            micro_batches = step.micro_batches(rows)
+            plan = micro_batches.prefix_plan
+            tokens = _planned_tokens(plan) if plan else sum(map(_packed_tokens, micro_batches.micro_batches))
         elif variant.packed:
-            tokens = LayoutInputs(ids, mask, shares=bool(variant.shares)).build().packed_tokens
+            tokens = _packed_tokens(batch, variant.shares)
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
+
+
+def _packed_tokens(batch: dict[str, torch.Tensor], shares: PrefixSharing = True) -> int:
+    return LayoutInputs(*decoder_inputs(batch).values(), shares=bool(shares)).build().packed_tokens
 
 
 def _planned_tokens(plan: PrefixPlan) -> int:
@@ -269,7 +249,7 @@ def _needed_flops(step: BenchStep, batches: Batches) -> float:
     """Least floating-point operations for batches: each distinct token is computed once."""
     total = 0.0
     for rows in batches:
-        batch = step.batch(rows)
+        batch = step.collate(rows)
         scored = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else batch["completion_mask"].sum()
         total += step_flops(step, prefix_sharing_layout(**decoder_inputs(batch)), int(scored))
     return total

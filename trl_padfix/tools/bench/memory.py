@@ -12,8 +12,7 @@ import trl.trainer.utils as trl_utils
 
 from ...core.model.find import find_pretrained
 from ..counted_step import StepSettings
-from ..plan import ModelSizes
-from .building import computed_dtype, weights_dtype
+from ..model_sizes import ModelSizes
 
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class MemoryCount:
             NotImplementedError: If the layers of the model cannot be counted.
         """
         config, settings = self.config, self.settings
-        size = weights_dtype(settings.dtype).itemsize
+        size = settings.weights_dtype.itemsize
         squares = mask_shape[0] * mask_shape[1] ** 2
         attention = squares * (1 + size)  # the mask, as booleans and as numbers
         if settings.attn == "eager":  # scores and weights of each layer are kept
@@ -83,9 +82,14 @@ class MemoryCount:
         if 10 * rough < enough:
             return rough
         whole_head = not hasattr(trl_utils, "add_fused_lm_head")
-        autocast, dtype = settings.dtype == "autocast", computed_dtype(settings.dtype)
         counted = self._sizes.step(
-            StepSettings(settings.gradient_checkpointing, settings.lora, False, autocast, dtype, whole_head)
+            StepSettings(
+                checkpointing=settings.gradient_checkpointing,
+                lora=settings.lora,
+                autocast=settings.dtype == "autocast",
+                dtype=settings.computed_dtype,
+                whole_head=whole_head,
+            )
         )
         rows, columns = min(tokens, HEAD_TILE[0]), min(config.vocab_size, HEAD_TILE[1])
         scores = 0 if whole_head else 4 * rows * (HEAD_TILE[1] + 3 * columns)  # a buffer, and three copies in float32

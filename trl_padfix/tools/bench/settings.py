@@ -21,6 +21,7 @@ class WrongNumbersError(RuntimeError):
 
 
 TRAINERS = ("dpo", "sft", "grpo")
+"""Trainers whose steps are measured."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Largest relative difference of loss and gradient between variants. bfloat16 has 8 bits: steps of 4e-3."""
@@ -40,6 +41,11 @@ class Variant:
     has_budget: bool = False  # a step in micro-batches, as `max_tokens_per_batch` trains it
     compiled: bool = False  # each decoder layer is compiled
     flat: bool = False  # TRL's own `padding_free`: its collator concatenates the rows
+
+    @property
+    def pads_left(self) -> bool:
+        """Whether its batches are padded on the left: padded on the right, this package does what TRL does."""
+        return self.ours and not self.packed
 
     @property
     def has_trls_batches(self) -> bool:
@@ -96,6 +102,16 @@ class BenchSettings:
     shuffle: bool = True
     expand_turns: bool = False
     tokenizer: str | None = None
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Precision of the weights. `"autocast"`, TRL's default, has weights in float32 under bfloat16 autocast."""
+        return torch.float32 if self.dtype == "autocast" else getattr(torch, self.dtype)
+
+    @property
+    def computed_dtype(self) -> torch.dtype:
+        """Precision of the matrix products."""
+        return torch.bfloat16 if self.dtype == "autocast" else getattr(torch, self.dtype)
 
     @property
     def batch_rows(self) -> int:
@@ -176,6 +192,7 @@ class Measurement:
     """Figures of all variants, TRL's first, and what stands against them."""
 
     results: list[VariantResult]
+    left_out: dict[str, str]  # variants that do not fit into memory, with the reason
     interrupt: KeyboardInterrupt | None = None  # of Ctrl-C: then they are of variants with TRL's batches only
     impossible: str | None = None  # message about a step that seems faster than the device can be
 

@@ -7,8 +7,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
@@ -20,24 +21,21 @@ from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
 from ...core.heads import trust_metadata
 from ...core.layout.layout import Layout
-from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import attachment_of, number_padded_rows, remove_padding
-from ...trainers.batching.bin_packing import pack_by_budget
-from ...trainers.batching.measures import batch_costs
-from ...trainers.batching.micro_batches import items_of
-from ...trainers.batching.prefix_schedule import MicroBatchRunner, ids_and_masks, plan_on_host, sharing_obstacle
+from ...trainers.batching.budget_collator import BudgetCollator
+from ...trainers.batching.micro_batches import CollatedStep, step_of
+from ...trainers.batching.prefix_schedule import MicroBatchRunner, ids_and_masks, sharing_obstacle
+from ...trainers.batching.step_plan import Share, StepPlan
 from ...trainers.data.batch_metadata import batch_metadata_of
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
 from ...trainers.data.layout_collator import LayoutCollator
 from ...trainers.temporary_attributes import temporarily_set
 from .peak import wait
+from .settings import VARIANTS, BenchSettings, Variant
 
 
-if TYPE_CHECKING:
-    from .settings import BenchSettings, Variant
-
-__all__ = ["BenchStep", "attached", "decoder_inputs", "host_copy", "profiled", "saved_storages", "step_flops"]
+__all__ = ["BenchStep", "attached", "decoder_inputs", "profiled", "saved_storages", "step_flops"]
 
 
 COLLATORS = {
@@ -45,6 +43,8 @@ COLLATORS = {
     trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
 }
 """Collators of this package by those of TRL that they extend: they take a `padding_side`."""
+
+TRL = VARIANTS["trl"]
 
 
 class BenchStep:
@@ -68,7 +68,6 @@ class BenchStep:
         self.trainer, self.rows, self.settings = trainer, rows, settings
         self.rendered = rendered
         self.compiled: dict[Any, Callable] = {}  # compiled layers, reused by all steps
-        self.left_out: dict[str, str] = {}  # variants that are not measured, with the reason
         if settings.liger:
             from transformers.integrations.liger import apply_liger_kernel
 
@@ -88,18 +87,21 @@ class BenchStep:
     def models(self) -> list[torch.nn.Module]:
         return [m for m in (self.trainer.model, getattr(self.trainer, "ref_model", None)) if m is not None]
 
-    def batch(self, rows: list[int], side: str = "right", flat: bool = False) -> dict[str, torch.Tensor]:
+    def collate(self, rows: list[int], variant: Variant = TRL) -> dict[str, torch.Tensor]:
         """
-        Collate rows and move the batch to the device. TRL's collator pads on the right or, with `flat`, concatenates
-        the rows; this package's collator pads on the left.
+        The batch of some rows on the CPU, as a data loader worker makes it for a variant: always of new tensors,
+        because a layout that an earlier step cached for the same ones would cost nothing.
         """
         collator = self.trainer.data_collator
-        if flat:
+        if variant.flat:
             collator = replace(collator, padding_free=True)
-        if side == "left":
-            kwargs = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            collator = COLLATORS[type(collator)](**kwargs, padding_side="left")
-        return self.trainer._prepare_inputs(collator([self.rows[i] for i in rows]))
+        elif variant.pads_left and (ours := COLLATORS.get(type(collator))) is not None:
+            collator = ours(**vars(collator), padding_side="left")
+        return collator([self.rows[i] for i in rows])
+
+    def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Move a batch to the device of the trainer. Online trainers of TRL override the method with generation."""
+        return Trainer._prepare_inputs(self.trainer, batch)  # type: ignore[return-value]
 
     def weight(self, batch: dict[str, torch.Tensor]) -> int:
         """
@@ -111,17 +113,19 @@ class BenchStep:
         # DPO batches hold 2 rows per pair: all chosen ones, then all rejected ones.
         return len(next(iter(batch.values()))) // (2 if "input_ids" in batch else 1)
 
-    def run(self, batch: dict[str, torch.Tensor], variant: Variant) -> dict[str, float]:
+    def run(self, rows: list[int], variant: Variant) -> dict[str, float]:
         """Run a step and return its seconds, loss, gradient norm and projection, and on CUDA its peak memory."""
         cuda = self.settings.device == "cuda"
-        # New tensors: a layout that an earlier step cached for the same tensors would cost this one nothing.
-        batch = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-        host = host_copy(batch)
+        host = self.collate(rows, variant)
+        batch = self.to_device(host)
         wait(self.settings.device)
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        loss = self.forward_and_backward(batch, host, variant)
+        if variant.has_budget:
+            loss = self._train_in_micro_batches(rows)
+        else:
+            loss = self.forward_and_backward(batch, host, variant)
         if self.settings.optimizer:
             self.trainer.optimizer.step()
         wait(self.settings.device)
@@ -138,13 +142,11 @@ class BenchStep:
         self, batch: dict[str, Any], host: dict[str, Any], variant: Variant, *, backward: bool = True
     ) -> torch.Tensor:
         """
-        Run a step, or its forward only.
+        Run a step on one batch, or its forward only.
 
         `host` is the batch on the CPU, from which the layout is built here. A training builds it in a data loader
         worker; here its cost is part of the step, as is the division into micro-batches.
         """
-        if variant.has_budget and backward:
-            return self._train_in_micro_batches(batch, host)
         known_batches = []
         if variant.packed and (metadata := batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([]))):
             known_batches = metadata.for_device(batch, self.settings.device).known_batches(batch)
@@ -157,62 +159,62 @@ class BenchStep:
             assert isinstance(loss, torch.Tensor)  # no outputs were asked for
             return loss
 
-    def micro_batches(
-        self, batch: dict[str, Any], host: dict[str, torch.Tensor]
-    ) -> tuple[list[dict[str, Any]], PrefixPlan | None]:
-        """The micro-batches of a step under the token budget, and the plan of the prefixes that they share."""
-        rows_per_item = 2 if self.settings.trainer == "dpo" else 1
-        costs = batch_costs(host["input_ids"], host["attention_mask"], rows_per_item, sharing=True)
-        budget = self.settings.max_tokens_per_batch or math.ceil(costs.tokens.sum() / 2)
-        count, columns = len(host["input_ids"]) // rows_per_item, host["input_ids"].shape[1]
-        result = []
-        for items in pack_by_budget(costs, budget):
-            longest = int(items_of(host, items, count)["attention_mask"].sum(1).max())
-            rows = items_of(batch, items, count)
-            per_token = {name for name, value in rows.items() if value.dim() > 1 and value.shape[1] == columns}
-            result.append({name: value[:, :longest] if name in per_token else value for name, value in rows.items()})
-        handles = [attachment_of(model) for model in self.models]
-        if any(h is None or sharing_obstacle(h, self.trainer.args, is_sharded=False) for h in handles):
-            return result, None
-        plan = plan_on_host([(ids.cpu(), mask.cpu()) for ids, mask in ids_and_masks(result)], budget)
-        return result, plan and plan.to(self.settings.device)
+    def micro_batches(self, rows: list[int]) -> CollatedStep:
+        """The micro-batches of a step under the token budget, as a training collates them, on the device."""
+        settings, examples = self.settings, [self.rows[i] for i in rows]
+        measure = settings.measure(settings.max_length, sharing=True)
+        budget = settings.max_tokens_per_batch or math.ceil(measure.costs(examples).tokens.sum() / 2)
+        shares = all(
+            handle is not None and not sharing_obstacle(handle, self.trainer.args, is_sharded=False)
+            for handle in map(attachment_of, self.models)
+        )
+        collate = BudgetCollator(
+            self.trainer.data_collator,
+            measure,
+            budget,
+            StepPlan(rows=len(rows), micro_batch=len(rows)),
+            weight_by_tokens=settings.trainer == "sft",
+            share_across_micro_batches=shares,
+            plan_in_worker=shares,
+            rows_per_item=2 if settings.trainer == "dpo" else 1,
+        )
+        share = Share(len(rows), rows, trl_index=[0] * len(rows))
+        step = step_of(collate([(share, examples)]).to(self.settings.device))
+        assert step is not None  # nobody has modified it
+        return step
 
-    def _train_in_micro_batches(self, batch: dict[str, Any], host: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _train_in_micro_batches(self, rows: list[int]) -> torch.Tensor:
         """Run a step as `max_tokens_per_batch` trains it: a prefix of several micro-batches is computed once."""
-        batches, plan = self.micro_batches(batch, host)
-        runner, compute = MicroBatchRunner(len(batches), plan, ids_and_masks(batches)), self.trainer.compute_loss
+        step = self.micro_batches(rows)
+        batches = [micro_batch.batch for micro_batch in step.micro_batches]
+        runner = MicroBatchRunner(len(batches), step.prefix_plan, ids_and_masks(batches))
         loss = torch.zeros((), device=self.settings.device)
-        for i, micro_batch in enumerate(batches):
+        for i, (batch, weight, _) in enumerate(step.micro_batches):
             runner.start(i)
-            share = self.weight(micro_batch) / self.weight(batch)
-
-            def weighted(*args: Any, share: float = share, **kwargs: Any) -> Any:
-                loss = compute(*args, **kwargs)
-                assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-                return loss * share
-
+            weighted = partial(_weighted_loss, self.trainer.compute_loss, weight)
             with within(runner=runner), temporarily_set(self.trainer, "compute_loss", weighted):
-                loss = loss + self.trainer.training_step(self.trainer.model, micro_batch, None)
+                loss = loss + self.trainer.training_step(self.trainer.model, batch, None)
         runner.check()
         return loss
 
-    def kept_mib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float | None:
+    def kept_mib(self, rows: list[int], variant: Variant) -> float | None:
         """
         MiB that the graph of a step saves for its backward; weights and the batch are left out. `None` for a step of
         several backwards.
         """
         if variant.has_budget:
             return None
-        weights = [p for model in self.models for p in model.parameters()]
+        host = self.collate(rows, variant)
+        batch, weights = self.to_device(host), [p for model in self.models for p in model.parameters()]
         with saved_storages([*batch.values(), *weights]) as saved:
-            self.forward_and_backward(batch, host_copy(batch), variant, backward=False)
+            self.forward_and_backward(batch, host, variant, backward=False)
         return sum(storage.nbytes() for storage in saved.values()) / 2**20
 
-    def peak_gib(self, batch: dict[str, torch.Tensor], variant: Variant) -> float:
+    def peak_gib(self, rows: list[int], variant: Variant) -> float:
         """Peak memory of a step on CPU, in GiB: models, optimizer state, and the largest sum of live allocations."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         with profiled(activities=activities, profile_memory=True) as profile:
-            self.run(batch, variant)
+            self.run(rows, variant)
         live = peak = 0
         for event in profile.profiler.kineto_results.events():
             if event.name() == "[memory]":  # positive: an allocation; negative: a release
@@ -222,15 +224,19 @@ class BenchStep:
         permanent = [*state, *(p for model in self.models for p in model.parameters())]
         return (peak + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
 
-    def profile(self, batch: dict[str, torch.Tensor], variant: Variant, top: int = 12) -> str:
-        """The `top` operations of a step by time, as the profiler prints them."""
+    def profile(self, rows: list[int], variant: Variant) -> str:
+        """The dozen longest operations of a step, as the profiler prints them."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.settings.device == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with profiled(activities=activities) as profile:
-            self.run(batch, variant)
+            self.run(rows, variant)
         key = "self_cuda_time_total" if self.settings.device == "cuda" else "self_cpu_time_total"
-        return profile.key_averages().table(sort_by=key, row_limit=top, max_name_column_width=50)
+        return profile.key_averages().table(sort_by=key, row_limit=12, max_name_column_width=50)
+
+
+def _weighted_loss(compute: Callable[..., Any], weight: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return weight * compute(*args, **kwargs)
 
 
 def profiled(**options: Any) -> torch.profiler.profile:
@@ -259,11 +265,6 @@ def saved_storages(exclude: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.
 
     with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         yield saved
-
-
-def host_copy(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a batch on the CPU, as a data loader worker has them."""
-    return {name: value.cpu() for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 
 def _projected(gradient: torch.Tensor) -> float:

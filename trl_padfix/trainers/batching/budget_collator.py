@@ -13,13 +13,10 @@ import torch
 
 from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
-from ..data.batch_metadata import (
-    LayoutCollator,
-    image_tensors,
-    label_positions,
-    pop_metadata,
-    rows_with_labels_of_padding,
-)
+from ..data.batch_labels import label_positions, rows_with_labels_of_padding
+from ..data.batch_metadata import pop_metadata
+from ..data.image_rows import image_tensors
+from ..data.layout_collator import LayoutCollator
 from .bin_packing import pack_by_budget, pack_depth_first, split_by_length
 from .measures import RowMeasure, batch_costs
 from .micro_batches import CollatedStep, MicroBatch
