@@ -227,9 +227,9 @@ def _counts(step: BenchStep, variant: Variant, rows: list[int]) -> Figures:
         mask = decoder_inputs(batch)["attention_mask"]
         tokens, real = mask.numel(), int(mask.sum())
         if variant.has_budget:
-            micro_batches = step.micro_batches(rows)
-            plan = micro_batches.prefix_plan
-            tokens = _planned_tokens(plan) if plan else sum(map(_packed_tokens, micro_batches.micro_batches))
+            collated = step.micro_batches(rows)
+            plan, batches = collated.prefix_plan, [m.batch for m in collated.micro_batches]
+            tokens = _planned_tokens(plan) if plan else sum(map(_packed_tokens, batches))
         elif variant.packed:
             tokens = _packed_tokens(batch, variant.shares)
     return {"tokens": tokens, "real": real, "weight": step.weight(batch)}
