@@ -90,7 +90,7 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
     for found in ours:
         assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
         # Of gradients that nearly cancel Adam makes steps of what rounding leaves, the learning rate being 1e-3.
-        atol = 1e-4 if method.name in ("GRPO", "RLOO", "Distillation") else 1e-5
+        atol = 1e-4 if method.name in ("GRPO", "RLOO", "Distillation") else 3e-5
         assert_same(found["weights"], theirs.weights(), atol=atol)
         if name == "GRPO, accumulation":  # ours in one process has the same micro-batches, and TRL's are the control
             means = found["run"].trajectory(*method.means)
