@@ -153,8 +153,9 @@ TRANSFORMERS = [
              lambda owner, name: says(owner, f".{name}")),
     *(
         Upstream(f"_supports_{attention}", "transformers.PreTrainedModel", "which attention a class has", has, needs)
-        for attention, needs in {"flash_attn": "transformers>=4.54", "flash_attn_2": "transformers<4.53"}.items()
-        | {"sdpa": "", "flex_attn": ""}.items()
+        for attention, needs in [
+            ("flash_attn", "transformers>=4.54"), ("flash_attn_2", "transformers<4.53"), ("sdpa", ""), ("flex_attn", ""),
+        ]
     ),
     Upstream("_compatible_flash_implementations", "transformers.PreTrainedModel",
              "the FlashAttention that a model with sinks needs", has, "transformers>=5.23"),

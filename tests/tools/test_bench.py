@@ -23,7 +23,7 @@ from trl_padfix.tools.bench.memory import MemoryCount
 from trl_padfix.tools.bench.peak import Peak
 from trl_padfix.tools.bench.settings import BenchSettings, VariantResult
 from trl_padfix.tools.bench.steps import decoder_inputs
-from trl_padfix.trainers.batching.bin_packing import StepPlan
+from trl_padfix.trainers.batching.step_plan import StepPlan
 
 
 # The peak is given: no test depends on how fast this machine is.
