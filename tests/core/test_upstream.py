@@ -154,7 +154,8 @@ TRANSFORMERS = [
     *(
         Upstream(f"_supports_{attention}", "transformers.PreTrainedModel", "which attention a class has", has, needs)
         for attention, needs in [
-            ("flash_attn", "transformers>=4.54"), ("flash_attn_2", "transformers<4.53"), ("sdpa", ""), ("flex_attn", ""),
+            ("flash_attn", "transformers>=4.54"), ("flash_attn_2", "transformers<4.53"),
+            ("sdpa", ""), ("flex_attn", ""),
         ]
     ),
     Upstream("_compatible_flash_implementations", "transformers.PreTrainedModel",
