@@ -26,7 +26,7 @@ import trl_padfix.core.call.layout_of
 from trl_padfix import PaddingRemovalError
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
-from trl_padfix.trainers.batching.micro_batches import micro_batches_of, to_equal_count
+from trl_padfix.trainers.batching.micro_batches import MicroBatch, micro_batches_of, to_equal_count
 from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
 from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
 from trl_padfix.trainers.data.layout_collator import LayoutCollator
@@ -252,8 +252,8 @@ def test_micro_batches_of_a_budget_bring_their_layouts_and_lose_them_where_they_
     assert len(micro_batches_of(batch)) > 1
     for micro_batch in micro_batches_of(batch):
         assert isinstance(batch_metadata_of(micro_batch).layouts[""], Layout)
-    batches = [(b, 1.0) for b in micro_batches_of(batch)]
-    cut = [b for b, _ in to_equal_count(batches, len(batches) + 1, 1)]
+    batches = [MicroBatch(b, 1.0) for b in micro_batches_of(batch)]
+    cut = [m.batch for m in to_equal_count(batches, len(batches) + 1, 1)]
     assert sum(batch_metadata_of(b) is not None for b in cut) == len(batches) - 1
     trainer.padding.part(MicroBatchBudget).running = MicroBatchRunner(1)  # as `training_step` runs one
     assert_no_waits(gpu, trainer, micro_batches_of(batch)[0], without=4)

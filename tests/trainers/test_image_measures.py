@@ -350,7 +350,7 @@ def test_generation_is_split_by_the_budget(family, tmp_path):
     for budget in (None, 90):
         trainer = make_on_images(trl_padfix, "SFT", family, tmp_path, max_tokens_per_batch=budget, **given)
         part = trainer.padding.part(Generation)
-        encoded = [b["input_ids"] for _, b in part._batches(trainer.eval_dataset, range(6))]
+        encoded = [b["input_ids"] for *_, b in part._batches(trainer.eval_dataset, range(6))]
         batches.append([(ids.numel(), len(ids)) for ids in encoded])
         output, pad = trainer.predict(trainer.eval_dataset), trainer.processing_class.tokenizer.pad_token_id
         texts.append([[i for i in row if i != pad] for row in output.predictions.tolist()])
