@@ -123,7 +123,7 @@ class Mixers:
         for mixer in self.mixers:
             modules = list(mixer.module.modules())
             if any(hasattr(m, "indexer") for m in modules):  # sparse attention of DeepSeek V3.2
-                reason = "of keys with equal scores, its indexer may select other ones if a row has other padding"
+                reason = "among keys with equal scores its indexer may select other ones if a row has other padding"
             elif any(hasattr(m, "chunkwise_kernel_fn") and hasattr(m, "sequence_kernel_fn") for m in modules):  # xLSTM
                 reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
             else:
