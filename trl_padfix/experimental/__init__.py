@@ -28,7 +28,7 @@ def of_trl(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if error.name != f"trl.experimental.{name}":  # TRL has the module, but not what it needs
+        if error.name != f"trl.experimental.{name}":  # TRL has the module, but one of its imports failed
             raise
         tested = TESTED[-1].trl
         raise ImportError(

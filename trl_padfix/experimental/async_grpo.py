@@ -1,9 +1,9 @@
 """
 Asynchronous GRPO without padding: trees of rollouts on any attention, any layer that is packed, any device.
 
-TRL computes its trees with one FlashAttention-3 kernel. Here the engine reads them; loop, loss, batching, logging and
-weight transfer stay TRL's. The part [`TreePolicy`] loads the policy with the attention that the user chose;
-[`RolloutRow`] builds TRL's trees faster; [`RolloutQueue`] finds a rollout worker that will never yield a sample.
+TRL computes its trees with one FlashAttention-3 kernel. Here packed forwards compute them. Loop, loss, batching,
+logging and weight transfer stay TRL's. The part [`TreePolicy`] loads the policy with the configured attention.
+[`RolloutRow`] builds TRL's trees faster. [`RolloutQueue`] finds a rollout worker that will never yield a sample.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class AsyncGRPOConfig(AttentionConfig, PackingConfig, TRLAsyncGRPOConfig):
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOConfig`] with padding removal.
 
     With `padding_free` the trees run on the `attn_implementation` of this configuration (transformers' choice by
-    default) instead of TRL's FlashAttention-3 kernel; with `prefix_sharing` every token is computed once, without it
-    those of TRL's tree are. The token budget of a micro-batch is TRL's `token_budget`.
+    default) instead of TRL's FlashAttention-3 kernel. TRL's tree holds some tokens twice; with `prefix_sharing` each
+    distinct token is computed once. The token budget of a micro-batch is TRL's `token_budget`.
 
     Raises:
         ValueError: If `prefix_sharing` is set without `padding_free`, or a field has a value that it cannot have.
@@ -143,7 +143,7 @@ class TreePolicy(AttentionChoice):
             # TRL passes its kernel's name itself: a second one in `model_init_kwargs` would be a `TypeError`.
             stack.enter_context(temporarily_set(config, "model_init_kwargs", kwargs))
             stack.enter_context(temporarily_set(trl_async, "create_model_from_path", create_model_from_path))
-            if not torch.cuda.is_available():  # TRL asks CUDA for the name of the device, whatever it is
+            if not torch.cuda.is_available():  # TRL reads the name of the device with a function of CUDA
                 stack.enter_context(temporarily_set(trl_async, "get_peak_flops_per_device", lambda *args: None))
             yield
 
@@ -168,13 +168,13 @@ class TreePolicy(AttentionChoice):
 @contextlib.contextmanager
 def _passing_kernel_checks(model: torch.nn.Module) -> Iterator[None]:
     """
-    Let a model pass TRL's checks of what its tree kernel cannot compute: kinds of layers, and attention sinks.
+    Let a model pass TRL's checks for features that its tree kernel lacks: kinds of layers, and attention sinks.
 
-    The engine has checks of its own. TRL reads `layer_types` of the config, then the names of the parameters, once;
-    from then on the model is as it was.
+    Packing has checks of its own. TRL reads `layer_types` of the config, then the names of the parameters, once. After
+    that the model is as it was.
     """
     config, named_parameters = model.config.get_text_config(), model.named_parameters
-    # Some configs compute `layer_types` in a property without a setter, so the class is another one meanwhile.
+    # Some configs compute `layer_types` in a property without a setter. So the config gets another class meanwhile.
     names = {"layer_types", type(config).attribute_map.get("layer_types", "layer_types")}
     without_layer_types = type(
         type(config).__name__, (type(config),), dict.fromkeys(names, property(lambda config: None))
@@ -233,7 +233,7 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
     task_class = AsyncGRPOTask
     part_classes = tuple(TreePolicy if part is AttentionChoice else part for part in PARTS)
 
-    _counts_flops = True
+    _can_count_flops = True  # `False` after the warning that TRL cannot
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -250,9 +250,9 @@ class AsyncGRPOTrainer(PaddingFreeMixin, TRLAsyncGRPOTrainer):
             try:
                 return count(config, seq_len)
             except (AttributeError, TypeError, ZeroDivisionError) as error:
-                # TRL counts no operations for configs of other field names: a metric, and no reason to end a run.
-                if self._counts_flops:
-                    self._counts_flops = False
+                # TRL raises this for configs with other field names. A missing metric is no reason to end a run.
+                if self._can_count_flops:
+                    self._can_count_flops = False
                     logger.warning(f"TRL cannot count the operations of this model ({error}): no MFU is logged.")
                 return float("nan")
 

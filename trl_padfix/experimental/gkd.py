@@ -26,5 +26,5 @@ class GKDTrainer(GeneratingTrainer, trl_gkd.GKDTrainer):
     task_class = MessagesTask
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.part(ContextParallel).drawing_alike():  # whether to generate, and the tokens
+        with self.padding.part(ContextParallel).drawing_alike():  # GKD draws whether to generate, then tokens
             return super().training_step(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Checks of what asynchronous GRPO depends on besides the model: the server, the tokenizer, the rollout worker."""
+"""Checks for asynchronous GRPO: of the server, of the tokenizer, and of the rollout worker."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ POLL_SECONDS = 1.0
 """How long the queue is waited for before the worker's health is checked."""
 
 SERVER_SECONDS = 15.0
-"""How long a server may refuse connections, before the training and in it, if no `vllm_server_timeout` is set."""
+"""How long a server may refuse connections, before or during training, if no `vllm_server_timeout` is set."""
 
 IDLE_SECONDS = 15.0
 """How long a worker that runs nothing in this process may yield no sample, if no `request_timeout` is set."""
 
-_OTHER_THREADS = set(threading.enumerate())  # of whoever imports this: no worker of a training is among them
+_OTHER_THREADS = set(threading.enumerate())
+"""Threads that run when this module is imported: none is a rollout worker."""
 
 
 def check_server(trainer: PaddingFreeTrainer) -> None:
@@ -49,7 +50,7 @@ def check_server(trainer: PaddingFreeTrainer) -> None:
         TimeoutError: If no server answers in time.
         ValueError: If it serves another model: TRL's worker would fail in its first request.
     """
-    import requests  # only here: TRL does not ask for it, and `from trl_padfix import *` imports this module
+    import requests  # only here: TRL does not require it, and `from trl_padfix import *` imports this module
 
     client, timeout = trainer.vllm_client, _server_timeout(trainer)
     if obstacle := _obstacle_to_server(trainer):
@@ -101,7 +102,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     """
     Raise a `ValueError` if TRL's worker could not parse answers: its process would end in the first turn.
 
-    TRL knows the answers of some chat templates; for others the tokenizer must have a `response_template`.
+    TRL has response templates for some chat templates; for others the tokenizer must have a `response_template`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
@@ -123,12 +124,13 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def stop_without_waiting(worker: Any) -> None:
-    """Let `worker.stop()` return also if its process has ended, or ends meanwhile: TRL's would wait for it forever."""
+    """Let `worker.stop()` return even if the worker's process ends: TRL's method would then wait forever."""
     worker.stop = partial(_stop, worker)
 
 
 def _stop(worker: Any) -> None:
-    # `set` waits for an answer of the process, which gives none once it has failed or was killed: so, in a thread.
+    # `set` waits for an answer of the process, which never comes if the process has failed or was killed. So a thread
+    # runs it, which nothing waits for.
     setting = threading.Thread(target=worker._stop_event_mp.set, daemon=True)
     with temporarily_set(worker, "_stop_event_mp", SimpleNamespace(set=setting.start)):
         type(worker).stop(worker)
@@ -142,9 +144,9 @@ class RolloutQueue(RolloutQueueDataset):
         trainer (`AsyncGRPOTrainer`):
             The trainer.
         check_health_fn (`Callable`):
-            The worker's check.
+            The worker's own check of its health.
         **kwargs:
-            As TRL's class.
+            Further arguments of TRL's class.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer, *, check_health_fn: Any, **kwargs: Any) -> None:
@@ -166,10 +168,10 @@ class RolloutQueue(RolloutQueueDataset):
                     "`max_completion_length`."
                 )
             yield sample
-            self._waits_since = time.monotonic()  # the time of the step is not waiting
+            self._waits_since = time.monotonic()  # without the time that the step took
 
     def _check(self, stale_after_s: float) -> None:
-        """Called when the queue has been empty for a while; raises an error if it will stay so."""
+        """Raise an error if an empty queue will stay empty; TRL calls this when no sample came for `POLL_SECONDS`."""
         self._check_worker(stale_after_s)
         process = getattr(self._trainer.rollout_worker, "_process", None)
         if process is not None and not process.is_alive():  # killed: it could not report an error
@@ -182,7 +184,7 @@ class RolloutQueue(RolloutQueueDataset):
         waited = time.monotonic() - self._waits_since
         # A request may take `request_timeout` seconds, so a worker that works has no sample for that long.
         limit = self._trainer.args.request_timeout + stale_after_s
-        if not _something_runs() and _is_default(self._trainer, "request_timeout"):
+        if not _has_possible_workers() and _is_default(self._trainer, "request_timeout"):
             limit = min(limit, IDLE_SECONDS)
         if waited > limit:
             raise RuntimeError(
@@ -197,7 +199,7 @@ class RolloutQueue(RolloutQueueDataset):
             logger.warning(f"No sample has come from the rollout worker for {waited:.0f} seconds. Said once.")
 
     def _check_server(self) -> None:
-        """Raise an error if the server has gone: TRL's worker asks it again for minutes before it fails."""
+        """Raise an error if the server has gone: TRL's worker repeats a request for minutes before it fails."""
         if not (obstacle := _obstacle_to_server(self._trainer)):
             self._server_answered = time.monotonic()
             return
@@ -210,8 +212,8 @@ class RolloutQueue(RolloutQueueDataset):
             )
 
 
-def _something_runs() -> bool:
-    """Whether a thread or a process of this one could still put samples into the queue."""
+def _has_possible_workers() -> bool:
+    """Whether a thread or a child of this process could still put samples into the queue."""
     if multiprocessing.active_children():
         return True
     others = set(threading.enumerate()) - _OTHER_THREADS

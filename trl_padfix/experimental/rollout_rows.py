@@ -40,7 +40,7 @@ class RolloutRow(TreeRow):
         self.tokens = range(0)  # type: ignore[assignment]  # only its length is read
 
     def _shared(self, content: bytes) -> int:
-        """Tokens of a sample that are in the tree already."""
+        """Number of tokens of a sample that are in the tree already."""
         place = bisect_left(self._sorted, (content, -1))
         neighbours = [row for row, _ in self._sorted[max(place - 1, 0) : place + 1]]
         if content in neighbours:
@@ -67,6 +67,7 @@ class RolloutRow(TreeRow):
         self.trained += int(sample["completion_mask"].sum())
 
     def pack(self) -> dict[str, torch.Tensor]:
+        """The packed row: tokens node by node, the path of each node as its keys (`tree_*`), and the loss terms."""
         ids, positions, starts, paths, path_of = [], [], [0], [], {}
         lengths = [len(content) // WIDTH for content, _ in self._sorted]
         common = [common_bytes(a, b) // WIDTH for (a, _), (b, _) in pairwise(self._sorted)]
@@ -87,7 +88,7 @@ class RolloutRow(TreeRow):
                 path_of[self._sorted[first][0]] = path
                 continue
             cuts = [first, *(first + 1 + np.flatnonzero(shared[first + 1 : last] == end)).tolist(), last]
-            # TRL's order: branches in the order in which samples made them; the stack is read from its end.
+            # TRL's order of branches is that of their first samples. Reversed, because the stack is read from its end.
             branches = sorted(pairwise(cuts), key=lambda b: -int(numbers[b[0] : b[1]].min()))
             stack += [(begin, stop, end, path) for begin, stop in branches]
         row = {
@@ -119,11 +120,12 @@ class RolloutRow(TreeRow):
 
 
 def _content(sample: dict[str, Any]) -> bytes:
+    """The token ids of a sample as bytes, which sort like the ids."""
     return np.asarray(sample["input_ids"]).astype(f">i{WIDTH}").tobytes()
 
 
 def _with_our_rows(method: Any) -> Any:
-    """A method of TRL that makes our rows: a copy with globals of its own, since others use TRL's module, too."""
+    """A copy of a method of TRL that makes our rows. Its globals are a copy, too: TRL's module stays unchanged."""
     return FunctionType(
         method.__code__, method.__globals__ | {"TreeRow": RolloutRow}, method.__name__, method.__defaults__
     )

@@ -51,7 +51,11 @@ class ExperimentalTrainer(PaddingFreeMixin):
 
 
 class GeneratingTrainer(ExperimentalTrainer):
-    """[`ExperimentalTrainer`] that generates in its steps: processes that share rows complete them alike."""
+    """
+    [`ExperimentalTrainer`] that generates in its steps.
+
+    With context parallelism all processes of a group get the same completions.
+    """
 
     def _prepare_inputs(self, inputs: list[dict[str, Any]] | dict[str, Any]) -> Any:
         with self.padding.part(ContextParallel).generating(inputs):
@@ -66,16 +70,18 @@ class SelfDistillingTrainer(GeneratingTrainer):
             return super()._compute_rollout_logps(*args, **kwargs)
 
 
-class _OwnData(Task):
-    """The task of a trainer that prepares its data in `__init__` or in its steps: columns are checked before."""
+class _SelfPreparedTask(Task):
+    """Task of a trainer of TRL that prepares its data in `__init__` or in its steps: columns are checked before."""
 
     supports_cp_generation = generates_within_step = True
 
-    layout_policy = False  # a step joins, generates or shuffles what comes from the data loader
+    layout_policy = False  # a step joins, generates or shuffles the rows of the data loader
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        names = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
-        for name, dataset in datasets_of(names).items() if init_kwargs.get("data_collator") is None else ():
+        if init_kwargs.get("data_collator") is not None:
+            return  # a collator of a user's may take any columns
+        datasets = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
+        for name, dataset in datasets_of(datasets).items():
             require_columns(dataset, name, self.columns, self.needs)
 
     def needs_all_rows(self) -> bool:
@@ -107,7 +113,7 @@ def check_longest_row(trainer: PaddingFreeTrainer, measure: RowMeasure) -> None:
         check_budget(measure.longest(dataset), budget)
 
 
-class JoinedPairTask(_OwnData):
+class JoinedPairTask(_SelfPreparedTask):
     """Pairs: the step concatenates chosen and rejected rows."""
 
     def on_attached(self) -> None:
@@ -119,21 +125,21 @@ class JoinedPairTask(_OwnData):
 
 
 class PairTrainer(ExperimentalTrainer):
-    """A mixin in front of a TRL trainer that computes loss and metrics in `get_batch_loss_metrics`."""
+    """A mixin for a trainer of TRL that computes loss and metrics in `get_batch_loss_metrics`."""
 
     def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
             return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
 
 
-class PromptTask(_OwnData):
+class PromptTask(_SelfPreparedTask):
     """Prompts: the step generates completions."""
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
 
 
-class MessagesTask(_OwnData):
+class MessagesTask(_SelfPreparedTask):
     """Conversations: a student learns from a teacher, on the last answer or on one that the step generates."""
 
     columns = [{"messages"}, {"prompt", "completion"}]

@@ -98,7 +98,7 @@ class PaddingRemovalCallback(TrainerCallback):
     """
 
     words: Mapping[str, str] = {"`padding_free=False`": "no `PaddingRemovalCallback`"}
-    """Settings that errors advise, and what they are called where this callback runs."""
+    """Settings that errors name, each with the text that replaces it where this callback runs; see [`in_words`]."""
 
     def __init__(
         self, prefix_sharing: PrefixSharing = False, *, parity_check: bool = True, pool_last_token: bool = False,
@@ -112,8 +112,8 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._trainer: Any = None
-        self._undo = ExitStack()  # detaches from the models
-        self._recording = ExitStack()  # ends with the record of the first packed call
+        self._undo = ExitStack()  # `close` detaches from the models
+        self._recording = ExitStack()  # `close` ends the recording of the first packed call
         self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or none any more
 
     @property
@@ -199,7 +199,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
         def restore() -> None:
             for name, hook in hooks.items():
-                if vars(trainer).get(name) is hook:  # not what somebody has set since
+                if vars(trainer).get(name) is hook:  # not a method that other code has set since
                     del vars(trainer)[name]
                     vars(trainer).update({name: saved[name]} if name in saved else {})
 
@@ -215,7 +215,8 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = _trainer_with(self)
-        # They wrap the models before `on_train_begin`. Otherwise a model is not attached for longer than it trains.
+        # DeepSpeed and FSDP wrap the models before `on_train_begin`, so attach before. In other cases attach there: a
+        # model is then attached only while it trains.
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             self.attach(trainer)
 
@@ -224,7 +225,7 @@ class PaddingRemovalCallback(TrainerCallback):
         models = models_of(trainer)
         decoders = [id(find_decoder(find_pretrained(model))) for model in models]
         attached = [id(handle.decoder) for handle in self.handles]
-        # `model_init` has made another model since, or a trial of a search was cut off before its training ended.
+        # `model_init` has made another model since, or an earlier trial of a search stopped before `on_train_end`.
         if self._trainer is None or decoders[: len(attached)] != attached:
             self.attach(trainer)
         elif len(decoders) > len(attached):  # TRL makes the reference after `on_init_end`
@@ -262,12 +263,12 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._count("train")
-        if not (self._has_stepped or is_off()):  # the switch has said so itself
-            self._say_what_was_removed()
+        if not (self._has_stepped or is_off()):  # `TRL_PADFIX_OFF` has a message of its own
+            self._report_first_step()
         self._has_stepped = True
 
-    def _say_what_was_removed(self) -> None:
-        """One line on the first step: what was removed, or that nothing was."""
+    def _report_first_step(self) -> None:
+        """Print how many tokens of the first step were computed, or warn that nothing was packed or compared."""
         stats = self.handles[0].stats
         if not stats.forwards:
             why = self.handles[0].why_unpacked()
@@ -309,7 +310,7 @@ class PaddingRemovalCallback(TrainerCallback):
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train")
         if self._is_evaluating:
-            # A report starts the clock again, which must stand until the next evaluation.
+            # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
             self._is_evaluating, self._counters["eval"] = False, TokenCounter()
         logs.update(metrics)
         state.log_history[-1].update(metrics)  # Trainer has put a copy of `logs` there before this event
@@ -340,7 +341,7 @@ def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCall
         config (`Mapping`):
             The configuration.
         without (`str`):
-            How padding is left in this stack, for errors.
+            Text for errors: how to train in this stack without padding removal.
     """
     callback = PaddingRemovalCallback(**settings_in(config))
     keys = {f"`{name}=False`": f"`{PREFIX}{name}: false`" for name in ("prefix_sharing", "parity_check")}
@@ -350,7 +351,7 @@ def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCall
 
 @contextmanager
 def in_words(words: Mapping[str, str]) -> Iterator[None]:
-    """A block whose errors advise settings in other words."""
+    """A block whose errors name the settings of another stack: each key of `words` is replaced by its value."""
     try:
         yield
     except (PaddingRemovalError, ParityError) as error:
@@ -362,7 +363,7 @@ def in_words(words: Mapping[str, str]) -> Iterator[None]:
 
 
 def _refuse_taken_over(trainer: Trainer) -> None:
-    """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: neither would call our forward."""
+    """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: no packed forward would run."""
     for module in chain(trainer.model.modules(), trainer.model_wrapped.modules()):
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if getattr(module, "_compiled_call_impl", None) is not None or trainer.args.torch_compile:
@@ -385,8 +386,9 @@ def _refuse_taken_over(trainer: Trainer) -> None:
 
 
 def _trainer_with(callback: TrainerCallback) -> Any:
-    """The trainer that calls `callback`. transformers does not pass it, and it alone has the reference model."""
-    # So the calling frames are searched for a `self` that is a trainer with this callback.
+    """The trainer that calls `callback`."""
+    # transformers does not pass the trainer to callbacks, and nothing else holds the reference model. So search the
+    # calling frames for a `self` that is a trainer with this callback.
     frame: Any = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -22,7 +22,7 @@ from llamafactory.train.tuner import run_exp  # noqa: E402
 __all__ = ["train"]
 
 KEY = f"{PREFIX}prefix_sharing"
-"""Required: `llamafactory-cli train` stops at this key, and cannot train the same file padded without a word."""
+"""A required key. `llamafactory-cli train` refuses a file that has it, and so never trains this file padded."""
 
 
 def train(config: dict[str, Any] | None = None) -> None:

@@ -34,6 +34,7 @@ __all__ = ["VARIABLE", "prefix_sharing"]
 
 STRATEGIES = ("fsdp", "fsdp2")
 VARIABLE = "TRL_PADFIX_PREFIX_SHARING"
+# Settings that errors name, each with the text that replaces it here.
 WORDS = {"`padding_free=False`": f"no `external_lib={__name__}`", "`prefix_sharing=False`": f"`{VARIABLE}=0`"}
 
 
@@ -56,10 +57,10 @@ def _is_named_by(model_config: Any) -> bool:
     return __name__ in (names if isinstance(names, (list, tuple)) else [names])
 
 
-def _engine(theirs: type[Any], strategy: str) -> type[Any]:
-    """An engine of verl that removes padding from models whose config names this module, and is verl's for others."""
+def _engine(engine_class: type[Any], strategy: str) -> type[Any]:
+    """A subclass of an engine of verl that removes padding from the models whose config names this module."""
 
-    class PaddingRemovalEngine(theirs):
+    class PaddingRemovalEngine(engine_class):
         def __init__(self, model_config: Any, *args: Any, **kwargs: Any):
             if _is_named_by(model_config) and strategy not in STRATEGIES:
                 raise PaddingRemovalError(
@@ -69,7 +70,7 @@ def _engine(theirs: type[Any], strategy: str) -> type[Any]:
             super().__init__(model_config, *args, **kwargs)
 
         def _build_fsdp_module(self, module: Any) -> Any:
-            """Attaches before FSDP wraps the model."""
+            """Attach before FSDP wraps the model."""
             if _is_named_by(self.model_config):
                 self._attach(module)
             return super()._build_fsdp_module(module)
@@ -85,23 +86,27 @@ def _engine(theirs: type[Any], strategy: str) -> type[Any]:
             if self.rank == 0 and not is_off():
                 say(
                     f"trl_padfix removes padding from {type(handle.anatomy.pretrained).__name__} in verl's "
-                    f"{theirs.__name__} (prefix sharing: {handle.prefix_sharing})."
+                    f"{engine_class.__name__} (prefix sharing: {handle.prefix_sharing})."
                 )
 
     return PaddingRemovalEngine
 
 
 def _register() -> None:
-    """Register an engine for each of verl's, which are for all vendors: verl prefers one of the device's vendor."""
+    """
+    Register a subclass of each engine of verl, for the vendor of this device.
+
+    verl's own engines are registered for all vendors, and verl prefers an engine of the device's vendor.
+    """
     device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
     for model_type, strategies in EngineRegistry._engines.items():
         for strategy in list(strategies):
             try:
-                theirs = EngineRegistry.get_engine_cls(model_type, strategy)
+                engine_class = EngineRegistry.get_engine_cls(model_type, strategy)
             except ValueError:  # none for this device
                 continue
-            EngineRegistry.register(model_type, strategy, device, vendor)(_engine(theirs, strategy))
+            EngineRegistry.register(model_type, strategy, device, vendor)(_engine(engine_class, strategy))
 
 
 prefix_sharing()  # raises its error at import, not in the first worker that builds a model

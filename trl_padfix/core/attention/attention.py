@@ -76,6 +76,7 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 
 def _reads_interface(module: nn.Module) -> bool:
+    """Whether the forward of `module` takes its attention function from transformers' interface."""
     forward = inspect.unwrap(type(module).forward)
     name = "ALL_ATTENTION_FUNCTIONS"
     # The second condition: some models define an interface of their own under the same name.
@@ -86,7 +87,7 @@ def attends_within_tokens(module: nn.Module) -> bool:
     """
     Whether an attention module attends to several states of one token (Inkling 2: those of earlier layers).
 
-    Such a module is not causal, and gets no mask: it could not keep tokens apart.
+    Two signs: the module is not causal, and its forward takes no mask, without which it could not keep tokens apart.
     """
     if getattr(module, "is_causal", True) or not _reads_interface(module):
         return False
@@ -210,7 +211,7 @@ def _attend(
     layout: Layout,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention over a layout with the function of an implementation, `(1, N, T, D)` to `(1, T, N, D)`."""
+    """Attention over a layout with the function that the model is configured for: `(1, N, T, D)` to `(1, T, N, D)`."""
     implementation = call.implementation
     attend = _function_of(viewed_module(module), implementation)
     if call.prefix_states is not None:  # with context parallelism those of the local heads, after the exchange
@@ -243,8 +244,8 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
     layout, comm = call.layout, None if call.cp_layout is None else call.cp_layout.comm
     if comm == KEYS:
         raise PaddingRemovalError(
-            f"{name} must attend with a prepared mask, in which tokens of an image see later ones of it, and gathered "
-            "keys of a query end with its own. Exchange heads instead (`cp_attention='heads'`)."
+            f"{name} must attend with a prepared mask, in which tokens of an image see later ones of this image. With "
+            "`cp_attention='keys'` a query gets no later keys: set `cp_attention='heads'`."
         )
     if call.cp_layout is not None and comm == ROWS:
         layout = call.cp_layout.local_layout
@@ -255,7 +256,8 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
     """Which keys `module` leaves out within a row: by its mask, or without one by its other arguments."""
     span = max(call.layout.spans)
     chunk = getattr(module.config, "attention_chunk_size", None)
-    # Without a mask a window is an argument. Chunks are not, so rows longer than a chunk cannot be attended exactly.
+    # A module without a mask passes its window as an argument, but not its chunks: rows longer than a chunk cannot be
+    # packed exactly then.
     without_mask = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     mask_spec = without_mask if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
@@ -278,6 +280,7 @@ def _is_flash(implementation: str) -> bool:
 
 
 def _function_of(module: nn.Module, implementation: str) -> Callable:
+    """The attention function that `module` would call in a padded forward."""
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
     # The eager function is a global of the file of the module, by default `eager_attention_forward`.

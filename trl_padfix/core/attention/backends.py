@@ -49,7 +49,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """A FlashAttention package: version, module with its functions, compute capability, command that installs it."""
+    """
+    A FlashAttention package.
+
+    Attributes:
+        requirement (`Requirement`): Name and version that transformers requires.
+        module (`str`): Module with its functions, which is imported to find a broken installation.
+        capability (`tuple[int, int]`): Least compute capability of an NVIDIA GPU.
+        install (`str`): Command that installs it.
+    """
 
     requirement: Requirement
     module: str
@@ -177,7 +185,7 @@ def list_backends(workload: Workload) -> list[Backend]:
 
 
 def assess(name: str, workload: Workload) -> Backend:
-    """Whether the implementation `name` can be used for a workload."""
+    """The implementation `name`, with the obstacles to its use for a workload."""
     if name in FLASH_PACKAGES:
         backend = _flash_package(name, workload)
     elif "/" in name:
@@ -279,15 +287,15 @@ def _flash_package(name: str, workload: Workload) -> Backend:
     obstacles = _flash_obstacles(name, workload, package.capability)
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         obstacles.append("this transformers does not have it")
-    missing = _missing(package.requirement)
+    missing = _package_obstacle(package.requirement)
     if missing is None:
         # Imported on GPUs only: without one even a package that was built correctly may fail to load its libraries.
-        broken = _broken(package.module) if workload.machine.device == "cuda" else None
+        broken = _import_obstacle(package.module) if workload.machine.device == "cuda" else None
         if broken is None:
             return Backend(name, tuple(obstacles), f"the {package.requirement.name} package")
         rebuild = f"{package.install} --force-reinstall --no-deps --no-cache-dir"
         return Backend(name, (*obstacles, broken), install=rebuild)
-    if _missing(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # transformers then loads a Hub kernel
+    if _package_obstacle(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # transformers then loads a Hub kernel
         note = f"a Hub kernel, because {missing}"
         return Backend(name, tuple(obstacles), note, package.install, asks_hub=True)
     return Backend(name, (*obstacles, missing), install=package.install)
@@ -297,7 +305,7 @@ def _hub_kernel(name: str, workload: Workload) -> Backend:
     repository = name.partition(":")[0].partition("@")[0]
     capability = HUB_KERNELS.get(repository, (0, 0))
     obstacles = _flash_obstacles(name, workload, capability) if "flash" in repository else []
-    if missing := _missing(_KERNELS):
+    if missing := _package_obstacle(_KERNELS):
         obstacles.append(missing)
     cached = _is_cached(repository)
     if not cached and constants.HF_HUB_OFFLINE:
@@ -308,7 +316,7 @@ def _hub_kernel(name: str, workload: Workload) -> Backend:
 
 def _sdpa(workload: Workload) -> Backend:
     obstacles = _unsupported(workload, "sdpa")
-    if _text(workload, "attn_logit_softcapping") is not None:
+    if _text_config_value(workload, "attn_logit_softcapping") is not None:
         obstacles.append("it has no softcap, and this model was trained with one")
     needs = "a CUDA GPU and half precision"
     if workload.machine.device == "cuda" and workload.dtype in HALF:
@@ -332,8 +340,9 @@ def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int])
     compatible = getattr(workload.model_class, "_compatible_flash_implementations", None)
     if compatible and name not in compatible:
         obstacles.append(f"of FlashAttention this model only runs with {', '.join(compatible)}")
-    heads = _text(workload, "num_attention_heads")
-    size = _text(workload, "head_dim") or (heads and _text(workload, "hidden_size", 0) // heads) or 0
+    heads = _text_config_value(workload, "num_attention_heads")
+    width = _text_config_value(workload, "hidden_size", 0)
+    size = _text_config_value(workload, "head_dim") or (heads and width // heads) or 0
     if size > 256:
         obstacles.append(f"its heads have at most 256 dimensions, and this model's have {size}")
     if machine.device != "cuda":
@@ -355,12 +364,12 @@ def _unsupported(workload: Workload, kind: str) -> list[str]:
     return [] if cls is None or supports(cls, kind) else [f"transformers has no {kind} path for {cls.__name__}"]
 
 
-def _text(workload: Workload, name: str, default: Any = None) -> Any:
+def _text_config_value(workload: Workload, name: str, default: Any = None) -> Any:
     """An attribute of the text config of a workload, which may have no config."""
     return getattr(workload.config and workload.config.get_text_config(), name, default)
 
 
-def _missing(requirement: Requirement) -> str | None:
+def _package_obstacle(requirement: Requirement) -> str | None:
     """Why the installed packages do not meet a requirement, or `None` if they do."""
     version = installed_version(requirement.name)
     if version is None:
@@ -371,7 +380,7 @@ def _missing(requirement: Requirement) -> str | None:
 
 
 @cache
-def _broken(module: str) -> str | None:
+def _import_obstacle(module: str) -> str | None:
     """Why a module cannot be imported, or `None` if it can."""
     try:
         importlib.import_module(module)

@@ -2,9 +2,9 @@
 Decoder layers compiled one by one for packed forwards.
 
 A whole model, compiled for the shapes of its batches, would be recompiled at every step. A layer is compiled once for
-all lengths: the layout is in its arguments as tensors, and what the compiler cannot trace is an operator. The compiler
-traces a twin of the layer: the twin has the same parameters, buffers and children, and a config that names the
-attention of this module. Padded forwards, generation and saving never use the twin.
+all lengths: the layout is in its arguments as tensors, and code that the compiler cannot trace is an operator. The
+compiler traces a twin of the layer: the twin has the same parameters, buffers and children, and a config that names
+the attention of this module. Padded forwards, generation and saving never use the twin.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = logging.get_logger(__name__)
 _shapes: Any = _config  # `Any`, because `patch` is added at run time
 _graphs: Any = dynamo_config
 
-# Attributes of configs, and what of attention they switch on that neither operator computes.
+# Attributes of configs, each with the feature of attention that it switches on and that no operator computes.
 _WITHOUT_OPERATOR = {
     "attention_dropout": "dropout",
     "attn_pdrop": "dropout",
@@ -162,7 +162,8 @@ class CompiledLayerPatch(ForwardPatch):
         if not self._twins:
             _make_twin(self.module, self._twins)
         for twin, module in self._twins:
-            twin.__dict__["training"] = module.training  # copied when the twin was made: `train()` does not reach it
+            # The twin has a copy of the flag, which `train()` and `eval()` do not reach.
+            twin.__dict__["training"] = module.training
         return self._twins[-1][0]
 
 
@@ -224,8 +225,9 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     if layout.key_index is None:
         cu_seqlens, (longest, _) = layout.cu_seqlens_q, layout.longest
         if layout.filler is not None:
-            # The row has one of few lengths, so let these be few, too: a power of two of segments, the last of them
-            # empty, and a power of two as the bound of their lengths. Kernels skip what is not there.
+            # `packed_multiple_of` limits the number of different row lengths. The number of segments and the bound of
+            # their lengths are rounded up to powers of two, so that there are few of these, too. The segments that
+            # this adds are empty, and kernels skip them.
             empty = _power_of_two(len(cu_seqlens)) - len(cu_seqlens)
             cu_seqlens = functional.pad(cu_seqlens, (0, empty), value=layout.packed_tokens)
             longest = _power_of_two(longest)
@@ -245,9 +247,9 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     config: Any = decoder.config
     if config._attn_implementation != "sdpa":
         return f"`attn_implementation={config._attn_implementation!r}` is not compiled; load the model with 'sdpa'"
-    for name, what in _WITHOUT_OPERATOR.items():
+    for name, feature in _WITHOUT_OPERATOR.items():
         if value := getattr(config, name, None):
-            return f"`{name}={value}`: there is no operator for attention with {what}"
+            return f"`{name}={value}`: there is no operator for attention with {feature}"
     if any(hasattr(module, "sinks") for module in layer.modules()):
         return "there is no operator for attention with sinks"
     for module in layer.modules():
@@ -275,7 +277,8 @@ def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
     """
     `forward`, compiled for all lengths.
 
-    With a code object of its own: dynamo limits the number of graphs for each code object (`recompile_limit`).
+    It is compiled as a function with a code object of its own, because dynamo limits the number of graphs for each
+    code object (`recompile_limit`).
     """
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -292,7 +295,7 @@ def _make_twin(module: nn.Module, twins: list[tuple[nn.Module, nn.Module]]) -> n
 
     Pairs of twin and module are appended to `twins`, those within `module` first.
     """
-    # Without the instance's `forward`: the patches of the layer are on the module, not on its twin.
+    # Without the instance attribute `forward`, which holds the patches of the module: the twin runs without them.
     twin = object.__new__(type(module))
     twin.__dict__.update({k: v for k, v in vars(module).items() if k != "forward"})
     if uses_attention_interface(module):

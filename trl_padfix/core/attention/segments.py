@@ -137,8 +137,10 @@ def attend_by_segment(
         for q, k in query_blocks(len(positions), len(positions_k), plan.window):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
             states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
-            mask_of = positions[q], positions_k[k], plan.window, plan.chunk
-            mask = visible_keys(*mask_of) if masks is None else masks[index][:, :, q]
+            if masks is None:
+                mask = visible_keys(positions[q], positions_k[k], plan.window, plan.chunk)
+            else:
+                mask = masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
                 mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             outputs.append(attend(module, *states, mask, **kwargs)[0])
@@ -187,10 +189,11 @@ class CausalAttention(torch.autograd.Function):
     """
     Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
 
-    The keys before the segment are seen by all of its queries, its own causally: neither needs a mask. Each part is
-    computed by torch's kernel, and weighted by the log-sum-exp of its scores (`lse`). The backward of a part needs
-    only the output and the log-sum-exp of all keys. Windows and chunks have a mask for each block of queries, which
-    backward makes again.
+    There are two parts: all queries see all keys before the segment, and they see the segment's own keys causally.
+    Neither part needs a mask. torch's kernel computes each part, and the log-sum-exp of its scores (`lse`) gives its
+    weight in the sum. The backward of a part needs only the output and the log-sum-exp of all keys.
+
+    With windows and chunks the parts are blocks of queries instead, each with a mask. Backward builds the mask again.
     """
 
     @staticmethod
@@ -307,5 +310,5 @@ def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor)
     `order` are the places of `key_index` sorted by token, `offsets` where each token begins in `order`.
     """
     flat = rows.reshape(rows.shape[0], -1)
-    # A bag of places for each token. `embedding_bag` accumulates in float32, whatever dtype it is given.
+    # The bag of a token holds its places. `embedding_bag` accumulates in float32, whatever the dtype of its inputs.
     return functional.embedding_bag(order, flat, offsets, mode="sum").view(-1, *rows.shape[1:])

@@ -40,11 +40,11 @@ def attend_varlen(
         PaddingRemovalError: If the kernel does not support an argument of the module, or this precision or device.
     """
     # flash-attn 2.8.3's Triton backend ignores these arguments without an error.
-    for name, other in {"softcap": "eager", "sliding_window": "sdpa"}.items():
+    for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
         if kwargs.get(name) is not None and _is_triton_backend():
             raise PaddingRemovalError(
                 f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
-                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={other!r}`."
+                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
             )
     # `contiguous` on tokens first: partial rotary embeddings return states with heads first in memory, and for such
     # strides flash-attn's Triton backend (2.8.3) computes wrong gradients.

@@ -57,7 +57,7 @@ class DryRun:
         # Detached: a recomputation may come after the graph of the embeddings was freed, and only values are needed.
         arguments = {k: v for k, v in packed.items() if k != LAYOUT}
         self.packed = tree_map_only(torch.Tensor, torch.Tensor.detach, arguments)
-        self.given = set(packed)  # a view of the keys would keep the call alive
+        self.argument_names = set(packed)  # a copy, because a view of the keys would keep the packed call alive
 
     def __call__(self, rows: RowBuckets) -> list[LayerCalls]:
         """The arguments of the layers for the rows of each bucket."""
@@ -67,7 +67,8 @@ class DryRun:
         """
         Run over the packed arguments and discard the result.
 
-        The calls match those of processes that need a dry run: under FSDP and ZeRO-3 modules run collectives.
+        Under FSDP and ZeRO-3 modules run collectives when they are called, so all processes must call the same ones. A
+        process whose batch needs no dry run calls this method while the others do theirs.
         """
         self._run(self.packed, None)
 
@@ -78,22 +79,22 @@ class DryRun:
             # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.
             arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
         fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
-        accepted = self.given | inspect.signature(type(self.patch.module).forward).parameters.keys()
+        accepted = self.argument_names | inspect.signature(type(self.patch.module).forward).parameters.keys()
         arguments |= {k: v for k, v in fixed.items() if k in accepted}
         positions: Any = arguments.get("position_ids")
         return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
 
     def _run(self, arguments: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
-        for hidden_states in _HIDDEN_STATES:
+        for hidden_states_class in _HIDDEN_STATES:
             recorded_calls: LayerCalls = {}
-            forward = _forward_with_stubs(self.patch, self.layers, recorded_calls, hidden_states)
+            forward = _forward_with_stubs(self.patch, self.layers, recorded_calls, hidden_states_class)
             try:
                 with torch.no_grad(), outside_calls(), within(rows=rows_call):
                     forward(**arguments)
             except Exception as error:
                 if isinstance(error, ValueError | TypeError) and "unpack" in str(error):
                     continue  # the decoder expects another number of outputs from its layers
-                # Behind the last layer the decoder may need more than the stubs return: all calls are recorded then.
+                # After the last layer the decoder may fail on the outputs of stubs. All calls are recorded then.
                 if len(recorded_calls) < len({id(layer) for layer in self.layers.values()}):
                     raise
             return recorded_calls
@@ -120,10 +121,10 @@ _HIDDEN_STATES = tuple(type("_HiddenStates", (_HiddenStates,), {"outputs": n}) f
 class _LayerStub(nn.Module):
     """Replaces a layer: records the arguments of its call, and returns the hidden states."""
 
-    def __init__(self, layer: nn.Module, recorded_calls: LayerCalls, hidden_states: type[_HiddenStates]):
+    def __init__(self, layer: nn.Module, recorded_calls: LayerCalls, hidden_states_class: type[_HiddenStates]):
         super().__init__()
         # Past `nn.Module.__setattr__`, which would register the layer as a child of the stub.
-        self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls, _hidden_states=hidden_states)
+        self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls, _hidden_states_class=hidden_states_class)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)  # decoders read attributes such as `attention_type`
@@ -134,14 +135,14 @@ class _LayerStub(nn.Module):
         self.__dict__["_recorded_calls"].setdefault(id(layer), arguments)  # a shared layer: its first call counts
         hidden = next(v for v in arguments.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
         # `hidden` may already be the `_HiddenStates` of the layer before, so the cast starts from a plain tensor.
-        return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden_states"])
+        return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden_states_class"])
 
 
 def _forward_with_stubs(
     patch: ForwardPatch,
     layers: dict[str, nn.Module],
     recorded_calls: LayerCalls,
-    hidden_states: type[_HiddenStates],
+    hidden_states_class: type[_HiddenStates],
 ) -> Callable:
     """The forward that `patch` wraps, on a view whose lists of layers hold stubs."""
     stubs: dict[int, _LayerStub] = {}  # one for each layer, as some models use a layer in several places
@@ -155,7 +156,7 @@ def _forward_with_stubs(
                 continue
             if isinstance(child, nn.ModuleList):
                 overrides[name] = nn.ModuleList(
-                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls, hidden_states))
+                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls, hidden_states_class))
                     if f"{prefix}{name}.{i}" in layers
                     else layer
                     for i, layer in enumerate(child)
@@ -163,7 +164,7 @@ def _forward_with_stubs(
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
         if hasattr(module, "config"):
-            # The model's own: a view would name packed attention, and rows need the masks of the real one.
+            # The model's own config: that of a view names packed attention, and rows need the masks of the real one.
             overrides["config"] = module.config
         return overrides
 

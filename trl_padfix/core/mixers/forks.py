@@ -98,7 +98,7 @@ class Scan(NamedTuple):
     def of(cls, levels: list[list[NodeBlock]], T: int, device: torch.device) -> Scan:
         """The scan of these blocks on `device`, for a packed row of `T` tokens."""
         tokens = torch.cat([block.tokens.flatten() for level in levels for block in level])
-        # The first place of each token: at the places of its copies the same is computed.
+        # The first place of each token: its copies have the same outputs. Index `T` collects the fillers; cut it off.
         places = torch.full((T + 1,), len(tokens)).scatter_reduce(0, tokens, torch.arange(len(tokens)), "amin")
         return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, places[:T]))
 
@@ -237,10 +237,10 @@ class NodeTree:
         Run a recurrence over the nodes, level by level, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
 
         `kernel(chunks, initial_states, with_states, cu_seqlens)` computes the nodes of a block: `chunks` are the
-        inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. If it `is_varlen`, they are
-        `(1, t, ...)`, and `cu_seqlens` says where nodes begin and end. It returns outputs for these tokens, and a
-        final state for each node. `key` names the call: under it, states are recorded for other forwards, and those
-        of other forwards are read.
+        inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. With `is_varlen` they are
+        `(1, t, ...)`, and `cu_seqlens` says where nodes begin and end. The kernel returns outputs for these tokens
+        and, `with_states`, a final state for each node. `key` names the call: under it, states are recorded for other
+        forwards, and those of other forwards are read.
         """
         scan = self.varlen if is_varlen else self.padded
         sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
@@ -305,9 +305,9 @@ def _nodes(
     """
     The packed tokens of each node of some segments, and its parent.
 
-    A node ends at the end of its segment, at the parent token of a segment, and at each of `fork_tokens`. Segments of
-    lengths 4 and 1, of which the second continues after token 1, have the nodes `0 1`, `2 3` and `4`; node 0 is the
-    parent of the other two.
+    A node ends at the end of its segment, at the parent token of a segment, and at each of `fork_tokens`. Example:
+    two segments have lengths 4 and 1, and the second continues after token 1. The nodes are `0 1`, `2 3` and `4`; node
+    0 is the parent of the other two.
     """
     forks = {parent.number for parent in parent_tokens if parent.kind == "packed"}.union(fork_tokens)
     nodes: list[list[int]] = []
@@ -357,20 +357,20 @@ def _merge_levels(
             copies[depths[n]] += len(nodes[n]) * (count - 1)
         if not copies or min(copies.values()) > max_copies:
             break
-        merged = min(copies, key=copies.__getitem__)
-        is_merged = [depths[n] == merged and n in children for n in range(len(nodes))]
-        number = [*accumulate((not gone for gone in is_merged), initial=0)]  # of the nodes that are left
-        left_nodes: list[list[int]] = []
-        left_parents: list[Parent] = []
-        for node, parent, gone in zip(nodes, parents, is_merged, strict=True):
-            if gone:
+        cheapest = min(copies, key=copies.__getitem__)
+        is_merged = [depths[n] == cheapest and n in children for n in range(len(nodes))]
+        new_number = [*accumulate((not merges for merges in is_merged), initial=0)]  # of the nodes that are kept
+        kept_nodes: list[list[int]] = []
+        kept_parents: list[Parent] = []
+        for node, parent, merges in zip(nodes, parents, is_merged, strict=True):
+            if merges:
                 continue
             if parent.kind == "packed" and is_merged[parent.number]:
                 node = nodes[parent.number] + node
                 parent = parents[parent.number]
             if parent.kind == "packed":
-                parent = Parent("packed", number[parent.number])
-            left_nodes.append(node)
-            left_parents.append(parent)
-        nodes, parents = left_nodes, left_parents
+                parent = Parent("packed", new_number[parent.number])
+            kept_nodes.append(node)
+            kept_parents.append(parent)
+        nodes, parents = kept_nodes, kept_parents
     return nodes, parents

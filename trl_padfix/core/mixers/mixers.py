@@ -12,7 +12,7 @@ A layer consists of modules that compute each token by itself, and of *mixers*: 
 A decoder that is more than a stack of such layers runs on `whole rows` itself ([`over_whole_rows`] in
 `row_buckets.py`).
 
-The mode follows from what a module does, read from the code of its class, not from the name of the model.
+The mode follows from the code of the module's class, not from the name of the model.
 """
 
 from __future__ import annotations
@@ -123,14 +123,14 @@ class Mixers:
         for mixer in self.mixers:
             modules = list(mixer.module.modules())
             if any(hasattr(m, "indexer") for m in modules):  # sparse attention of DeepSeek V3.2
-                what = "among keys with equal scores its indexer selects others where a row has other padding"
+                reason = "among keys with equal scores its indexer may select other ones if a row has other padding"
             elif any(hasattr(m, "chunkwise_kernel_fn") and hasattr(m, "sequence_kernel_fn") for m in modules):  # xLSTM
-                what = "one kernel computes the whole chunks of a row, and another, not quite the same, what is left"
+                reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
             else:
                 continue
             return (
                 f"In transformers itself the numbers of `{mixer.name}` ({type(mixer.module).__name__}) depend on the "
-                f"batch: {what} (docs/families.md)"
+                f"batch: {reason} (docs/families.md)"
             )
         return ""
 
@@ -164,7 +164,7 @@ class Mixers:
 
 def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers of a decoder, by name: the elements of its module lists that are or contain mixers."""
-    inside: list[str] = []  # prefixes of lists that are taken: a list within a layer holds no layers (experts)
+    inside: list[str] = []  # prefixes of the lists of layers: a list within a layer (experts) holds no layers
     for name, blocks in decoder.named_modules():
         if not isinstance(blocks, nn.ModuleList) or any(name.startswith(prefix) for prefix in inside):
             continue
@@ -184,7 +184,8 @@ def _mixers(layer: nn.Module) -> list[tuple[str, nn.Module]]:
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The outermost mixers inside `module`, by name."""
     for name, child in module.named_children():
-        is_layer = type(child).__name__.endswith(("DecoderLayer", "EncoderLayer"))  # in a layer (Zamba's): its mixers
+        # Zamba has whole layers inside of a layer: look for mixers inside of these, too.
+        is_layer = type(child).__name__.endswith(("DecoderLayer", "EncoderLayer"))
         if _mixes(child) and not (is_layer and any(_outermost(child))):
             yield prefix + name, child
         else:

@@ -8,7 +8,7 @@ with globals of its own. The replacements call the original function, on the seg
 - a convolution on all segments at once, each behind the few tokens before it on its path (left context);
 - a recurrence on the nodes of the tree, level by level, each node from the final state of its parent; with a
   variable-length kernel where an installed package has one whose states carry gradients;
-- a scan whose state carries no gradient on rows.
+- a scan whose state carries no gradient, on rows instead of the packed row.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ def _holds(cell: CellType, value: object) -> bool:
 
 
 def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    """A short convolution on the segments, each behind its left context."""
     tree = tree_of(call)
 
     def causal_conv1d_fn(
@@ -169,6 +170,7 @@ def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:
 
 
 def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    """Linear attention with a gated delta rule (Qwen3-Next, Kimi), on the nodes of the tree."""
     tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(original)
 
     def chunk(
@@ -201,6 +203,7 @@ def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
 
 
 def _state_space(original: Callable, call: PackedCall, keys: Keys) -> Callable:
+    """The scan of Mamba 2 on the nodes of the tree, or in one call if no prefix is shared and the kernel allows."""
     parameters = kernel_parameters(original)
     tree, is_kernel, takes_seq_idx = tree_of(call), bool(parameters), "seq_idx" in parameters
 
@@ -267,7 +270,7 @@ def _left_out(original: Callable, call: PackedCall, keys: Keys) -> Callable:
 
 
 def _parameters(function: Callable | nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters with which a mixer calls a function of transformers: those of its version in torch."""
+    """Parameters of a function of transformers as mixers call it: those of its implementation in torch."""
     if isinstance(function, nn.Module):
         return dict([*inspect.signature(type(function).forward).parameters.items()][1:])  # without `self`
     return inspect.signature(function).parameters
@@ -281,7 +284,7 @@ def kernel_parameters(function: Callable | nn.Module) -> frozenset[str]:
     can put a kernel of the Hub into that module at any time, so nothing is cached for modules, only for functions.
 
     Raises:
-        PaddingRemovalError: If they cannot be read: it is then unknown whether the kernel keeps rows apart.
+        PaddingRemovalError: If the parameters cannot be read: then it is unknown whether the kernel keeps rows apart.
     """
     if not isinstance(function, nn.Module):
         return _parameters_of_function(function)
@@ -325,7 +328,7 @@ _REPLACEMENTS: dict[str, Replace] = {
     "mamba2_split_conv1d_scan_combined": _left_out,
     "mamba_inner_fn": _left_out,
 }
-"""By the name under which mixers call a function, what makes its replacement."""
+"""Names under which mixers call functions, each with the function that makes its replacement."""
 
 _CHUNKED = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
 LEFT_OUT = {name for name, replace in _REPLACEMENTS.items() if replace is _left_out}
@@ -333,6 +336,6 @@ LEFT_OUT = {name for name, replace in _REPLACEMENTS.items() if replace is _left_
 _RECURRENCES = _REPLACEMENTS.keys() - {"causal_conv1d_fn", *LEFT_OUT}
 _DECAYS = {"A_log", "dt_bias"}
 """
-Parameters of a module by which it is known to be a recurrence. Older mixers keep their functions as attributes, or
-call methods that hold them: such a mixer runs on rows.
+Parameters that only recurrences have. A recurrence whose forward calls none of `_RECURRENCES` as a global runs on
+rows: older mixers keep these functions as attributes, or call them in other methods.
 """

@@ -116,7 +116,7 @@ def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING
     """
     groups: list[list[int]] = []
     total = 0
-    # Ascending, so that the newcomer is the longest of its group and sets the padded length.
+    # Ascending, so that each new row is the longest of its group and sets the padded length.
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if groups and lengths[i] * (len(groups[-1]) + 1) <= max_padding * (total + lengths[i]):
             groups[-1].append(i)
@@ -186,7 +186,7 @@ def _bucket_argument(
 
     def pick(leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, bool | int | float | str):
-            return leaf  # the same object wherever it is
+            return leaf  # Python shares such objects, so their identity says nothing
         return rows_of(leaf, counterparts.get(id(leaf), leaf), rows, bucket)
 
     return tree_map(pick, value)
@@ -206,10 +206,10 @@ def _paired_leaves(a: object, b: object) -> Iterator[tuple[Any, Any]]:
 
 def rows_of(value: Any, dry_run_value: Any, rows: RowBuckets, bucket: int) -> Any:
     """
-    An argument that is no collection, for the rows of a bucket.
+    The argument `value` of the packed row, for the rows of a bucket; not for lists, tuples and dictionaries.
 
     A tensor `(1, T, ...)` is gathered for the rows, unless the dry run made one of another shape. Every other argument
-    is `dry_run_value`: that of the decoder's own call for these rows.
+    is replaced by `dry_run_value`, which the decoder passed in the dry run over these rows.
     """
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[:2] != (1, len(rows.packed_from_rows)):
         return dry_run_value
@@ -235,7 +235,8 @@ def concat_outputs(outputs: list[Any], rows: RowBuckets) -> Any:
         return type(first)(**{name: concat_outputs([output[name] for output in outputs], rows) for name in first})
     if isinstance(first, list | tuple):
         return type(first)(concat_outputs([output[i] for output in outputs], rows) for i in range(len(first)))
-    return first if len(outputs) == 1 or first is None else None
+    # Other objects, such as a cache, cannot be concatenated: those of a single bucket are returned as they are.
+    return first if len(outputs) == 1 else None
 
 
 def needs_whole_rows(decoder: nn.Module) -> str:

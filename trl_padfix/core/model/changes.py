@@ -1,9 +1,8 @@
 """
 Changes of a decoder's modules after padding removal was attached: hooks, and modules that were replaced.
 
-A hook within the decoder gets the packed row `(1, T, ...)`. One that goes by the place of a token in its row, or by
-the row, would compute something else than in the padded batch. A replaced module has none of the patches that its
-predecessor has.
+A hook within the decoder gets the packed row `(1, T, ...)` instead of the padded batch. If the hook depends on the
+place of a token, or on the row, its results would differ. A module that replaces another has none of its patches.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
 
 class ModuleChanges:
     """
-    Notices hooks and modules that were not there before.
+    Finds hooks and modules that were added to a decoder after attachment.
 
     Args:
         decoder (`torch.nn.Module`):
-            The decoder. Its own hooks run outside of its patch, on the padded batch, and so are not noticed.
+            The decoder. Its own hooks are not checked: they run outside of its patch, on the padded batch.
         patched (`list` of `torch.nn.Module`):
             Modules that have patches, those outside of the decoder among them.
     """
@@ -43,7 +42,7 @@ class ModuleChanges:
     def __init__(self, decoder: nn.Module, patched: list[nn.Module]):
         self.decoder = decoder
         self._read_modules()
-        # Modules, not their ids, which would be others in a deep copy of the model.
+        # Modules, not their ids: a deep copy of the model has other ids.
         self.patched = set(self.modules) & set(patched)
         self.types = frozenset(type(module) for module in self.patched)
         self.unpatched = {module for module in self.modules if type(module) in self.types} - self.patched
@@ -111,7 +110,7 @@ class ModuleChanges:
             raise UnpackableCallError(
                 "replaced module",
                 f"A {type(next(iter(missing))).__name__} of {type(self.decoder).__name__} was added, removed or "
-                "replaced after padding removal was attached, which knows only the modules that were there. Call "
+                "replaced after padding removal was attached. Only modules that were there have patches. Call "
                 "`handle.remove()` before such a change, and attach again after it.",
             )
 
@@ -128,7 +127,7 @@ def _name(hook: Callable[..., Any]) -> str:
 
 
 def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a hook calls: PEFT registers `functools.partial` objects."""
+    """The function that a hook calls, without `functools.partial` around it, which PEFT registers."""
     while isinstance(hook, partial):
         hook = hook.func
     return hook

@@ -120,9 +120,9 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
     Skip transformers' search for packed sequences in position ids, which waits for the device.
 
     It is skipped if `is_known(position_ids, or_rows)` is true, until each `user` has called [`resume_packed_search`].
+
     `or_rows` is true from 5.0 on: then the search is skipped in dry runs over rows, too. Before 5.0 the search does
-    not wait, and its result is needed there: it takes every batch for packed, and some layers need the mask that
-    follows (Doge's).
+    not wait. It takes every batch for packed, and some layers (Doge's) need the mask that follows, so dry runs search.
     """
     with _search_lock:
         _search_users.add(user)

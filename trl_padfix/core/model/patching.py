@@ -48,7 +48,7 @@ class Attachment:
         self.owned_by_trainer = True
 
     def take_over(self) -> None:
-        """Detach for another trainer of the same model; the first trainer attaches anew when it computes again."""
+        """Detach for another trainer of the same model; the first trainer attaches again when it computes again."""
         self.taken_over = True
         self.remove()
 
@@ -160,7 +160,7 @@ class ForwardPatch:
             return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
         return self._run(*args, **kwargs)
 
-    # Not traced: packing reads lengths from the device, and dynamo would compile it anew for each of them.
+    # Not traced: packing reads lengths from the device, and dynamo would recompile it for each of them.
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:
@@ -195,8 +195,8 @@ class BatchPatch(ForwardPatch):
     """
     The patch of a module whose forward gets the ids or embeddings of a batch.
 
-    A checkpoint of a user around the model computes a forward again in the backward pass, after the
-    [`Attachment.disabled`] block in which the forward ran: then it is computed as in this block.
+    User code may checkpoint the whole model. Its forward is then computed again in the backward pass. If the forward
+    ran in an [`Attachment.disabled`] block, this block has ended by then, and the patch disables packing again.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def in_backward() -> bool:
 @torch.compiler.assume_constant_result
 def _is_one_graph(attachment: Attachment) -> bool:
     """Whether the forward is traced into one graph (`fullgraph=True`, export); dynamo calls this while it traces."""
-    # Loaded already: dynamo calls this. An import at the top of the file would take seconds.
+    # Imported here, where dynamo has loaded it already: at the top of the file the import would take seconds.
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     root = InstructionTranslator.current_tx().output.root_tx

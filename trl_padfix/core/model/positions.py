@@ -95,7 +95,7 @@ def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout)
 
 def _numbers_ids(module: nn.Module | None) -> Callable[..., torch.Tensor] | None:
     """
-    The function with which an embedding numbers tokens by their ids, if it does.
+    The function with which an embedding numbers tokens by their ids; `None` if it does not.
 
     It is a method of the embedding or, in older versions, a global of its file.
     """

@@ -94,7 +94,7 @@ def bound_to_view(module: Any, forward: Callable | None, **overrides: Any) -> Ca
         # accelerate's hooks: a partial with the module as argument. It calls the original methods, which accelerate
         # keeps in attributes of the module (`_old_forward`): they must be bound to the view, too.
         replaced = {k: m for k, m in vars(module).items() if isinstance(m, MethodType) and m.__self__ is module}
-        overrides |= dict.fromkeys(replaced)
+        overrides |= dict.fromkeys(replaced)  # placeholders: the methods must be bound to the view, which comes first
         view = view_of(module, overrides)
         view.padfix_overrides.update({name: method.__func__.__get__(view) for name, method in replaced.items()})
         if not any(a is module for a in forward.args):

@@ -3,7 +3,7 @@ Context-parallel attention; see [`ContextParallelLayout`].
 
 Around attention a process has its local tokens, `(1, N, t, D)`. With `"heads"` it attends with some heads for all
 tokens, and the layout stays the same. With `"keys"` it attends with all heads for its local queries to the keys and
-values of all tokens, with a layout of its own. With `"rows"` all that its queries see is local.
+values of all tokens, with a layout of its own. With `"rows"` all keys of its queries are local.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def attend_context_parallel(
 
     def attend_received(*received: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
-        here = module, kwargs
+        local_module, local_kwargs = module, kwargs
         if cp_layout.comm == HEADS:
-            here = _with_local_heads(module, kwargs, query.shape[1] // key.shape[1], cp_layout.group)
-        return attend(here[0], query, key, value, layout, here[1])[0]
+            kv_groups = query.shape[1] // key.shape[1]
+            local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
+        return attend(local_module, query, key, value, layout, local_kwargs)[0]
 
     # Exchanged tensors have tokens in front, attention has heads in front.
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
@@ -104,7 +105,7 @@ def _with_local_heads(
         local["sinks"] = sinks.split(even_split(len(sinks), group.size))[group.rank]
         kwargs = kwargs | {"s_aux": local["sinks"]}
     overrides = {name: value for name, value in local.items() if hasattr(module, name)}
-    # With its own config: by default a view gets one for packed attention.
+    # With the config of the module: by default a view gets one that names packed attention.
     return view_of(module, {"config": module.config, **overrides}), kwargs
 
 

@@ -1,8 +1,8 @@
 """
 Differentiable all-to-all and all-gather over a context-parallel group.
 
-Both are built from one collective, all-to-all. Two rules make gradients exact, for values that each process computes a
-part of and for values that all compute:
+Both are built from one collective, all-to-all. Two rules make gradients exact: one for values of which each process
+computes a part, and one for values that every process computes in full.
 
 - Inside of the network the backward of an all-to-all is the all-to-all back, and gradients of copies are summed.
 - The all-gather before the loss is different: every process computes the same loss, so backward takes the local slice
@@ -90,7 +90,7 @@ def exchange(
     parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], all_to_all: AllToAll
 ) -> list[list[torch.Tensor]]:
     """
-    Send the tensors `parts[i]` to process `i`; return what process `i` sent, of `shapes[i]`.
+    Send the tensors `parts[i]` to process `i`; return the tensors that process `i` sent, which have `shapes[i]`.
 
     One all-to-all for all of them: a collective costs its latency, and compilers may change the order of several.
     """

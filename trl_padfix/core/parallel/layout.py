@@ -28,7 +28,7 @@ each process computes whole rows.
 """
 
 MAX_SHARE = 1.1
-"""Most tokens of a process, relative to an even share, for which rows are left whole."""
+"""Most tokens of a process, relative to an even share; with more, rows are cut instead."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class ContextParallelLayout:
         comm (`str`):
             Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
             `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
-            `"rows"`: each process has whole rows, with all that they share, and nothing is exchanged.
+            `"rows"`: each process has whole rows, with the prefixes that they share, and nothing is exchanged.
         parts (`tuple`, *optional*):
-            Ranges of the shared prefixes that the forward reads, and of its new tokens, each counted from 0: tokens of
-            other forwards are where these have computed them.
+            `ranges` of each shared prefix that the forward reads, and last those of its new tokens, each counted from
+            0. So a token of a prefix stays with the process that computed it. `None` without shared prefixes.
 
     Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
     the end of the row.
@@ -202,7 +202,8 @@ class ContextParallelLayout:
         """
         layout, device = self.layout, self.layout.packed_index.device
         sources, keys = layout.indexed_positions, layout.keys.cpu()
-        positions, read = sources.cpu(), len(sources) - layout.packed_tokens  # keys of other forwards come first
+        positions = sources.cpu()
+        prefix_tokens = len(sources) - layout.packed_tokens  # keys of other forwards come first
         segment_ends = list(accumulate(layout.query_lengths))
         segments = list(zip(segment_ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
         query_lengths, paths = [], []
@@ -214,9 +215,10 @@ class ContextParallelLayout:
                     # The last key is the last query: cut the keys of the queries behind `end`.
                     paths.append(path[: len(path) - (segment_end - end)])
         key_lengths = [len(path) for path in paths]
-        place_of_key = torch.cat([torch.arange(read, device=device), self.index_in_rank_order + read])
-        key_index = place_of_key.index_select(0, torch.cat(paths).to(device))
-        key_source_positions = torch.cat([sources[:read], layout.positions.index_select(0, self._rank_order)])
+        prefix_places = torch.arange(prefix_tokens, device=device)
+        key_places = torch.cat([prefix_places, self.index_in_rank_order + prefix_tokens])
+        key_index = key_places.index_select(0, torch.cat(paths).to(device))
+        key_source_positions = torch.cat([sources[:prefix_tokens], layout.positions.index_select(0, self._rank_order)])
         if self.comm == ROWS:
             key_index = key_index - sum(self.tokens_per_rank[: self.group.rank])
             key_source_positions = self.local(layout.positions)
@@ -239,8 +241,8 @@ def ranges_of_rows(layout: Layout, processes: int) -> list[list[tuple[int, int]]
     """
     Ranges of packed tokens of each process, if processes compute whole rows; `None` if their shares would be uneven.
 
-    Rows that share a prefix go to one process. The largest are given away first, each to the process with the fewest
-    tokens (longest processing time first).
+    Rows that share a prefix go to one process. The largest groups of such rows are assigned first, each to the process
+    with the fewest tokens (longest processing time first).
 
     Example: rows of 3, 2 and 1 tokens are even for two processes, and not for three.
 

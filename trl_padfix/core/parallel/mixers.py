@@ -58,7 +58,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         channels = max(x.shape[1] for x in states.values())
         local_channels = _split_evenly(channels, cp_layout.group.size)
         for k, x in states.items():
-            if x.shape[1] < channels:  # groups, repeated for their heads first: heads can be divided at any number
+            if x.shape[1] < channels:  # one value per group of heads: repeated, so that a group can be divided
                 states[k] = x.repeat_interleave(channels // x.shape[1], dim=1)
         # Decays may be in float32 and states in half precision: one all-to-all for each dtype.
         for dtype in dict.fromkeys(x.dtype for x in states.values()):
@@ -83,7 +83,7 @@ def _split_evenly(channels: int, processes: int) -> list[int]:
     Number of heads or channels of each process.
 
     Raises:
-        PaddingRemovalError: If there are fewer than processes. All processes raise it, so none waits for another.
+        PaddingRemovalError: If there are fewer channels than processes. All processes raise it, so none waits.
     """
     if channels < processes:
         raise PaddingRemovalError(

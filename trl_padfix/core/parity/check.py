@@ -133,7 +133,7 @@ def check_parity(
         sample = _prepare(model, batch, handle)
         stack.enter_context(handle.separate_stats())  # the comparison must not count among the user's forwards
         stack.enter_context(handle.reenabled())
-        # A reason why short rows cannot be packed holds in every step. The comparison itself judges hooks of modules.
+        # A reason why short rows cannot be packed holds in every step. Hooks are no reason: the comparison tests them.
         stack.enter_context(handle.strictly())
         handle.accept_hooks()
         if handle.anatomy.pools_by_token_id:
@@ -180,22 +180,24 @@ class Outcome:
     padded: Scores
     other_padded: Scores | None  # `None` where the tolerance is fixed
     packed_tokens: int
-    gradient_obstacle: str = ""  # empty if gradients were compared, or not asked for
+    gradient_obstacle: str = ""  # empty if gradients were compared, or not requested
 
 
 def _called_module(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> nn.Module:
     """
-    The module whose forwards are compared: `model`, or the transformers model in a module of a user's whose forward
-    needs arguments that snippets of the batch do not have, such as the positions that its score head reads.
+    The module whose forwards are compared: `model`, or the transformers model inside of it.
+
+    The forward of a user's module may need more arguments than snippets of a batch have, such as the positions that
+    its score head reads. Then the model inside of it is compared.
     """
     if handle.multimodal is not None or pipeline_in(model) is not None:  # they get the whole batch, or a dictionary
         return model
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     labels = batch.get("labels")
-    of_tokens = labels is None or labels.shape == batch["input_ids"].shape
-    known = {"input_ids", "attention_mask"} | ({"labels"} if of_tokens else set())
-    if all(p.name in known for p in named if p.default is p.empty):
+    has_token_labels = labels is None or labels.shape == batch["input_ids"].shape
+    available = {"input_ids", "attention_mask"} | ({"labels"} if has_token_labels else set())
+    if all(p.name in available for p in named if p.default is p.empty):
         return model
     # Adapters may put learned tokens before the rows, which the model inside of them does not.
     return next((m for m in model.modules() if hasattr(m, "get_base_model")), handle.anatomy.pretrained)
@@ -217,9 +219,9 @@ def _prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) ->
     # Rows with masked tokens that no packed forward of this model serves are computed padded: compared without these.
     has_holes = batch_obstacle(layout, False, handle.mixers) is None
     ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk, has_holes=has_holes)
-    # A module of a user's around the model may need its labels, whatever their default is.
-    is_own = not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model")
-    has_labels = is_own and isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape
+    # A user's module around the model may need its labels, even if their default is `None`.
+    is_user_module = not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model")
+    has_labels = is_user_module and isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape
     inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, ids, mask, has_labels)
     return _Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), is_packed)
 
@@ -258,7 +260,7 @@ def _pooling_last_column(sample: _Sample, model: PreTrainedModel) -> Iterator[_S
 def _compute(
     model: nn.Module, sample: _Sample, handle: PaddingRemoval, other_attention: str | None, gradients: bool
 ) -> Outcome:
-    """Run the forwards, with their gradients if these are asked for and can be computed."""
+    """Run the forwards, with their gradients if these are requested and can be computed."""
     obstacle = sample.gradient_obstacle or gradient_obstacle(model)
     if gradients and obstacle is None:
         try:
@@ -321,7 +323,7 @@ def _judge(
         maximum=difference.max().item(),
         mean_tolerance=mean_tolerance,
         maximum_tolerance=maximum_tolerance,
-        compared=packed.numel() and difference.numel(),
+        compared=packed.numel() and difference.numel(),  # 0 without scores: the zero above is no score
         padded_tokens=sample.ids.numel(),
         packed_tokens=outcome.packed_tokens,
         dtype=dtype,

@@ -20,11 +20,11 @@ from ..model.sharded import differentiates_in_parts
 
 __all__ = ["gradient_obstacle", "gradient_tolerance", "relative_difference", "with_gradient"]
 
-LARGEST = {torch.float64: 1e-6, torch.float32: 1e-3}
+MAX_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference of a gradient, by dtype; differences in float32 on CPU are near 1e-6."""
 
 TIMES_ROUNDING = 3
-"""In half precision, limit of the difference of packed and padded, in differences of two padded forwards."""
+"""In half precision, packed and padded may differ by this many times the difference of two padded forwards."""
 
 
 def gradient_obstacle(model: nn.Module) -> str | None:
@@ -53,7 +53,8 @@ def with_gradient(
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> torch.Tensor:
         leaf = output.detach().requires_grad_()  # cut off from the weights: these need no gradient
-        embedded.append((next(iter((*args, *kwargs.values()))), leaf))
+        embedded_ids = next(iter((*args, *kwargs.values())))  # the first argument, by position or by name
+        embedded.append((embedded_ids, leaf))
         return leaf.clone()  # some models write into their embeddings, which torch forbids for a leaf
 
     hook = model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True)
@@ -80,4 +81,4 @@ def relative_difference(gradient: torch.Tensor, other: torch.Tensor) -> float:
 
 def gradient_tolerance(dtype: torch.dtype, rounding: float) -> float:
     """Largest relative difference allowed, if two padded gradients differ by `rounding`."""
-    return LARGEST.get(dtype) or max(TIMES_ROUNDING * rounding, 4 * torch.finfo(dtype).eps)
+    return MAX_DIFFERENCE.get(dtype) or max(TIMES_ROUNDING * rounding, 4 * torch.finfo(dtype).eps)

@@ -105,8 +105,8 @@ class ParityReport:
     def raise_if_failed(self) -> None:
         """
         Raises:
-            ParityError: With the figures, if a difference is outside tolerance; if the padded forward itself gives
-                no finite scores, with that.
+            ParityError: If a difference is outside tolerance, with the figures; or if scores of the padded forward
+                itself are not finite.
         """
         if not self.finite:
             raise ParityError(

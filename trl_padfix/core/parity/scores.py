@@ -29,7 +29,7 @@ def unpack_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits `(B, L, V)` of a padded batch that the model receives as one packed row, as a user of packing does."""
+    """Logits `(B, L, V)` of a padded batch that the model receives as one packed row, as from a user who packs."""
     keep = mask.bool()
     positions = (mask.cumsum(1) - 1)[keep][None]
     logits = logits_of(by_name(model)(input_ids=ids[keep][None], position_ids=positions, use_cache=False))
