@@ -125,7 +125,7 @@ def without_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def serve_tiny(model: str, training: Any) -> AbstractContextManager[dict[str, Any]]:
-    """A block in which a tiny model is served on the loopback, for nobody else serves it."""
+    """A block in which a tiny model is served on the loopback, because no other server has it."""
     from ..tools.rollout_server import serve_policy
 
     default = type(training).__dataclass_fields__["vllm_server_base_url"].default

@@ -252,7 +252,7 @@ def _counted() -> Iterator[None]:
 
 
 def uncounted_mixers(decoder: nn.Module) -> list[str]:
-    """Classes of mixers of which nobody has read what their kernels save."""
+    """Classes of mixers whose kernels save an unknown number of bytes."""
     others = [mixer for mixer in Mixers.of(decoder).mixers if mixer.mode != PACKED]
     return sorted(
         {

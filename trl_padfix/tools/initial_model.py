@@ -73,7 +73,7 @@ def _check(directory: Path, built_from: dict[str, Any]) -> None:
         differences = (f"`{n}` {a!r} there and {b!r} now" for n, (a, b) in values.items() if a != b)
         reason = f"it was built for another training: {', '.join(differences)}"
     raise ValueError(
-        f"{str(directory)!r} is there, and {reason}. Delete it to build it anew, or choose another `output_dir`."
+        f"{str(directory)!r} is there, and {reason}. Delete it to build it again, or choose another `output_dir`."
     )
 
 

@@ -160,7 +160,7 @@ def kill(server: Server) -> None:
 
 
 class FileTransfer:
-    """A weight transfer by a file, whose path the server is told between the routes of TRL's transfer."""
+    """A weight transfer by a file: the server gets its path between the routes of TRL's transfer."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.path = url, folder / "weights.safetensors"

@@ -27,10 +27,11 @@ METHOD = "gradient_checkpointing_enable"
 OF_TRANSFORMERS = ("every_n_layers", "offload")
 """Keys that are arguments of [`~PreTrainedModel.activation_checkpointing_enable`], and none of torch's checkpoint."""
 SELECTIVE = "trl.models.selective_activation_checkpointing"
+"""TRL's module for the key `selective`; TRL 1.16 and later have it."""
 
 
 def checkpointing_kwargs(config: TrainingArguments | None) -> dict[str, Any] | None:
-    """`activation_checkpointing_kwargs`, by its older name where there is only that; `None` without checkpointing."""
+    """`activation_checkpointing_kwargs`, or `gradient_checkpointing_kwargs`, its older name; `None` if it is off."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if (is_on := getattr(config, name, None)) is not None:
             return dict(getattr(config, f"{name}_kwargs", None) or {}) if is_on else None
@@ -41,7 +42,7 @@ class ActivationCheckpointing(Part):
     """
     Makes checkpointing survive TRL's forwards of the reference, and extends selective checkpointing.
 
-    docs/upstream.md has both faults. The part does nothing without one of the keys.
+    docs/upstream.md describes both faults of TRL. The part does nothing without one of the keys.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -49,7 +50,11 @@ class ActivationCheckpointing(Part):
         self._undo = contextlib.ExitStack()
 
     def around_init(self, config: TrainingArguments | None) -> contextlib.AbstractContextManager[Any]:
-        return _our_operators() if (checkpointing_kwargs(config) or {}).get("selective") else contextlib.nullcontext()
+        return (
+            _keeping_packed_attention()
+            if (checkpointing_kwargs(config) or {}).get("selective")
+            else contextlib.nullcontext()
+        )
 
     def attach_to_models(self) -> None:
         self.restore()
@@ -58,7 +63,7 @@ class ActivationCheckpointing(Part):
         if kwargs.get("selective") and not is_wrapped and find_spec(SELECTIVE) is not None:
             from trl.models import enable_selective_activation_checkpointing
 
-            with _our_operators():
+            with _keeping_packed_attention():
                 enable_selective_activation_checkpointing(model)
             self._undo.callback(vars(model).pop, METHOD, None)
         if kwargs.keys() & set(OF_TRANSFORMERS):
@@ -72,21 +77,21 @@ class ActivationCheckpointing(Part):
 def _enable(
     enable: Callable[..., None], gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
 ) -> None:
-    """Call `enable` with the arguments of transformers outside of those of torch, as `Trainer` does."""
-    given = dict(gradient_checkpointing_kwargs or {})
-    kwargs |= {name: given.pop(name) for name in OF_TRANSFORMERS if name in given}
+    """Call `enable` with the arguments of transformers beside the dictionary of torch's, as `Trainer` does."""
+    torch_kwargs = dict(gradient_checkpointing_kwargs or {})
+    kwargs |= {name: torch_kwargs.pop(name) for name in OF_TRANSFORMERS if name in torch_kwargs}
     if not torch.accelerator.is_available():  # all is on the host, and torch cannot pin its memory
         kwargs.pop("offload", None)
-    enable(gradient_checkpointing_kwargs=given or None, **kwargs)
+    enable(gradient_checkpointing_kwargs=torch_kwargs or None, **kwargs)
 
 
-def _our_operators() -> contextlib.AbstractContextManager[None]:
+def _keeping_packed_attention() -> contextlib.AbstractContextManager[None]:
     """A block in which selective checkpointing also keeps the outputs of attention over packed rows."""
-    if find_spec(SELECTIVE) is None:  # of TRL 1.16 and later
+    if find_spec(SELECTIVE) is None:
         return contextlib.nullcontext()
     from trl.models import selective_activation_checkpointing as selective
 
     from ..core.attention.operators import attention_operators
 
-    theirs = selective._aten_attention_ops
-    return temporarily_set(selective, "_aten_attention_ops", lambda: theirs() | attention_operators())
+    trl_operators = selective._aten_attention_ops
+    return temporarily_set(selective, "_aten_attention_ops", lambda: trl_operators() | attention_operators())

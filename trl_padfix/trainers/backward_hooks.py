@@ -20,20 +20,20 @@ __all__ = ["gradient_hook_name", "module_hook_names"]
 LIBRARIES = (
     __name__.partition(".")[0], "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"
 )  # fmt: skip
-"""Modules whose hooks reduce, gather or unscale gradients, which is linear. Their optimizers are told by `optim`."""
+"""Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
 
 
 def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     """
-    What changes gradients or weights of the policy within a backward, by name; `None` if nothing does.
+    Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
 
-    It is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that steps in
-    such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
+    Such code is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that
+    steps in such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
     """
     optimizer = getattr(trainer.args.optim, "value", trainer.args.optim)
     if "layerwise" in str(optimizer):
         return f"optim={optimizer!r}"
-    if not any(_may_act(parameter) for parameter in trainer.model.parameters()):
+    if not any(_has_hooks(parameter) for parameter in trainer.model.parameters()):
         return None  # without the names, which take longer
     for name, parameter in trainer.model.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
@@ -50,7 +50,7 @@ def module_hook_names(model: nn.Module) -> list[str]:
     return [f"{hook} of {name or type(model).__name__}" for name, *kinds in hooks for hook in _of_user(kinds)]
 
 
-def _may_act(parameter: nn.Parameter) -> bool:
+def _has_hooks(parameter: nn.Parameter) -> bool:
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
     return any(getattr(parameter, kind, None) for kind in kinds)
 

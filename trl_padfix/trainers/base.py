@@ -109,6 +109,7 @@ class PaddingFreeMixin:
     """Describes the rows of the trainer, and how its loss depends on them."""
 
     part_classes: ClassVar[tuple[type[Part], ...]] = PARTS
+    """The classes of its parts, in the order of their hooks."""
 
     fixed_settings: ClassVar[dict[str, Any]] = {}
     """Settings that override those of the configuration."""
@@ -165,7 +166,7 @@ class PaddingFreeMixin:
             self.padding.task.on_attached()
 
     def _follow_models(self) -> None:
-        """Attach anew if `model_init` has made another model since, or if another trainer has taken the models."""
+        """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
         if self.padding.part(RemovePadding).is_outdated():
             self.padding.parity.clear()  # a model is compared on its own first batch
             for part in self.padding.parts:
@@ -187,7 +188,8 @@ class PaddingFreeMixin:
         task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
         dataset = next(iter(call.arguments))  # the first parameter, whatever its name
         call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
-        # TRL pairs completions for the KL term of KTO within its micro-batches, of which a budget makes one batch.
+        # For KTO's KL term TRL pairs completions within `per_device_train_batch_size` rows. A budget has multiplied
+        # this size, so the size of TRL's micro-batches is set here.
         config: Any = getattr(arguments, "args", None)
         size = getattr(config, "_rows_per_micro_batch", None)
         with temporarily_set(config, "per_device_train_batch_size", size) if size else contextlib.nullcontext():
@@ -246,10 +248,10 @@ class PaddingFreeMixin:
 
     def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         train, budget = super().training_step, self.padding.part(SubBatchBudget)
-        # A user's step may compute its loss without `compute_loss`, whose forwards the parity check would compare.
+        # The parity check compares forwards of `compute_loss`, and a user's step may compute its loss without it.
         parity = self.padding.part(Parity)
-        compared = parity.around_user_step(model) if may_read_steps(self) else contextlib.nullcontext()
-        with budget.around_training_step(), compared:
+        user_step = parity.around_user_step(model) if may_read_steps(self) else contextlib.nullcontext()
+        with budget.around_training_step(), user_step:
             return budget.training_step(train, model, inputs, *args, **kwargs)
 
     def train_by_trl_micro_batch(
@@ -262,7 +264,7 @@ class PaddingFreeMixin:
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Trainer calls this in each training and prediction step after it has counted the labels, and before any
         # `compute_loss`: also before one that a user has set on the trainer itself, which nothing wraps.
-        if step_of(inputs) is not None:  # a `training_step` of a user, which passes it on
+        if step_of(inputs) is not None:  # a whole step, which a user's `training_step` prepares before it passes it on
             return inputs
         prepared = super()._prepare_inputs(inputs)
         if (metadata := batch_metadata_of(inputs)) is not None and batch_metadata_of(prepared) is None:
@@ -337,9 +339,10 @@ class PaddingFreeMixin:
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         batches = [micro_batch for batch in batch_samples for micro_batch in micro_batches_of(batch)]
-        scored, labels = self.padding.first_labels
-        # In evaluation Trainer counts what was prepared: without the labels of first tokens, which TRL counts, too.
-        batches = [{**b, "labels": labels} if labels is not None and _has_labels(b, scored) else b for b in batches]
+        version, all_labels = self.padding.first_labels
+        # In evaluation Trainer counts the prepared batch, which has lost the labels of first tokens. TRL counts them.
+        if all_labels is not None:
+            batches = [{**b, "labels": all_labels} if _has_labels(b, version) else b for b in batches]
         with self.padding.part(ContextParallel).gathering_from_all():
             return super()._get_num_items_in_batch(self.padding.task.label_count_inputs(batches), device)
 
@@ -422,9 +425,9 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     signature = inspect.signature(owners[0].__init__)
     try:
         named = dict(signature.bind(None, *args, **kwargs).arguments)
-    except TypeError as error:  # in the words of Python for a call with these arguments
+    except TypeError as error:  # raise the error of Python for a call of `__init__` with these arguments
         unknown = [name for name in kwargs if name not in signature.parameters]
-        raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place(unknown, kwargs.get('args'))}") from None
+        raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place_of(unknown, kwargs.get('args'))}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
@@ -434,8 +437,8 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
         return named | kwargs
 
 
-def _place(unknown: list[str], config: object) -> str:
-    """A sentence on where an unknown argument of a trainer goes, if it is known."""
+def _place_of(unknown: list[str], config: object) -> str:
+    """End of an error message: where unknown arguments of a trainer belong; empty if they belong nowhere."""
     if "tokenizer" in unknown:
         return ". Write `processing_class=tokenizer`."
     moved = [name for name in unknown if hasattr(config, name)]

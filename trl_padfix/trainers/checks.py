@@ -59,7 +59,7 @@ def check_arguments(
     """
     Check the arguments of a trainer (`init_kwargs`, by name) and our fields of its configuration.
 
-    The configuration has checked them when it was created; here come those that were set on it later.
+    The configuration checked its fields when it was created. These checks are for fields that were set later.
     """
     if is_off():
         logger.warning(
@@ -114,17 +114,17 @@ def _check_config(config: object, trainer_class: type) -> None:
 
 def _check_loss_type(config: TrainingArguments, trainer_class: type) -> None:
     """Refuse a misspelt `loss_type`, which TRL finds in the first step only, after model and data are loaded."""
-    given = getattr(config, "loss_type", None)
-    if given is None or not is_dataclass(config):
+    loss_types = getattr(config, "loss_type", None)
+    if loss_types is None or not is_dataclass(config):
         return
-    given = [given] if isinstance(given, str) else given
+    loss_types = [loss_types] if isinstance(loss_types, str) else loss_types
     (field,) = (f for f in fields(config) if f.name == "loss_type")
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    if given in (default, [default]):
+    if loss_types in (default, [default]):
         return
     names = set().union(*(_loss_types(c.__module__) for c in trainer_class.__mro__ if c.__module__.startswith("trl.")))
-    for name in given:
-        # Only what looks like a misspelling: a newer TRL may compare its losses in another way.
+    for name in loss_types:
+        # Refuse only likely misspellings: a newer TRL may have losses that its source does not compare by name.
         if name not in names and (near := get_close_matches(name, names, n=1)):
             raise ValueError(
                 f"`loss_type={name!r}` is no loss of {trainer_class.__name__}; is {near[0]!r} meant? TRL has "
@@ -134,13 +134,13 @@ def _check_loss_type(config: TrainingArguments, trainer_class: type) -> None:
 
 @cache
 def _loss_types(module: str) -> frozenset[str]:
-    """The texts that the source of a module compares a `loss_type` with."""
-    found = set()
+    """The strings that the source of a module compares a `loss_type` with."""
+    names = set()
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
         if isinstance(node, ast.Compare) and getattr(node.left, "attr", getattr(node.left, "id", "")) == "loss_type":
             constants = (n.value for side in node.comparators for n in ast.walk(side) if isinstance(n, ast.Constant))
-            found |= {value for value in constants if isinstance(value, str)}
-    return frozenset(found)
+            names |= {value for value in constants if isinstance(value, str)}
+    return frozenset(names)
 
 
 def runs_triton(config: TrainingArguments) -> bool:
@@ -167,7 +167,7 @@ def _check_model(model: torch.nn.Module | str | None, trainer_class: type) -> No
 
 
 def _refuse_encoder(model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str) -> None:
-    """Refuse models whose tokens see later ones: TRL's `__init__` fails with some of them, without this reason."""
+    """Refuse models whose tokens attend to later ones: TRL's `__init__` fails with some, without this reason."""
     model = _skeleton(model, config, prefix) if isinstance(model, str) else model
     if not isinstance(model, torch.nn.Module):
         return
@@ -183,18 +183,18 @@ def _refuse_encoder(model: torch.nn.Module | str | None, config: TrainingArgumen
 
 
 def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torch.nn.Module | None:
-    """The model of an id or a path without weights, if its tokens may see later ones; else `None`."""
+    """The model of an id or a path without weights, if its tokens may attend to later ones; else `None`."""
     try:
         model_config = load_model_config(model, config, prefix)
         forward = inspect.unwrap(MODEL_MAPPING[type(model_config)].forward)
-        # The code of nearly all decoders says that they are causal; composite models are judged when they are loaded.
+        # Nearly all decoders call `create_causal_mask`. Composite models are judged when they are loaded.
         if "create_causal_mask" in forward.__code__.co_names or model_config.get_text_config() is not model_config:
             return None
-        # That of a file: T5's encoder alone has the same kind of configuration as T5.
+        # Take the class that `config.json` names: T5 and its encoder alone have the same kind of configuration.
         architecture = getattr(transformers, next(iter(model_config.architectures or ()), ""), None)
         with torch.device("meta"):
             return AutoModel.from_config(model_config) if architecture is None else architecture(model_config)
-    except Exception as error:  # an id that is not there, code from the Hub: TRL says it, or loads it
+    except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
         logger.info(f"{model!r} was not looked at before it is loaded ({type(error).__name__}: {error}).")
         return None
 
@@ -210,7 +210,7 @@ def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
 def require_columns(
     dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
 ) -> None:
-    """Raise a `ValueError` if a dataset has all columns of none of the `alternatives`; it names those of the first."""
+    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. It names the first one's."""
     columns = column_names(dataset)
     if all(alternative - columns for alternative in alternatives):
         missing = sorted(alternatives[0] - columns)
@@ -231,8 +231,8 @@ def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bo
     column = "images" if "images" in dataset.column_names else "image"
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
     rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
-    for number, (count, *words) in enumerate(rows):
-        placeholders = count_placeholders(dict(zip(texts, words, strict=True)), count, processor)
+    for number, (count, *contents) in enumerate(rows):
+        placeholders = count_placeholders(dict(zip(texts, contents, strict=True)), count, processor)
         if placeholders != count:
             misplaced.append((number, count, placeholders))
     if misplaced:

@@ -41,8 +41,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             the padded computation, on either padding side and with any attention. A model that cannot be packed
             exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute tokens with which several rows of a batch begin only once: the prompt of a pair, a system prompt.
-            If that costs more than it saves, a batch is computed without. 'auto': share if the model and the batch
+            Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch is
+            computed without sharing if that is cheaper. 'auto': share if the model and the batch
             allow it, and log how often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.

@@ -1,12 +1,12 @@
 """
 Context parallelism: accelerate's `cp_size`, with `split_rows` of this package in place of ring attention.
 
-Under tensor parallelism processes share a batch, too: trainers that generate let them draw the same completions. With
-TRL alone each draws its own, and they wait for one another where these end.
-
 accelerate provides the device mesh, the data loader that gives all processes of a group the same batch, and with FSDP2
 the sharding over `dp_shard x cp`. Its ring attention, which cuts padded rows, is replaced. transformers and TRL treat
 a context-parallel group like a tensor-parallel one: all its processes compute the full loss of one batch.
+
+Under tensor parallelism processes share a batch, too. In trainers that generate, this part makes them draw the same
+completions. With TRL alone each process draws its own, and the run hangs when these have different lengths.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ContextParallel(Part):
 
     @property
     def size(self) -> int:
-        """Number of processes that share a batch; under tensor parallelism where they have to draw it together."""
+        """Number of processes that share a batch; tensor parallelism counts only in trainers that generate."""
         parallelism: Any = getattr(self.trainer.accelerator, "parallelism_config", None)  # accelerate 1.10
         if parallelism is None or not self.settings.padding_free:
             return 1
@@ -179,15 +179,17 @@ class ContextParallel(Part):
         return generate_for_group
 
     def sampler(self, sampler: Any) -> Any:
-        """The sampler of a data loader. TRL's of prompts counts those of all processes; a group has them once."""
+        """A sampler, adapted to groups: TRL's sampler of prompts has a batch for each process, a group needs one."""
         if self.size > 1 and hasattr(sampler, "mini_repeat_count"):
             sampler.batch_size //= self.size
         return sampler
 
     def broadcast_from_first(self, completed: Any) -> Any:
         """
-        The object of the first process of the group: rounding may have changed a token sampled on another one, and a
-        reward function may answer each differently.
+        The object of the first process of the group.
+
+        On other processes rounding may have changed a sampled token, or a reward function may have returned another
+        value.
         """
         if self.group is None:
             return completed
@@ -200,13 +202,13 @@ class ContextParallel(Part):
     def _sync_rng(self) -> None:
         """Set the random number generators of all processes of the group to the states of its first one."""
         device = self.trainer.accelerator.device
-        accelerators = getattr(torch, device.type) if device.type != "cpu" else None
-        own = random.getstate(), torch.get_rng_state(), accelerators and accelerators.get_rng_state(device)
-        state = self.broadcast_from_first(own)
-        random.setstate(state[0])  # GKD draws by it whether a step generates
-        torch.set_rng_state(state[1])
-        if accelerators:
-            accelerators.set_rng_state(state[2], device)
+        device_module = getattr(torch, device.type) if device.type != "cpu" else None
+        states = random.getstate(), torch.get_rng_state(), device_module and device_module.get_rng_state(device)
+        states = self.broadcast_from_first(states)
+        random.setstate(states[0])  # by it GKD draws whether a step generates
+        torch.set_rng_state(states[1])
+        if device_module:
+            device_module.set_rng_state(states[2], device)
 
     @contextlib.contextmanager
     def _count_groups_as_processes(self) -> Iterator[None]:
@@ -268,8 +270,8 @@ class ContextParallel(Part):
         def gather_of_groups(values: object, *args: object, **kwargs: object) -> Any:
             def first_of_each(x: torch.Tensor) -> torch.Tensor:
                 gathered = gather_all(x, *args, **kwargs)
-                # A block within such a block has taken them, and the metrics of a micro-batch stay on each process,
-                # because groups have other numbers of rows in it.
+                # Not all: an outer block of this kind has taken one process of each group already, or `gather` is
+                # switched off, because the metrics of a micro-batch stay local.
                 is_all = len(gathered) == processes * (len(x) if x.dim() else 1) if gathered.dim() else False
                 return _first_of_each_group(gathered, processes, size) if is_all else gathered
 
@@ -278,7 +280,7 @@ class ContextParallel(Part):
         return gather_of_groups
 
     def gathering_from_all(self) -> contextlib.AbstractContextManager[None]:
-        """A block with accelerate's own `gather`: Trainer divides the labels of all processes by those of a group."""
+        """A block with accelerate's own `gather`: Trainer itself divides this label count by the group's size."""
         accelerator = self.trainer.accelerator
         if self.group is None:
             return contextlib.nullcontext()
@@ -298,7 +300,7 @@ def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
 
 
 def _obstacle(trainer: PaddingFreeTrainer, size: str) -> str | None:
-    """Why the processes of this trainer cannot share a batch (`size`: as `cp_size` or as `tp_size`), or `None`."""
+    """Why the processes of this trainer cannot share a batch, or `None`. `size`: `"cp_size"` or `"tp_size"`."""
     task = trainer.padding.task
     generates_rows = task.generates_rows if task.generates_rows is not None else not task.layout_policy
     if generates_rows and not task.supports_cp_generation:

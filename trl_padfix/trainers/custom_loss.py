@@ -42,7 +42,7 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
 
     It is a method of a subclass or a mixin (also `_prepare_inputs`), a function that was set on a class or on the
-    trainer itself, or `compute_loss_func`. The class does not tell: one with a patched method is still TRL's.
+    trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
     """
     # What prepares the inputs of a loss may compare their rows as well.
     if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1]) | {"_prepare_inputs"}):
@@ -136,19 +136,20 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 def computes_loss_itself(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
     """
-    Whether a `training_step`, or that of one of the trainer's `classes`, is a user's which passes its batch on to no
-    other: TRL's never gets it.
+    Whether a user's `training_step` does not call another one, so that TRL's never gets the batch.
+
+    This looks at `training_step`, and at the method of each of the trainer's `classes`.
     """
     chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
     return not all(_is_trusted(step) or _delegates(step) for step in chain)
 
 
 def _delegates(training_step: Callable[..., Any]) -> bool:
-    """Whether a function mentions another `training_step`, by `super()` or by a variable around it."""
+    """Whether a function refers to another `training_step`, by `super()` or by a variable of its closure."""
     *_, function = _functions(training_step)
     names = [*getattr(getattr(function, "__code__", None), "co_names", ())]
     for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # that of `super()` is empty while the class is made
+        with contextlib.suppress(ValueError):  # the cell of `super()` is empty while its class is created
             names.append(getattr(cell.cell_contents, "__name__", None))
     return "training_step" in names
 
@@ -167,9 +168,10 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
 
 def observe_user_step(trainer: PaddingFreeTrainer) -> None:
     """
-    Wrap a user's `training_step` that [`computes_loss_itself`], of a class or on the trainer itself: it is compared
-    with padding, and under a token budget called for each micro-batch of TRL. One that passes its batch on to TRL's
-    gets all rows of a step.
+    Wrap a user's `training_step` that [`computes_loss_itself`], of a class or on the trainer itself.
+
+    Its first forward is then compared with padding, and under a token budget it is called for each micro-batch of TRL.
+    A `training_step` that passes its batch on to TRL's is not wrapped, and gets all rows of a step.
     """
     of_user = trainer.training_step
     is_observed = getattr(of_user, "is_observed", False)  # by an earlier training

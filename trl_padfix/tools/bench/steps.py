@@ -180,7 +180,7 @@ class BenchStep:
         )
         share = Share(len(rows), rows, trl_index=[0] * len(rows))
         step = step_of(collate([(share, examples)]).to(self.settings.device))
-        assert step is not None  # nobody has modified it
+        assert step is not None  # the batch is unmodified
         return step
 
     def _train_in_micro_batches(self, rows: list[int]) -> torch.Tensor:

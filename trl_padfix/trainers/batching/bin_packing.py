@@ -43,7 +43,7 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     Rows with a shared prefix stay together if they fit. A row of more tokens is a micro-batch of its own. Returns the
     rows of each micro-batch, the one with the most tokens first.
     """
-    shared = costs.shared_by_all  # in each micro-batch once
+    shared = costs.shared_by_all  # each micro-batch computes this prefix once
     costs, budget = costs.without_shared(shared), budget - shared
     groups = _groups_by_size(costs, budget)
     bins: list[RowGroup] = []
@@ -56,9 +56,10 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
 
 def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
     """
-    Rows of at most `most` tokens, and the longer ones; all rows, if these two share a prefix worth computing once.
+    Split rows into those of at most `most` tokens and the longer ones. Returns the rows of each part.
 
-    Where several processes compute a packed row, short rows by themselves can be left whole: nothing is exchanged.
+    Under context parallelism a micro-batch of short rows needs no exchange, because each process computes whole rows.
+    If both parts share a prefix that is worth computing once, the only part has all rows.
     """
     is_long = costs.tokens > most
     parts = [np.flatnonzero(is_long == long) for long in (False, True)]
@@ -70,8 +71,8 @@ def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
     Pack rows into micro-batches that share prefixes, each of which is computed once in the step.
 
-    The tokens of a micro-batch and of the prefixes that it shares with others are at most `budget`. A prefix whose
-    activations are freed until it is recomputed counts [`KV_MEMORY_FRACTION`] of its tokens, where that is faster. A
+    The tokens of a micro-batch and of the prefixes that it shares with others are at most `budget`. If it is faster,
+    the activations of a prefix are freed and later recomputed; it then counts [`KV_MEMORY_FRACTION`] of its tokens. A
     row of more tokens is a micro-batch of its own. Returns the rows of each micro-batch in depth-first order of the
     prefix tree: micro-batches that share a prefix are neighbours.
     """
@@ -104,24 +105,35 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
             bins += [RowGroup(part.tokens, [group.rows[i] for i in part.rows]) for part in parts]
     first_mixed = len(bins)  # bins before this one are parts of one group
     _first_fit(_largest_first(fitting), room, bins)
-    # The prefix is recomputed for its last micro-batch, which holds all activations of the prefix beside its own.
-    if recompute and bins[-1].tokens > room_if_kept:
-        small = next((i for i in range(first_mixed, len(bins)) if bins[i].tokens <= room_if_kept), None)
-        if small is not None:
-            bins.append(bins.pop(small))
-        elif len(bins[-1].rows) > 1:
-            tokens, rows = bins.pop()
-            last = next(row for row in rest.order[::-1].tolist() if row in rows)
-            bins.append(RowGroup(tokens, [row for row in rows if row != last]))
-            bins.append(RowGroup(int(rest.tokens[last]), [last]))
+    if recompute:
+        _make_last_bin_small(bins, first_mixed, room_if_kept, rest)
     return [RowGroup(tokens + prefix_tokens, rows) for tokens, rows in bins]
+
+
+def _make_last_bin_small(bins: list[RowGroup], first_mixed: int, room: float, costs: RowCosts) -> None:
+    """
+    Reorder or split `bins`, so that the last one has at most `room` tokens if possible.
+
+    A prefix is recomputed for its last micro-batch, which holds all activations of the prefix beside its own. Only
+    bins from `first_mixed` on may move: those before it are in depth-first order.
+    """
+    if bins[-1].tokens <= room:
+        return
+    small = next((i for i in range(first_mixed, len(bins)) if bins[i].tokens <= room), None)
+    if small is not None:
+        bins.append(bins.pop(small))
+    elif len(bins[-1].rows) > 1:
+        tokens, rows = bins.pop()
+        last = next(row for row in costs.order[::-1].tolist() if row in rows)
+        bins.append(RowGroup(tokens, [row for row in rows if row != last]))
+        bins.append(RowGroup(int(costs.tokens[last]), [last]))
 
 
 def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int, Sequence[int]]]:
     """
     Cut the part with the most rows in two, until there are `count` parts or none has two rows.
 
-    Returns each part behind the number of the one that it was cut from: `[[7, 8, 9], [5]]` and 3 give
+    Returns pairs of the index of the original part and the rows: `[[7, 8, 9], [5]]` and 3 give
     `[(0, [7]), (0, [8, 9]), (1, [5])]`.
     """
     halved = list(enumerate(parts))

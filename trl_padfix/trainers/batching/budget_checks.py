@@ -1,4 +1,4 @@
-"""What `max_tokens_per_batch` cannot be used with, and what a user is told of before the first step."""
+"""Errors and warnings before the first step: configurations and losses that `max_tokens_per_batch` cannot split."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
     "check_budget",
     "check_configuration",
     "check_loss",
+    "custom_collator_notice",
     "has_images",
     "joins_micro_batches",
-    "what_collator_gets",
 ]
 
 logger = get_logger(__name__)
@@ -70,7 +70,7 @@ def check_configuration(config: TrainingArguments, train_dataset: Any) -> None:
 
 def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> None:
     """
-    Check the `longest` sequence of each row of a dataset, or of a stream from its row `first` on.
+    Check `longest`, the tokens of the longest sequence of each row: of a dataset, or of a stream from row `first` on.
 
     Raises:
         ValueError: If a sequence has more tokens than the budget.
@@ -78,20 +78,20 @@ def check_budget(longest: np.ndarray, budget: int, first: int | None = None) -> 
     if not (longest > budget).any():
         return
     if first is None:
-        which, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
+        rows, them = f"{(longest > budget).sum()} rows of the train dataset have a sequence", "them"
         most, row = longest.max(), f"row {longest.argmax()}"
     else:
-        which, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
+        rows, them, index = "A row of the train stream has a sequence", "it", int((longest > budget).argmax())
         most, row = longest[index], f"row {first + index}"
     raise ValueError(
-        f"{which} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
+        f"{rows} of more tokens than `max_tokens_per_batch={budget}`, the longest {most} ({row}), and no forward "
         f"could hold it. Raise the budget to {most} at least, set `max_length`, or drop {them}."
     )
 
 
 def check_loss(trainer: PaddingFreeTrainer) -> None:
     """
-    Warn of a loss whose forwards are computed again in backward.
+    Warn of a loss whose forwards are recomputed in backward, and of backward hooks of modules.
 
     Raises:
         ValueError: If the loss cannot be split.
@@ -120,7 +120,7 @@ def check_loss(trainer: PaddingFreeTrainer) -> None:
 
 
 def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
-    """Why the loss of a batch depends on which rows are in one forward, or `None` if it does not."""
+    """Why the loss of a batch cannot be computed from parts of it, or `None` if it can."""
     task = trainer.padding.task
     if reason := task.token_budget_obstacle():
         return reason
@@ -136,7 +136,7 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
         if accumulated and claim != "rows" and custom_loss_name(trainer):
             return (
                 f"`loss_reduction={claim!r}`: TRL averages over several such losses in a step "
-                "(`gradient_accumulation_steps`), and a token weighs otherwise in each of them"
+                "(`gradient_accumulation_steps`), and a token has a different weight in each of them"
             )
         if has_images(trainer) and custom_loss_name(trainer):
             return f"`loss_reduction={claim!r}` cannot be verified, because images are not numbered by row"
@@ -155,12 +155,12 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
 
 
 def joins_micro_batches(trainer: PaddingFreeTrainer) -> bool:
-    """Whether a batch of the data loader has several micro-batches of TRL, for a budget."""
+    """Whether a batch of the data loader has the rows of several micro-batches of TRL, as under a budget."""
     return trainer.args.per_device_train_batch_size > getattr(trainer.args, "_rows_per_micro_batch", math.inf)
 
 
-def what_collator_gets(with_images: bool, all_rows: bool) -> str:
-    """What a collator that is not TRL's gets under a budget."""
+def custom_collator_notice(with_images: bool, all_rows: bool) -> str:
+    """A warning that says which rows a user's collator gets under a budget."""
     if all_rows:
         batches = "all rows of a step, whatever `gradient_accumulation_steps` was"
     elif with_images:

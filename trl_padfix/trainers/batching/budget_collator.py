@@ -50,12 +50,12 @@ class BudgetCollator:
         weight_by_tokens (`bool`, *optional*, defaults to `False`):
             Whether the weight of a micro-batch is its share of trained tokens, and not of rows.
         share_across_micro_batches (`bool`, *optional*, defaults to `False`):
-            Whether prefixes that micro-batches have in common are computed once in the step.
+            Whether the shared prefixes of micro-batches are computed once in the step.
         plan_in_worker (`bool`, *optional*, defaults to `False`):
             Whether these prefixes are planned here, in the data loader worker.
         cuts_batches (`bool`, *optional*, defaults to `False`):
-            Whether the collator may look at its whole batch (a user's). It then gets the micro-batches of TRL, and
-            what it makes of them is split by rows.
+            Whether the collator is a user's, whose output for a row may depend on the other rows. It then gets the
+            micro-batches of TRL, and the batches that it returns are split by rows.
         rows_per_item (`int`, *optional*, defaults to 1):
             Rows of a batch that belong together.
         pad_token_id (`int`, *optional*, defaults to 0):
@@ -85,11 +85,11 @@ class BudgetCollator:
         weights = self.plan.weights(len(examples), share.rows_of_step)
         step = CollatedStep([], self.rows_per_item, self.pad_token_id, self.keeps_micro_batches)
         if self.keeps_micro_batches or self.cuts_batches:
-            of_trl = self._micro_batches_of_trl(examples, weights)
-            step = step._replace(micro_batches=of_trl, trl_sizes=[len(m.items) for m in of_trl])
+            trl_batches = self._micro_batches_of_trl(examples, weights)
+            step = step._replace(micro_batches=trl_batches, trl_sizes=[len(m.items) for m in trl_batches])
             if self.keeps_micro_batches:
                 return step
-            step = step._replace(micro_batches=[part for m in of_trl for part in self._split_by_rows(m)])
+            step = step._replace(micro_batches=[part for m in trl_batches for part in self._split_by_rows(m)])
         else:
             step = self._split_by_tokens(step, share, examples, weights)
         if self.weight_by_tokens:
@@ -106,7 +106,7 @@ class BudgetCollator:
         return step
 
     def _micro_batches_of_trl(self, examples: list[dict[str, Any]], weights: np.ndarray) -> list[MicroBatch]:
-        """What the collator makes of each micro-batch of TRL. One of a user may have dropped rows or added some."""
+        """The collated micro-batches of TRL. Items are counted: a user's collator may drop rows or add some."""
         result: list[MicroBatch] = []
         count = 0
         for begin in range(0, len(examples), self.plan.micro_batch):
@@ -118,7 +118,7 @@ class BudgetCollator:
         return result
 
     def _split_by_rows(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        """A micro-batch of TRL, cut by rows. The loss is a mean over the rows that the collator returned."""
+        """Split a micro-batch of TRL by rows. The loss is a mean over the rows that the collator returned."""
         plain, count = pop_metadata(micro_batch.batch)[0], len(micro_batch.items)
         if any(not isinstance(v, torch.Tensor) or v.dim() == 0 or len(v) % count for v in plain.values()):
             logger.warning(
@@ -162,15 +162,16 @@ class BudgetCollator:
     def _pack(self, costs: RowCosts) -> list[list[int]]:
         """The rows of each micro-batch."""
         pack = pack_depth_first if self.share_across_micro_batches else pack_by_budget
-        most = self.budget / self.cp_size if self.cp_size > 1 else math.inf
-        parts = split_by_length(costs, most)
+        short = self.budget / self.cp_size if self.cp_size > 1 else math.inf
+        parts = split_by_length(costs, short)
         return [rows[packed].tolist() for rows in parts for packed in pack(costs[rows], self.budget)]
 
     def _refuse_use_of_padding(self, batch: dict[str, Any], numbers: list[int]) -> None:
         """
-        Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels, or is what a sequence classifier
-        scores: rows are padded to other lengths in it than in the batch of TRL, so the loss would be another one.
-        `numbers` are those of the items in the dataset.
+        Raise a [`PaddingRemovalError`] if padding of a micro-batch has labels, or if a sequence classifier scores it.
+
+        Rows are padded to other lengths here than in the batch of TRL, so the loss would change. `numbers`: the row of
+        the dataset of each item.
         """
         rows, use = rows_with_labels_of_padding(batch), "has labels"
         remedy = "Let your collator set labels to -100 where the attention mask is 0"

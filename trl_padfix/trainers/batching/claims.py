@@ -36,8 +36,10 @@ def loss_and_norm(
     losses: Iterable[Callable[[], torch.Tensor]], parameters: Sequence[nn.Parameter]
 ) -> tuple[float, float]:
     """
-    The sum of losses, and the norm of its gradient. The losses are computed one after another, each freed with its
-    graph. Gradients of parameters stay as they are, and so do hooks on them: nothing is accumulated.
+    The sum of losses, and the norm of its gradient.
+
+    The losses are computed one after another, and each is freed with its graph. `grad` of the parameters stays as it
+    is, so hooks that run after its accumulation (DDP's) do not run.
     """
     total, gradients = 0.0, [None] * len(parameters)
     for compute in losses:
@@ -45,6 +47,7 @@ def loss_and_norm(
         total += float(loss.detach())
         if parameters:
             new = torch.autograd.grad(loss, parameters, allow_unused=True)
+            # `None` stands for a parameter that no loss has used so far.
             gradients = [b if a is None else a if b is None else a + b for a, b in zip(gradients, new, strict=True)]
     norms = [gradient.float().norm() for gradient in gradients if gradient is not None]
     return total, float(torch.stack(norms).norm()) if norms else 0.0

@@ -1,4 +1,4 @@
-"""Token counts of tokenized rows, for [`~trl_padfix.trainers.batching.token_costs`]."""
+"""Counts the tokens of tokenized rows, and gives them as [`~trl_padfix.trainers.batching.token_costs.RowCosts`]."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class RowMeasure:
         return self.costs(examples)
 
     def check(self, numbers: Sequence[int], batch: Mapping[str, Any]) -> None:
-        """Raise if a batch of these rows has other token counts than planned. Tokenized rows cannot."""
+        """Raise if a batch of these rows has other token counts than planned. For tokenized rows it cannot differ."""
 
     def longest(self, rows: Dataset | Sequence[dict[str, Any]]) -> np.ndarray:
-        """Tokens of the longest sequence of each row, as it is trained on."""
+        """Tokens of the longest sequence of each row, after truncation, `(n,)`."""
         longest = self._lengths(self._columns(rows)).max(0)
         return longest if self.max_length is None else np.minimum(longest, self.max_length)
 
@@ -73,8 +73,8 @@ def _shared_costs(begins: Sequence[Sequence[np.ndarray]], tokens: np.ndarray, sh
     """
     Costs of rows of `tokens`, where shared prefixes are computed once.
 
-    `begins` are the ids with which each sequence of a row begins, `(k, n)` lists; of the first sequence `shareable`
-    ids may be those of other rows.
+    `begins` has the ids with which each sequence of a row begins: `k` lists, one per sequence, each with `n` rows.
+    Other rows may share the first `shareable` ids of the first sequence.
     """
     first, *others = begins
     for other in others:  # the sequences of a row share among themselves, too

@@ -5,8 +5,8 @@ A batch of the data loader is one optimizer step. The sampler partitions its row
 collator splits the rows of a process into micro-batches, and `training_step` runs these one after another. A step has
 the same rows as without a budget, and each row has the weight that it has in TRL's mean over micro-batches.
 
-A loss that compares rows is computed from each micro-batch of TRL at once (`token_budget.py`). The collator counts the
-images of each row, by which its forwards are split, too.
+A loss that compares rows is computed once for each micro-batch of TRL, with its forwards in sub-batches
+(`token_budget.py`). The collator counts the images of each row, so that forwards with images can be split, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..data.image_rows import has_pixels, without_images
 from ..data.tokenizers import tokenizer_of
 from ..distributed import gather_counts, is_sharded, max_over_processes, sync_gradients_in_last
 from ..temporary_attributes import temporarily_set
-from .budget_checks import check_configuration, has_images, what_collator_gets
+from .budget_checks import check_configuration, custom_collator_notice, has_images
 from .budget_collator import BudgetCollator
 from .claims import claimed_weights, differs, loss_and_norm, without_dropout
 from .micro_batches import CollatedStep, MicroBatch, join_batches, step_of, to_equal_count
@@ -69,23 +69,23 @@ class MicroBatchBudget(SubBatchBudget):
         if not is_training or self.budget is None:
             yield
             return
-        self._check_loss()  # a loss may have been set on the trainer since
+        self._check_loss()  # a loss may have been set on the trainer after its `__init__`
         trainer, order = self.trainer, self.trainer.padding.part(StepOrder)
         is_stream = not isinstance(dataset, Dataset)
         rows = dataset if is_stream else trainer._remove_unused_columns(dataset, description="training")
         steps = order.fix_steps(rows if has_images(trainer) else None)
         if order.has_custom_collator or (order.images is not None and is_custom_collator(order.collator)):
-            logger.warning(what_collator_gets(order.images is not None, trainer.padding.task.needs_all_rows()))
+            logger.warning(custom_collator_notice(order.images is not None, trainer.padding.task.needs_all_rows()))
         # An item is a step of a process; the plan has left out the rows that are dropped.
         items = order.stream(rows, self.budget) if is_stream else StepDataset(rows, steps)
-        # accelerate would cut the tensors of a step of a stream, and knows none of its micro-batches.
-        dispatching = trainer.accelerator.dataloader_config if is_stream else None
+        # For a stream accelerate dispatches batches by default. It would cut tensors by rows, and a step has none.
+        dispatching_config = trainer.accelerator.dataloader_config if is_stream else None
         with (
             temporarily_set(trainer, "data_collator", self._collator(order, steps)),
             temporarily_set(trainer, "train_dataset", items),
             temporarily_set(trainer, "_train_batch_size", 1),
             temporarily_set(trainer.args, "dataloader_drop_last", False),
-            temporarily_set(dispatching, "dispatch_batches", False),
+            temporarily_set(dispatching_config, "dispatch_batches", False),
         ):
             yield
 
@@ -116,7 +116,7 @@ class MicroBatchBudget(SubBatchBudget):
         """TRL's `training_step`, `train`, on each micro-batch of a step, as [`BudgetCollator`] makes them."""
         if self.budget is None:
             return train(model, inputs, *args, **kwargs)
-        if computes_loss_itself(train):  # of a class below ours, or patched onto TRL's
+        if computes_loss_itself(train):  # the method of a class after ours in the MRO, or patched onto TRL's class
             return self.train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
         if (step := step_of(inputs)) is None:
             step = step_of_user(self.trainer, inputs, self.trl_sizes)
@@ -167,7 +167,7 @@ class MicroBatchBudget(SubBatchBudget):
         # A micro-batch with weight 0 only matches the forwards of other processes.
         weights: list[Any] = [None if counts_tokens and m.weight else m.weight for m in micro_batches]
         if custom_loss_name(trainer) and (reduction := self.settings.loss_reduction):
-            counts_tokens = False  # of the loss itself nothing is known but the claim
+            counts_tokens = False  # the claim alone determines the weights
             weights = claimed_weights(reduction, micro_batches, trainer.padding.task.num_label_tokens)
             if not self._claim_is_verified and len(micro_batches) > 1:
                 self._verify_claim(reduction, model, [m.batch for m in micro_batches], weights, num_items)
@@ -189,9 +189,10 @@ class MicroBatchBudget(SubBatchBudget):
     def _match_other_processes(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """
         As many micro-batches as the process with most of them has: the largest are cut, or one is repeated with weight
-        0. Those with images come last.
+        0.
 
-        DDP reduces the gradients of what the last backward used: of the vision tower, too.
+        Micro-batches with images come last: DDP reduces the gradients of those parameters that the last backward used,
+        and the vision tower must be among them.
 
         Raises:
             ValueError: If processes that shard a model would wait for one without images in its vision tower.
@@ -209,7 +210,7 @@ class MicroBatchBudget(SubBatchBudget):
                 "processes that shard a model (FSDP, ZeRO-3) meet in its vision tower. As with TRL alone, each batch "
                 "of each process needs a row with an image."
             )
-        if text_count and not texts:  # the text of images computes the same layers, and counts for nothing
+        if text_count and not texts:  # a batch without its images computes the same layers; its weight is 0
             texts = [MicroBatch(without_images(with_images[0].batch), 0.0)]
         texts = to_equal_count(texts, text_count, rows_per_item)
         return texts + to_equal_count(with_images, max(image_counts), rows_per_item)
@@ -224,9 +225,9 @@ class MicroBatchBudget(SubBatchBudget):
         return train_by_trl_micro_batch(self.trainer, self.trl_sizes, train, model, inputs, *args, **kwargs)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the trainer's state to that of TRL after as many steps; `epoch` began last."""
+        """Set `state.epoch` to its value in TRL after as many steps. `epoch`: the number of the running epoch."""
         state, order = self.trainer.state, self.trainer.padding.part(StepOrder)
-        # Set once in each step: transformers has counted one batch of the data loader for each.
+        # Once per step, because transformers sets `state.epoch` in each by the number of batches of the data loader.
         if self.budget is None or not order.steps or not order.steps.rows or state.epoch == self._epoch:
             return
         steps = round((state.epoch - epoch) * len(order.steps) / order.steps.processes)
@@ -243,7 +244,7 @@ class MicroBatchBudget(SubBatchBudget):
         """
         Compare the loss of all rows with that of the micro-batches, and the norms of their gradients.
 
-        Nothing of it is trained on or logged. Where processes shard gradients, only the losses are compared.
+        This trains nothing and logs nothing. If processes shard gradients, only the losses are compared.
 
         Raises:
             ValueError: If they differ.
@@ -268,12 +269,12 @@ class MicroBatchBudget(SubBatchBudget):
             expected = loss_and_norm([partial(loss, whole, None)], parameters)
             with self._run(MicroBatchRunner(len(batches))):
                 split = zip(map(pop_metadata, batches), weights, strict=True)
-                found = loss_and_norm([partial(loss, plain, weight) for (plain, _), weight in split], parameters)
-        if differs(expected, found, next(trainer.model.parameters()).dtype):
+                claimed = loss_and_norm([partial(loss, plain, weight) for (plain, _), weight in split], parameters)
+        if differs(expected, claimed, next(trainer.model.parameters()).dtype):
             raise ValueError(
                 f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "
                 f"step its loss is {expected[0]:.6f} for all rows at once (gradient norm {expected[1]:.6f}), and "
-                f"{found[0]:.6f} ({found[1]:.6f}) from {len(batches)} micro-batches with this reduction. Set the "
+                f"{claimed[0]:.6f} ({claimed[1]:.6f}) from {len(batches)} micro-batches with this reduction. Set the "
                 "right one of 'rows', 'tokens' and 'sum', or leave it out: the loss then gets all rows of a step."
             )
 
@@ -285,7 +286,7 @@ class MicroBatchBudget(SubBatchBudget):
         return {"": task.num_loss_items(batch) if counts_tokens else weight, **task.num_metric_items(batch)}
 
     def _runner(self, micro_batches: list[MicroBatch], step: CollatedStep) -> MicroBatchRunner:
-        """The runner of a step; its micro-batches share prefixes if they have any in common."""
+        """The runner of the micro-batches of a step, with the plan of their shared prefixes if there are any."""
         if not self.share_across_micro_batches or len(micro_batches) == 1:
             return MicroBatchRunner(len(micro_batches))
         plan = step.prefix_plan if len(micro_batches) == len(step.micro_batches) else STALE_PLAN

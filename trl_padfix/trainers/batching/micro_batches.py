@@ -45,7 +45,7 @@ class MicroBatch(NamedTuple):
     items: Sequence[int] = ()
 
     def select(self, places: Sequence[int], count: int) -> MicroBatch:
-        """The items at these places, of `count`, with their share of the weight and without metadata."""
+        """The items at these places of the `count` items, with their share of the weight, without metadata."""
         batch = items_of(pop_metadata(self.batch)[0], places, count)
         items = [self.items[place] for place in places] if self.items else ()
         return MicroBatch(batch, self.weight * len(places) / count, items)
@@ -63,7 +63,7 @@ class CollatedStep(NamedTuple):
         keeps_micro_batches (`bool`): Whether the micro-batches are those of TRL.
         prefix_plan ([`FlatIndexMaps`] or [`PrefixPlan`], *optional*): The plan of their shared prefixes, before and
             after the step is on its device; `None` if they share none.
-        whole (`dict`, *optional*): The batch of TRL, where it cannot be put together of them.
+        whole (`dict`, *optional*): The batch of TRL, if it cannot be joined from the micro-batches.
         trl_index (`Sequence[int]`): For each item of TRL's batch the number of TRL's micro-batch that it is in; empty
             if unknown.
         trl_count (`int`): Number of TRL's micro-batches in the step.
@@ -92,10 +92,10 @@ class CollatedStep(NamedTuple):
 
     def joined(self) -> dict[str, Any]:
         """
-        The batch that TRL has, of all rows.
+        The batch of TRL, with all rows.
 
         Raises:
-            ValueError: If it has images, and the collator did not expect that it is read.
+            ValueError: If micro-batches with images, or with unknown items, cannot be joined.
         """
         if self.whole is not None:
             return dict(self.whole)
@@ -117,7 +117,8 @@ class StepBatch(BatchWithMetadata):
     """
     A step as code of a user finds it: the batch of TRL, a dictionary of tensors.
 
-    It is made when it is first read. If it was not modified since, the step has its micro-batches, [`step_of`].
+    Its tensors are joined when it is first read. As long as they are not modified, [`step_of`] returns the
+    micro-batches.
     """
 
     def __init__(self, batch: Mapping[str, Any] | Iterable[Any] = (), step: CollatedStep | None = None):
@@ -156,7 +157,8 @@ def _reading(name: str) -> Callable[..., Any]:
     return read
 
 
-# All of them: `{**batch}` and `dict(batch)` take the keys where `__iter__` is overridden.
+# All methods, also `__iter__`: only a subclass of `dict` with its own `__iter__` is copied by its `keys()` in
+# `{**batch}` and `dict(batch)`. Of any other one Python copies the storage, which is empty before the first read.
 for _name in (
     *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
     *("__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem"),
@@ -205,17 +207,17 @@ def to_equal_count(micro_batches: list[MicroBatch], count: int, rows_per_item: i
 def items_of(batch: Mapping[str, Any], items: Sequence[int], count: int) -> dict[str, Any]:
     """Some of the `count` items of a batch. A column has one row for each item, or several blocks of such rows."""
 
-    def of(value: Any) -> Any:
+    def selected(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return torch.cat([rows[list(items)] for rows in value.split(count)])
         return [value[begin + item] for begin in range(0, len(value), count) for item in items]
 
-    return {name: of(value) for name, value in batch.items()}
+    return {name: selected(value) for name, value in batch.items()}
 
 
 def join_batches(batches: Sequence[dict[str, Any]], rows_per_item: int, pad_token_id: int = 0) -> dict[str, Any]:
     """
-    Micro-batches as one padded batch, on the side on which they are padded.
+    Join micro-batches into one padded batch, padded on their side.
 
     The rows of a micro-batch come in `rows_per_item` blocks (chosen, rejected), and so do those of the whole batch.
     """

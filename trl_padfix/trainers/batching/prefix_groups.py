@@ -72,9 +72,9 @@ def group_rows(order: Sequence[int] | np.ndarray, costs: RowCosts, step: int) ->
 def _groups(costs: RowCosts, limit: int, place: np.ndarray) -> list[np.ndarray]:
     """Groups of at most `limit` rows, merged from the longest shared prefixes to shorter ones."""
     gaps = np.flatnonzero(costs.same_group)  # gap i lies between the sorted rows i - 1 and i
-    # Gaps with equal prefixes begin at another row in each epoch, so a large group is cut differently each time.
-    begin = place[costs.order[0]] if len(place) else 0
-    gaps = gaps[np.lexsort(((gaps + begin) % max(len(place), 1), -costs.shared[gaps]))]
+    # Among gaps of equal length the first one changes from epoch to epoch, so a large group is cut differently.
+    offset = place[costs.order[0]] if len(place) else 0
+    gaps = gaps[np.lexsort(((gaps + offset) % max(len(place), 1), -costs.shared[gaps]))]
     # First row of the group that ends at a row, and last row of the group that begins at it.
     first_of, last_of = list(range(len(costs))), list(range(len(costs)))
     for gap in gaps.tolist():

@@ -90,7 +90,7 @@ class PrefixSchedule:
         self.finished = False
         self.graph_states: dict[int, ForwardStates] = {}
         self.detached_states: dict[int, ForwardStates] = {}
-        self._random: dict[int, Any] = {}
+        self._rng_states: dict[int, Any] = {}
 
     def next_batch(self, run: RunPrefix) -> PrefixedLayout:
         """
@@ -155,8 +155,8 @@ class PrefixSchedule:
         is_first = n not in self.detached_states
         if is_first and prefix.recompute and self.with_graph:
             # Dropout of the recomputed prefix must equal that of the first forward. `real_index` names the device.
-            self._random[n] = torch.get_rng_state(), get_device_states(layout.real_index)
-        rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._random.pop(n))
+            self._rng_states[n] = torch.get_rng_state(), get_device_states(layout.real_index)
+        rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._rng_states.pop(n))
         with rng, torch.set_grad_enabled(with_graph):
             run(replace(layout, prefix_states=prefix_states), index, None if is_first else self.detached_states[n].ids)
         if with_graph:
@@ -249,10 +249,10 @@ class MicroBatchRunner:
             return forward(**call)
 
     def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
-        """A micro-batch is within the budget, however it is computed."""
+        """Does nothing: a micro-batch is within the budget, also if it is no packed forward."""
 
     def recomputes(self, call: dict[str, Any]) -> bool:
-        # Ids are computed in one forward, and with prefix states not within a checkpoint.
+        # A micro-batch of ids is one forward without a checkpoint; only forwards of embeddings are recomputed.
         return self.embeddings is not None and call.get("input_ids") is None and self.embeddings.recomputes(call)
 
     def _next_layout(
@@ -324,7 +324,7 @@ class MicroBatchRunner:
 
 
 def _is_checkpointed() -> bool:
-    """Whether a checkpoint of torch is running in this thread, which is to compute its forward again."""
+    """Whether this thread is within a checkpoint of torch, which recomputes its forward in backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
@@ -384,7 +384,7 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
         return "compiled layers take no states from outside"
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
-    # Checkpointing that is on in the model, reentrant unless it says otherwise, and that which Trainer will switch on.
+    # Checkpointing that is on in the model (reentrant by default), and checkpointing that Trainer will switch on.
     functions = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
     is_reentrant = [
         (getattr(f, "keywords", None) or {}).get("use_reentrant", True) for f in functions if f is not None

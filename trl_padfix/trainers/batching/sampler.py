@@ -94,14 +94,14 @@ class StepSampler(Sampler):
 
 class StepDataset(TorchDataset):
     """
-    A dataset whose items are the rows of a process in a step.
+    A dataset whose items are the rows of a process in a step, indexed by the [`Share`] of the process.
 
-    An item is a tuple: the [`Share`] of the process, and its rows.
+    An item is a tuple: the share and its rows.
     """
 
     def __init__(self, rows: Dataset, plan: StepPlan):
         self.rows = rows
-        self.total_dataset_length = len(plan)  # accelerate tells from it whether the last batch is full
+        self.total_dataset_length = len(plan)  # accelerate computes from it whether the last batch is full
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -257,7 +257,7 @@ class StepOrder(Part):
         if not isinstance(sampler, RandomSampler | SequentialSampler):
             raise ValueError(
                 f"`{'max_tokens_per_batch' if budget is not None else 'group_by_prefix'}` rearranges rows by their "
-                f"tokens, and the configuration asks for a `{type(sampler).__name__}`, which rearranges them "
+                f"tokens, and the configuration chooses a `{type(sampler).__name__}`, which rearranges them "
                 "differently. Leave `train_sampling_strategy` (or `group_by_length`) out."
             )
         trainer = self.trainer
@@ -268,8 +268,9 @@ class StepOrder(Part):
         costs = self.measure().costs(dataset)
         if budget is not None:
             self._check_rows(costs, dataset, budget)
-        # Each process then has images in a step if it has them in TRL: of what none uses, DDP has no gradient.
-        has_texts = self.images is not None and not self.images.images.all()
+        # Partitioned by tokens, the rows with images could all go to some of the processes. DDP has no gradient of a
+        # vision tower that a process does not use, so each process keeps the rows that it has in TRL.
+        has_rows_without_images = self.images is not None and not self.images.images.all()
         return StepSampler(
             sampler,
             costs,
@@ -277,13 +278,15 @@ class StepOrder(Part):
             lambda: int(trainer.state.epoch or 0),
             is_grouped=bool(self.settings.group_by_prefix),
             is_partitioned=budget is not None,
-            equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator or has_texts,
+            equal_rows=trainer.padding.task.needs_all_rows() or self.has_custom_collator or has_rows_without_images,
         )
 
     def _check_rows(self, costs: RowCosts, dataset: Dataset, budget: int) -> None:
         """
+        Warn of rows that are larger than the budget.
+
         Raises:
-            ValueError: If a sequence has more tokens than the budget.
+            ValueError: If a single sequence has more tokens than the budget.
         """
         check_budget(self.measure().longest(dataset), budget)
         is_over = costs.tokens > budget

@@ -36,7 +36,7 @@ class StepMetrics:
         self.trainer = trainer
         self.tokens = trainer._total_train_tokens
         self.values: list[tuple[dict[str, list[float]], Mapping[str, Any]]] = []
-        self.of_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.row_values: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @contextlib.contextmanager
     def micro_batch(
@@ -51,7 +51,7 @@ class StepMetrics:
             reduces (`bool`, *optional*, defaults to `True`):
                 Whether `accelerator.reduce` still reduces. Every process must then have equally many micro-batches.
             trl_index (`list[int]`, *optional*):
-                For each of its items the number of TRL's micro-batch that it is in.
+                For each item of the micro-batch, the number of TRL's micro-batch that it is in.
         """
         metrics, accelerator = self.trainer._metrics, self.trainer.accelerator
         saved, metrics["train"] = metrics["train"], defaultdict(list)
@@ -67,7 +67,9 @@ class StepMetrics:
             self.values.append((metrics["train"], num_items))
             if trl_index is not None and (values := self.trainer.padding.task.values_of_rows()) is not None:
                 blocks = len(values) // len(trl_index)  # chosen, rejected
-                self.of_rows.append((values.flatten(), torch.tensor(trl_index, device=values.device).repeat(blocks)))
+                self.row_values.append(
+                    (values.flatten(), torch.tensor(trl_index, device=values.device).repeat(blocks))
+                )
         finally:
             metrics["train"] = saved
 
@@ -120,17 +122,19 @@ class StepMetrics:
 
     def _mean_extreme(self, name: str, trl_count: int) -> float:
         """
-        A metric that is a minimum or maximum over rows: the mean of those of TRL's micro-batches, of all processes.
+        The logged value of a metric that is a minimum or maximum over rows.
+
+        As in TRL it is a mean over TRL's micro-batches; the value of each of them is taken over all processes.
         """
-        take, device = self.trainer.padding.task.min_max_metrics[name], self.trainer.args.device
-        # Row by row the micro-batches of TRL that a process has no row of are NaN.
+        extreme_of, device = self.trainer.padding.task.min_max_metrics[name], self.trainer.args.device
+        # NaN: a micro-batch of TRL without a row on this process.
         local = torch.full((trl_count,), math.nan, device=device)
-        if self.of_rows:
-            rows, trl_index = map(torch.cat, zip(*self.of_rows, strict=True))
+        if self.row_values:
+            rows, trl_index = map(torch.cat, zip(*self.row_values, strict=True))
             for i in trl_index.unique().tolist():
-                local[i] = take(rows[trl_index == i]).float()
+                local[i] = extreme_of(rows[trl_index == i]).float()
         elif values := [values[name][-1] for values, _ in self.values if values.get(name)]:
-            local[:] = take(torch.tensor(values, device=device).float())
-        every = self.trainer.accelerator.gather(local[None]).T  # `(trl_count, processes)`
-        extremes = [take(of_all[~of_all.isnan()]) for of_all in every if not of_all.isnan().all()]
+            local[:] = extreme_of(torch.tensor(values, device=device).float())
+        gathered = self.trainer.accelerator.gather(local[None]).T  # `(trl_count, processes)`
+        extremes = [extreme_of(values[~values.isnan()]) for values in gathered if not values.isnan().all()]
         return float(sum(extremes) / len(extremes))

@@ -23,7 +23,7 @@ __all__ = ["GroupedStream", "StepStream"]
 
 class GroupedStream(IterableDataset):
     """
-    A stream with shared prefixes in one step: reads `buffer` rows ahead and groups them into the steps of `plan`.
+    A stream that reads `buffer` rows ahead, and brings rows with a shared prefix into one step of `plan`.
     """
 
     def __init__(self, rows: Any, measure: RowMeasure, plan: StepPlan, buffer: int):

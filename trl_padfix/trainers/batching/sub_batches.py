@@ -1,5 +1,5 @@
 """
-A forward in sub-batches of at most so many tokens, for losses that need the outputs of all rows at once.
+Runs a forward in sub-batches within a token budget, for losses that need the outputs of all rows at once.
 
 [`SubBatches`] runs the rows of a call in sub-batches and returns the outputs of all rows, as one forward would.
 With gradients, each sub-batch but the last one is recomputed in the backward pass, one after another: memory holds the
@@ -40,14 +40,19 @@ __all__ = ["SubBatches"]
 logger = get_logger(__name__)
 
 _UNREAD = {*CACHES, "image_hidden_states", "image_outputs", "video_outputs", "audio_outputs"}
-"""Outputs that no loss reads: caches, and features of images (the first one until transformers 5.23)."""
+"""Outputs that no loss reads: caches, and features of images (`image_hidden_states` until transformers 5.23)."""
 
 
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
     """
-    The sub-batches of a batch: numbers of their rows, their ids (or embeddings) and masks, and the prefixes that they
-    share.
+    The sub-batches of a batch.
+
+    Attributes:
+        version (`BatchVersion`): Ids (or embeddings) and mask of the batch, and whether they were modified since.
+        rows (`list[torch.Tensor]`): Numbers of the rows of each sub-batch.
+        inputs (`list`): Ids (or embeddings) and mask of each sub-batch.
+        plan ([`PrefixPlan`], *optional*): The prefixes that the sub-batches share.
     """
 
     version: BatchVersion
@@ -65,14 +70,14 @@ class _SplitBatch:
         defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
 
     def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
-        """The arguments of each sub-batch: rows of what has a row for each row of the batch, and all else."""
+        """The arguments of each sub-batch: its rows of values that have one for each row, and all other values."""
         name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
         for rows, (tokens, mask) in zip(self.rows, self.inputs, strict=True):
             of_rows = select_rows(call, rows, count, images)
             if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
                 of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
-            # The very tensors of the first forward, by which later forwards find their layout.
+            # The tensors themselves, and no copies: forwards on the same tensors find the layout of the first one.
             calls.append(of_rows | ({name: tokens} if mask is None else {name: tokens, "attention_mask": mask}))
         return calls
 
@@ -86,11 +91,12 @@ class SubBatches:
         budget (`int`):
             Most tokens of a sub-batch.
         sharing (`bool`):
-            Whether prefixes that rows have in common count once.
+            Whether shared prefixes of the rows of a sub-batch count once.
         sync_count (`Callable[[int], int]`, *optional*):
-            Returns the number of sub-batches that all processes must have, of the number that this one needs.
+            Takes the number of sub-batches that this process needs, and returns the number that all processes must
+            have.
         share_across_sub_batches (`bool`, *optional*, defaults to `False`):
-            Whether prefixes that sub-batches have in common are computed once, and not by each of them.
+            Whether shared prefixes of several sub-batches are computed once, and not by each of them.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
         images ([`ImageCounts`], *optional*):
@@ -103,7 +109,7 @@ class SubBatches:
     share_across_sub_batches: bool = False
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     images: ImageCounts | None = None
-    _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # that were split so far
+    _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
 
     def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
@@ -116,11 +122,11 @@ class SubBatches:
         host_ids = ids if has_ids else torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
         host_mask = torch.ones_like(host_ids) if mask is None else mask.to(host_ids.dtype)
         ids_and_mask = torch.stack([host_ids, host_mask]).cpu()
-        # Equal ids do not tell equal images, which only a forward compares.
-        has_keys = has_ids and mask is not None and self.images is None
-        numbers = self._rows(*ids_and_mask, sharing=self.sharing and has_keys)
+        # Rows with equal ids may have different images, which only a forward compares.
+        can_compare_ids = has_ids and mask is not None and self.images is None
+        numbers = self._rows(*ids_and_mask, sharing=self.sharing and can_compare_ids)
         plan = None
-        if self.share_across_sub_batches and has_keys and len(numbers) > 1 and mask is not None:
+        if self.share_across_sub_batches and can_compare_ids and len(numbers) > 1 and mask is not None:
             host_plan = plan_on_host([(ids_and_mask[0, rows], ids_and_mask[1, rows]) for rows in numbers], self.budget)
             plan = host_plan and host_plan.to(ids.device)
         rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
@@ -150,13 +156,13 @@ class SubBatches:
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
-        # Images of other names, whose processors nobody here knows.
-        others = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
-        if image_tensors(others) or not self.can_split(call, len(_tokens(call))):
-            unknown = "processes that shard the model meet in its vision tower, and have rows with other images"
+        # Image arguments with other names: how their processors number images by row is unknown.
+        other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
+        if image_tensors(other_arguments) or not self.can_split(call, len(_tokens(call))):
+            reason = "processes that shard the model meet in its vision tower, and have rows with other images"
             if self.sync_count is None:
-                unknown = "it is unknown which of its images belong to which row"
-            self.leave(model, call, f"{unknown}. Lower the batch size")
+                reason = "it is unknown which of its images belong to which row"
+            self.leave(model, call, f"{reason}. Lower the batch size")
             return forward(**call)
         batch = self.split(_tokens(call), call.get("attention_mask"))
         if len(batch.rows) == 1:
@@ -182,8 +188,8 @@ class SubBatches:
 
     def recomputes(self, call: dict[str, Any]) -> bool:
         # By address: a reentrant checkpoint passes detached copies of its inputs.
-        tokens, known = call.get(_name_of_tokens(call)), [batch.version.ids.tensor for batch in self._batches]
-        return tokens is not None and any(tokens.data_ptr() == x.data_ptr() for x in known if x is not None)
+        tokens, split_tokens = call.get(_name_of_tokens(call)), [b.version.ids.tensor for b in self._batches]
+        return tokens is not None and any(tokens.data_ptr() == x.data_ptr() for x in split_tokens if x is not None)
 
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
         """Warn once of a forward that is computed as one, whatever its tokens."""
@@ -236,7 +242,8 @@ class _ModelForward:
     def run(self, call: dict[str, Any], layout: PrefixedLayout | None) -> tuple[Any, RouterLogits]:
         """The output of a sub-batch, and its router logits."""
         prefixes = with_prefix_states(call, layout) if layout is not None else nullcontext()
-        # Recomputed in backward, when the block that disabled an attachment has ended, and a step may have its runner.
+        # The backward runs this again, outside of the blocks of the first forward: `disabled` is set as it was there.
+        # `runner=None`, because a sub-batch must not be split again.
         with within(disabled=self.disabled, runner=None), prefixes:
             if not self.with_router_logits:
                 return self.forward(**call), None
@@ -265,8 +272,9 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
     """
-    The output of the whole call, but for the load-balancing loss of experts. `rows`: numbers of the rows, sub-batch
-    after sub-batch.
+    The output of the whole call, without the load-balancing loss of experts.
+
+    `rows`: the numbers of the rows, sub-batch after sub-batch.
 
     Raises:
         ValueError: If an output has neither a value for each row nor a rule of its own.
@@ -275,7 +283,7 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
     inverse, output = rows.argsort(), outputs[0]
     has_balancing_loss = output.get("aux_loss") is not None
     for name, value in list(output.items()):
-        values = [sub_output.get(name) for sub_output in outputs]  # text alone has no features of images
+        values = [sub_output.get(name) for sub_output in outputs]  # without images there are no features
         if all(_has_rows(v, len(_tokens(call))) for v, call in zip(values, calls, strict=True)):
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss":

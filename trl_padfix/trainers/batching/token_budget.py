@@ -103,8 +103,8 @@ class SubBatchBudget(Part):
         """
         A block whose forwards are run in sub-batches, if there is a budget.
 
-        Within a micro-batch forwards are not split again. `concatenated`: ids and mask of its forward, where the loss
-        concatenates them into new tensors. `images`: those of its rows, by default those of the running step.
+        Within a micro-batch forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
+        concatenates them into new tensors. `images`: images of the rows, by default those of the running step.
         """
         if self.running is not None:
             if concatenated:
@@ -127,7 +127,7 @@ class SubBatchBudget(Part):
         )
 
     def _images_of_step(self) -> ImageCounts | None:
-        """The images of the rows of the running step, by TRL or by the collator; `None` without images."""
+        """Images of the rows of the running step, as TRL or the collator has counted them; `None` without images."""
         step = self.trainer.padding.running
         if step is None or not isinstance(step.inputs, Mapping):
             return None
@@ -194,7 +194,7 @@ class SubBatchBudget(Part):
     @contextlib.contextmanager
     def around_training_step(self) -> Iterator[None]:
         """
-        A block with the forwards and backwards of a step. If it raises, gradients are those of before.
+        A block with the forwards and backwards of a step. If it raises, gradients are restored.
 
         The micro-batches before the one that failed have had their backward. A `training_step` that skips a batch
         which does not fit into memory would otherwise update the weights by a part of the batch.
@@ -206,7 +206,7 @@ class SubBatchBudget(Part):
             handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
         self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        # Backward adds to gradients in place. Trainer has set them to `None`, so that a copy is rare.
+        # Copies, because backward adds to gradients in place. They are rare: Trainer has set most gradients to `None`.
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
             with observe_user_loss(self.trainer):
@@ -254,7 +254,7 @@ class SubBatchBudget(Part):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        with self.split_forwards():  # not of a micro-batch
+        with self.split_forwards():  # does nothing within a micro-batch
             yield
         if self.weight is not None:
             step.result = step.result * self.weight

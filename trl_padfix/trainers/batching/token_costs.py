@@ -56,7 +56,7 @@ class RowCosts:
         shared = np.zeros(len(ranks), dtype=np.int64)
         if len(ranks) > 1:
             minimum = np.minimum.reduceat(np.append(self.shared, 0), ranks + 1)[:-1]
-            # A row that is there twice (accelerate fills the last step so) counts in full both times.
+            # A row that is selected twice, as when accelerate fills the last step, counts in full both times.
             shared[1:] = np.where(np.diff(ranks), minimum, 0)
         return shared
 
@@ -87,13 +87,13 @@ def truncated_tokens(
     lengths: np.ndarray, prompts: np.ndarray, max_length: int | None = None, truncation_mode: str = "keep_start"
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    Tokens of rows after truncation, and how many of the tokens that they may share with other rows are left.
+    Tokens of rows after truncation, and how many of their first tokens other rows may share.
 
     Args:
         lengths (`np.ndarray` of shape `(k, n)`):
             Tokens of the `k` sequences of each row.
         prompts (`np.ndarray` of shape `(n,)`):
-            Tokens with which the sequences of each row begin, and which other rows may begin with, too.
+            Tokens of the prompt with which the sequences of each row begin. Other rows may share it.
         max_length (`int`, *optional*):
             Tokens that are kept of a sequence.
         truncation_mode (`str`, *optional*, defaults to `"keep_start"`):

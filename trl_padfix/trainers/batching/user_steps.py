@@ -1,7 +1,7 @@
 """
-Steps of a token budget that code of a user computes, or whose batch it modifies.
+Steps under a token budget in which code of a user computes the loss, or modifies the batch.
 
-It then gets the batches that it has with TRL alone, `gradient_accumulation_steps` of them. Their forwards are run in
+Such code gets the batches that it has with TRL alone, `gradient_accumulation_steps` of them. Their forwards are run in
 sub-batches.
 """
 
@@ -32,12 +32,12 @@ logger = get_logger(__name__)
 
 def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, trl_sizes: Sequence[int]) -> CollatedStep:
     """
-    The micro-batches of TRL, of a batch that a user's code has made or modified. Their forwards are split.
+    Cut a batch that a user's code has made or modified into the micro-batches of TRL. Their forwards are split later.
 
-    `trl_sizes`: number of items in each of them, if the collator has noted it.
+    `trl_sizes`: number of items in each of TRL's micro-batches; empty if unknown.
 
     Raises:
-        ValueError: If they cannot be made of it, or forwards cannot be split.
+        ValueError: If the batch cannot be cut, or forwards cannot be split.
     """
     rows_per_item, size = trainer.padding.task.rows_per_item, trainer.args._rows_per_micro_batch
     if trainer.is_deepspeed_enabled:
@@ -81,16 +81,16 @@ def train_by_trl_micro_batch(
 ) -> Any:
     """The sum of what a user's `training_step`, `train`, returns for each micro-batch of TRL in a step."""
     config, step = trainer.args, step_of(inputs)
-    # Within a step of TRL's micro-batches already, one of which has been passed on to another user's step.
+    # `gradient_accumulation_steps` as set below: a nested call, in which a user's step passes on TRL's micro-batch.
     if not joins_micro_batches(trainer) or config.gradient_accumulation_steps > 1:
         return train(model, inputs, *args, **kwargs)
     if step is None or not step.keeps_micro_batches:
         step = step_of_user(trainer, inputs, trl_sizes)
     micro_batches, loss = step.micro_batches, torch.zeros((), device=config.device)
-    # Numbers of TRL, by which such a step divides its loss.
-    accumulated = config.per_device_train_batch_size // config._rows_per_micro_batch
+    # A user's step divides its loss by these numbers, so they are set to those of TRL.
+    accumulation_steps = config.per_device_train_batch_size // config._rows_per_micro_batch
     with (
-        temporarily_set(config, "gradient_accumulation_steps", accumulated),
+        temporarily_set(config, "gradient_accumulation_steps", accumulation_steps),
         temporarily_set(trainer, "current_gradient_accumulation_steps", len(micro_batches)),
     ):
         for i, micro_batch in enumerate(micro_batches):
@@ -109,8 +109,8 @@ def whole_batch(trainer: PaddingFreeTrainer, inputs: Any) -> Any:
     step = step_of(inputs)
     if step is None:
         return inputs
-    is_loss = trainer.padding.task.needs_all_rows() or torch.is_grad_enabled()
-    if is_loss and joins_micro_batches(trainer):
+    computes_loss = trainer.padding.task.needs_all_rows() or torch.is_grad_enabled()
+    if computes_loss and joins_micro_batches(trainer):
         raise ValueError(
             "With `max_tokens_per_batch` a batch has all rows of a step, and a `training_step` of yours computes "
             "one loss of it, where TRL has one for each of `gradient_accumulation_steps`. Call "

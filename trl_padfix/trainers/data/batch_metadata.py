@@ -142,7 +142,7 @@ def read_layout_inputs(
         layout_inputs = LayoutInputs.read(inputs, prefix_sharing=prefix_sharing, packs_padded=packs_padded)
     except (PaddingRemovalError, ValueError):
         return None
-    # Keys that are made of several tensors are made anew in the forward, which would not recognise those of here.
+    # The forward builds keys of several tensors again, and would not recognise the ones from here.
     if layout_inputs is None or (layout_inputs.shares and layout_inputs.positions is not inputs.get("position_ids")):
         return None
     return layout_inputs if layout_inputs.shares or prefix_sharing is not True else None

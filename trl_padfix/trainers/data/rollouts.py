@@ -281,7 +281,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
             f"`{type(dataset).__name__}`. Make one of a stream with `Dataset.from_generator`."
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
-    _require(dataset, reward, "Rollouts are told apart by it: name the column of the rewards with `reward=`.")
+    _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
     validate_rows(dataset, "rollouts", ("messages",), strict=False)
     values = dataset[reward][:]
     numbers = list(map(_as_number, values))
