@@ -112,7 +112,7 @@ TRAININGS = [
 
 
 def build(name, loss, folder, **given):
-    return build_trainer(folder, MODELS[name](folder / name), loss, **given)
+    return build_trainer(folder, MODELS[name](folder / name), loss, **{"max_steps": 10} | given)
 
 
 @pytest.mark.slow
