@@ -110,7 +110,7 @@ def remove_padding(
     check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
     decoder = anatomy.decoder
-    if attachment_of(model) is not None:
+    if any(isinstance(attachment, PaddingRemoval) for attachment in attachments_on(decoder)):
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
