@@ -34,7 +34,7 @@ MIN_SAVED_TOKENS = 128
 """A prefix forward costs about as much as 128 tokens. A prefix that saves fewer is computed in each micro-batch."""
 
 KV_MEMORY_FRACTION = 1 / 8
-"""Memory of a token's keys, values and their gradients, as a fraction of that of its activations; about."""
+"""Approximate memory of a token's keys, values and their gradients, as a fraction of that of its activations."""
 
 NO_TOKENS = np.zeros(0, dtype=np.int64)
 """The tokens of a dummy forward, which only matches the collectives of other processes."""
@@ -73,7 +73,7 @@ class PrefixedLayout(Layout):
         return 0 if self.new is None else self.new.computed_tokens
 
     def filled(self, multiple: int | Sequence[int]) -> PrefixedLayout:
-        """The same layout with filler behind its new tokens; see [`Layout.filled`]."""
+        """The same layout with filler after its new tokens; see [`Layout.filled`]."""
         new = (self._one_filler_token() if self.new is None else self.new).filled(multiple)
         tokens = self.packed_index[: self.packed_tokens - (self.filler or 0)]
         packed_index = torch.cat([tokens, new.packed_index[new.computed_tokens :]])
@@ -164,29 +164,29 @@ def plan_shared_prefixes(
         [`PrefixPlan`], or `None` if the micro-batches have too little in common.
     """
     tree = _StepPrefixTree(batches)
-    spans = tree.find_shared_prefixes()
-    tree.choose_recomputed(spans, budget)
+    drafts = tree.find_shared_prefixes()
+    tree.choose_recomputed(drafts, budget)
     if gather is not None:
-        spans = _union_over_processes(spans, gather)
-    if not spans:
+        drafts = _union_over_processes(drafts, gather)
+    if not drafts:
         return None
-    _recompute_dependents(spans)
-    owner = _prefix_of_token(tree.tokens, spans)
+    _recompute_dependents(drafts)
+    owner = _prefix_of_token(tree.tokens, drafts)
     prefixes: dict[int, SharedPrefix] = {}
-    for n, span in enumerate(spans):
-        fork_tokens = tree.fork_tokens(owner, n, span.tokens)
-        users = (span.first_user, span.last_user) if span.recompute else (span.first_user,)
-        layouts = {i: replace(tree.layout(i, owner, spans, prefix=n), fork_tokens=fork_tokens) for i in users}
-        prefixes[n] = SharedPrefix(span.first_user, span.last_user, len(span.tokens), span.recompute, layouts)
-    micro_batches = {i: tree.layout(i, owner, spans) for i in range(len(batches))}
+    for n, draft in enumerate(drafts):
+        fork_tokens = tree.fork_tokens(owner, n, draft.tokens)
+        users = (draft.first_user, draft.last_user) if draft.recompute else (draft.first_user,)
+        layouts = {i: replace(tree.layout(i, owner, drafts, prefix=n), fork_tokens=fork_tokens) for i in users}
+        prefixes[n] = SharedPrefix(draft.first_user, draft.last_user, len(draft.tokens), draft.recompute, layouts)
+    micro_batches = {i: tree.layout(i, owner, drafts) for i in range(len(batches))}
     if gather is not None:  # every micro-batch calls the layers, to join the collectives of other processes
         micro_batches = {i: x.filled(1) if x.new is None else x for i, x in micro_batches.items()}
     return PrefixPlan(micro_batches, prefixes)
 
 
 @dataclass(eq=False)
-class _PrefixSpan:
-    """A shared prefix before it has layouts: its users, its tokens in the tree, and whether it is recomputed."""
+class _PrefixDraft:
+    """A [`SharedPrefix`] that has no layouts yet: its users, its tokens in the tree, and whether it is recomputed."""
 
     first_user: int
     last_user: int
@@ -194,37 +194,37 @@ class _PrefixSpan:
     recompute: bool = False
 
 
-def _prefix_of_token(tokens: int, spans: list[_PrefixSpan]) -> np.ndarray:
+def _prefix_of_token(tokens: int, drafts: list[_PrefixDraft]) -> np.ndarray:
     """Number of the shared prefix that each of the tree's `tokens` belongs to; -1 for none."""
     owner = np.full(tokens, -1)
-    for n, span in enumerate(spans):
-        owner[span.tokens] = n
+    for n, draft in enumerate(drafts):
+        owner[draft.tokens] = n
     return owner
 
 
-def _union_over_processes(spans: list[_PrefixSpan], gather: Callable[[list], list]) -> list[_PrefixSpan]:
+def _union_over_processes(drafts: list[_PrefixDraft], gather: Callable[[list], list]) -> list[_PrefixDraft]:
     """
     Union of the shared prefixes of all processes. A prefix is recomputed if any process recomputes it.
 
     A prefix that this process lacks has no tokens here: a dummy forward keeps the collectives matched.
     """
     union: dict[tuple[int, int], bool] = {}
-    for users, recompute in gather([((span.first_user, span.last_user), span.recompute) for span in spans]):
+    for users, recompute in gather([((draft.first_user, draft.last_user), draft.recompute) for draft in drafts]):
         union[users] = union.get(users, False) or recompute
-    tokens = {(span.first_user, span.last_user): span.tokens for span in spans}
+    tokens = {(draft.first_user, draft.last_user): draft.tokens for draft in drafts}
     # The order of `find_shared_prefixes`.
     all_users = sorted(union, key=lambda users: (users[0], -users[1]))
-    return [_PrefixSpan(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
+    return [_PrefixDraft(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
 
 
-def _recompute_dependents(spans: list[_PrefixSpan]) -> None:
+def _recompute_dependents(drafts: list[_PrefixDraft]) -> None:
     """
     Recompute each prefix that ends with the same micro-batch as a recomputed prefix before it.
 
     Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both.
     """
-    for n, span in enumerate(spans):
-        span.recompute |= any(other.recompute and other.last_user == span.last_user for other in spans[:n])
+    for n, draft in enumerate(drafts):
+        draft.recompute |= any(other.recompute and other.last_user == draft.last_user for other in drafts[:n])
 
 
 class _StepPrefixTree:
@@ -248,16 +248,16 @@ class _StepPrefixTree:
     >>> tree = _StepPrefixTree([(row, torch.ones_like(row)) for row in rows])
     >>> [paths[0].tolist() for paths in tree.paths]
     [[0, 1, 2], [0, 1, 3], [0, 4]]
-    >>> spans = [_PrefixSpan(0, 2, np.array([0])), _PrefixSpan(0, 1, np.array([1]))]
-    >>> owner = _prefix_of_token(tree.tokens, spans)
+    >>> drafts = [_PrefixDraft(0, 2, np.array([0])), _PrefixDraft(0, 1, np.array([1]))]
+    >>> owner = _prefix_of_token(tree.tokens, drafts)
     >>> owner.tolist()
     [0, 1, -1, -1, -1]
-    >>> layout = tree.layout(1, owner, spans)  # of 1-2-4
+    >>> layout = tree.layout(1, owner, drafts)  # of 1-2-4
     >>> layout.prefixes, layout.packed_index.tolist(), layout.source.tolist()
     ((0, 1), [0, 1, 2], [0, 1, 2])
     >>> layout.new.query_lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
     ((1,), [0, 1, 2], [2])
-    >>> tree.fork_tokens(owner, 0, spans[0].tokens)  # 1-2 and 1-5 part behind the only token of prefix 0
+    >>> tree.fork_tokens(owner, 0, drafts[0].tokens)  # 1-2 and 1-5 part behind the only token of prefix 0
     (0,)
 
     ```
@@ -280,7 +280,7 @@ class _StepPrefixTree:
         self.masks = [mask.numpy() != 0 for _, mask in batches]
         self.tokens_of_batch = [np.unique(np.concatenate(paths)) for paths in self.paths]
 
-    def find_shared_prefixes(self) -> list[_PrefixSpan]:
+    def find_shared_prefixes(self) -> list[_PrefixDraft]:
         """Shared prefixes that are worth a forward; each comes after all that it reads."""
         count = len(self.paths)
         first_user, last_user = np.full(self.tokens, count), np.full(self.tokens, -1)
@@ -294,66 +294,67 @@ class _StepPrefixTree:
         # it on a path, so an enclosing prefix comes before those that depend on it.
         keys = first_user[shared] * count + (count - 1 - last_user[shared])
         candidates = [shared[keys == key] for key in np.unique(keys)]
-        spans: list[_PrefixSpan] = []
+        drafts: list[_PrefixDraft] = []
         is_read = np.zeros(self.tokens, dtype=bool)  # whether a chosen prefix reads the token
         # From the last to the first: a prefix that saves little is chosen if a chosen prefix after it reads it.
         for tokens in reversed(candidates):
             saved = int((users[tokens] - 1).sum())
             if saved >= MIN_SAVED_TOKENS or is_read[tokens].any():
-                span = _PrefixSpan(int(first_user[tokens[0]]), int(last_user[tokens[0]]), tokens)
-                spans.append(span)
-                for path in self.paths[span.first_user]:
+                draft = _PrefixDraft(int(first_user[tokens[0]]), int(last_user[tokens[0]]), tokens)
+                drafts.append(draft)
+                for path in self.paths[draft.first_user]:
                     on_path = np.flatnonzero(np.isin(path, tokens))
                     if len(on_path):
                         is_read[path[: on_path[-1]]] = True
-        return spans[::-1]
+        return drafts[::-1]
 
-    def choose_recomputed(self, spans: list[_PrefixSpan], budget: int) -> None:
-        """Recompute each prefix whose activations do not fit beside its users but the last one."""
-        owner = _prefix_of_token(self.tokens, spans)
+    def choose_recomputed(self, drafts: list[_PrefixDraft], budget: int) -> None:
+        """Recompute prefixes whose activations do not fit into the budget while a user before the last one runs."""
+        owner = _prefix_of_token(self.tokens, drafts)
         for i, tokens in enumerate(self.tokens_of_batch):
             # Memory while micro-batch `i` runs, in tokens with activations: its new tokens and the prefixes alive.
             load = int((owner[tokens] < 0).sum())
-            alive = [span for span in spans if span.first_user <= i <= span.last_user]
-            for span in alive:
-                is_reduced = span.recompute and span.last_user > i
-                load += len(span.tokens) * (KV_MEMORY_FRACTION if is_reduced else 1)
+            alive = [draft for draft in drafts if draft.first_user <= i <= draft.last_user]
+            for draft in alive:
+                keeps_only_kv = draft.recompute and draft.last_user > i
+                load += len(draft.tokens) * (KV_MEMORY_FRACTION if keeps_only_kv else 1)
             # Greedy: the largest prefixes first, until the activations fit the budget.
-            for span in sorted(alive, key=lambda span: -len(span.tokens)):
-                if load > budget and span.last_user > i and not span.recompute:
-                    span.recompute = True
-                    load -= len(span.tokens) * (1 - KV_MEMORY_FRACTION)
+            for draft in sorted(alive, key=lambda draft: -len(draft.tokens)):
+                if load > budget and draft.last_user > i and not draft.recompute:
+                    draft.recompute = True
+                    load -= len(draft.tokens) * (1 - KV_MEMORY_FRACTION)
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
         """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
         forks = []
         for path in chain(*self.paths):
             in_prefix = owner[path] == prefix
-            forks.append(path[:-1][in_prefix[:-1] & ~in_prefix[1:]])
+            leaves_prefix = in_prefix[:-1] & ~in_prefix[1:]
+            forks.append(path[:-1][leaves_prefix])
         return tuple(np.searchsorted(tokens, np.unique(np.concatenate(forks))).tolist())
 
-    def layout(self, batch: int, owner: np.ndarray, spans: list[_PrefixSpan], prefix: int = -1) -> PrefixedLayout:
+    def layout(self, batch: int, owner: np.ndarray, drafts: list[_PrefixDraft], prefix: int = -1) -> PrefixedLayout:
         """
         Layout of a micro-batch or, if `prefix` is given, of that prefix's forward on the rows of the micro-batch.
 
         `owner` holds the shared prefix of each token. The class has an example.
         """
-        is_dummy = prefix >= 0 and not len(spans[prefix].tokens)
+        is_dummy = prefix >= 0 and not len(drafts[prefix].tokens)
         paths, flat_index = self._paths_of(batch, owner, prefix, is_dummy)
         path_tokens = np.concatenate(paths)
         # A dummy forward reads nothing: its prefixes may not have been computed.
         prefixes = [] if is_dummy else [n for n in np.unique(owner[path_tokens]).tolist() if n not in (-1, prefix)]
-        read = np.concatenate([NO_TOKENS, *(spans[n].tokens for n in prefixes)])
+        read_tokens = np.concatenate([NO_TOKENS, *(drafts[n].tokens for n in prefixes)])
         # The packed tokens, as tokens of the tree: first those that the forward reads, then the new ones, depth first.
-        tokens = np.concatenate([read, np.setdiff1d(path_tokens, read)])
+        tokens = np.concatenate([read_tokens, np.setdiff1d(path_tokens, read_tokens)])
         T = len(tokens)
-        number = np.full(self.tokens, -1)
-        number[tokens] = np.arange(T)
+        packed_number = np.full(self.tokens, -1)  # the packed token of each token of the tree
+        packed_number[tokens] = np.arange(T)
         # A prefix may hold tokens that this micro-batch does not need: their index stays 0, and nothing reads it.
         packed_index = np.zeros(T, dtype=np.int64)
-        packed_index[number[path_tokens]] = np.concatenate(flat_index)
+        packed_index[packed_number[path_tokens]] = np.concatenate(flat_index)
         # -1 marks tokens of the batch outside of this prefix forward. Nothing reads their output; 0 is a valid index.
-        source = torch.from_numpy(number[np.concatenate(self.paths[batch])]).clamp(min=0)
+        source = torch.from_numpy(packed_number[np.concatenate(self.paths[batch])]).clamp(min=0)
         index_maps: dict[str, Any] = {
             "batch_shape": self.masks[batch].shape,
             "real_index": torch.from_numpy(np.flatnonzero(self.masks[batch])),
@@ -367,7 +368,7 @@ class _StepPrefixTree:
             source=source,
             key_index=None,
             spans=(T,),
-            new=self._new_tokens(paths, number, len(read), index_maps),
+            new=self._new_tokens(paths, packed_number, len(read_tokens), index_maps),
             prefixes=tuple(prefixes),
             is_prefix=prefix >= 0,
         )
@@ -392,32 +393,32 @@ class _StepPrefixTree:
         return cut_paths, cut_index
 
     def _new_tokens(
-        self, paths: list[np.ndarray], number: np.ndarray, read: int, index_maps: dict[str, Any]
+        self, paths: list[np.ndarray], packed_number: np.ndarray, num_read: int, index_maps: dict[str, Any]
     ) -> Layout | None:
         """
         Layout of the new tokens, whose keys are all tokens of their paths; `None` if there are no new tokens.
 
-        `number` is the packed token of each token of the tree. The first `read` packed tokens are not new.
+        `packed_number` is the packed token of each token of the tree. The first `num_read` packed tokens are not new.
         """
-        segment_paths, query_lengths, end = [], [], read
-        # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. Tokens
-        # with smaller numbers than `end`, of a prefix or of a row before, are then the begin of a path.
+        segment_paths, query_lengths, end = [], [], num_read
+        # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. A path
+        # then begins with its tokens below `end`: those of prefixes and of earlier paths. The others are new.
         for path in sorted(paths, key=lambda path: path[-1]):
-            if queries := int((number[path] >= end).sum()):
+            if queries := int((packed_number[path] >= end).sum()):
                 segment_paths.append(path)
                 query_lengths.append(queries)
                 end += queries
         if not segment_paths:
             return None
         key_lengths = [len(path) for path in segment_paths]
-        keys_are_queries = not read and query_lengths == key_lengths
+        keys_are_queries = not num_read and query_lengths == key_lengths
         return Layout.of_segments(
             query_lengths,
             key_lengths,
             **index_maps
-            | {"packed_index": index_maps["packed_index"][read:], "positions": index_maps["positions"][read:]},
+            | {"packed_index": index_maps["packed_index"][num_read:], "positions": index_maps["positions"][num_read:]},
             source=None,
-            key_index=None if keys_are_queries else torch.from_numpy(number[np.concatenate(segment_paths)]),
+            key_index=None if keys_are_queries else torch.from_numpy(packed_number[np.concatenate(segment_paths)]),
             spans=tuple((self.positions[[path[-1] for path in segment_paths]] + 1).tolist()),
             key_source_positions=None if keys_are_queries else index_maps["positions"],
         )
