@@ -41,8 +41,9 @@ def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> di
 
 def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:
     """
-    Packed arguments of a decoder, `(1, T, ...)`, positions `(P, 1, T)` or features of the visual tokens, for the local
-    tokens.
+    Select the local tokens in the packed arguments of a decoder.
+
+    These are values `(1, T, ...)`, positions `(P, 1, T)` and the features of visual tokens.
     """
     T = cp_layout.layout.packed_tokens
     features = _feature_index(visual_mask(packed, (1, T)), partial(cp_layout.local, dim=1))
@@ -62,7 +63,7 @@ def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) ->
 def _feature_index(
     visual: torch.Tensor | None, select: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[int, torch.Tensor] | None:
-    """The number of visual tokens, and the index among them of those that `select` keeps: that of their features."""
+    """The number of visual tokens, and the indices of the features of those visual tokens that `select` keeps."""
     if visual is None:
         return None
     # Features are in the order of the visual tokens: a feature has as index the number of visual tokens before it.
@@ -86,19 +87,19 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
         `dict`: the arguments for the packed row, without a mask.
 
     Raises:
-        UnpackableCallError: If a tensor among the arguments has no value per token.
+        UnpackableCallError: If a tensor among the arguments is not one value per token.
     """
     features = _feature_index(visual_mask(call, layout.batch_shape), partial(pack, layout=layout))
     left_out = {"attention_mask", "position_ids", *_IMPLIED_BY_LAYOUT}
     packed = {k: tree_map(partial(_pack_value, k, layout, features), v) for k, v in call.items() if k not in left_out}
     if (positions := call.get("position_ids")) is None:
-        packed_rows = packed_positions(numbering, call, layout).unsqueeze(0)
+        new_positions = packed_positions(numbering, call, layout).unsqueeze(0)
     else:
         # `(B, L)`, `(1, L)` for all rows, or `(P, B, L)`, whose axes are packed one by one.
         axes = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
-        packed_rows = torch.cat([pack(axis, layout) for axis in axes])
-        packed_rows = packed_rows if positions.dim() == 2 else packed_rows.unsqueeze(1)
-    return packed | {"attention_mask": None, "position_ids": packed_rows}
+        new_positions = torch.cat([pack(axis, layout) for axis in axes])
+        new_positions = new_positions if positions.dim() == 2 else new_positions.unsqueeze(1)
+    return packed | {"attention_mask": None, "position_ids": new_positions}
 
 
 def _pack_value(name: str, layout: Layout, features: tuple[int, torch.Tensor] | None, value: Any) -> Any:
@@ -166,6 +167,7 @@ def padded_output(output: Any, call: ModelCall, mask: Any = None) -> Any:
     hidden = output[0]  # the last hidden states are the first output of any decoder
     if call.scored_index is not None:
         states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
+        # If no state is scored, any one state: every process joins the collectives of backward.
         states = states if len(call.scored_index) else hidden[:1, :1]
     elif call.pools_last and mask is None:
         states = hidden[:, -1:].expand_as(hidden)
@@ -198,7 +200,7 @@ def _states(
     elif call.pools_last:
         states = cp_layout.all_gather_at(hidden[0], index)
     elif not len(index):
-        states = hidden[0, :1]  # perhaps filler, which has no index in the batch
+        states = hidden[0, :1]  # any state, as in `padded_output`; perhaps filler, which has no index in the batch
     else:
         states = hidden[0].index_select(0, cp_layout.local_index(index))
     states = states.unsqueeze(0)
@@ -206,6 +208,7 @@ def _states(
 
 
 def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None) -> Any:
+    """One output for the padded batch; unchanged if it is not one value per token."""
     if not isinstance(value, torch.Tensor):
         return value
     # Hidden states are `(1, T, H)`. Router logits are `(T, experts)`; losses expect `(B * L, experts)`.

@@ -55,7 +55,7 @@ class ModelCall:
         pools_last (`bool`):
             Whether the decoder returns the state of each row's last real token in all columns of the row.
         layout ([`Layout`], *optional*):
-            Layout of the `(B, L, H)` that the decoder has returned, for the modules after it.
+            Layout of the states `(B, L, H)` that the decoder has returned, for the modules after it.
         doubled_features (`list[weakref.ref[torch.Tensor]]`):
             Outputs of towers whose two halves are equal.
         labels (`tuple[torch.Tensor, torch.Tensor]`, *optional*):

@@ -36,9 +36,9 @@ def content_keys(
     keys = token_keys(call, ids.shape)
     if prepared is None:
         return keys
-    of_tokens = [] if keys is None else [*keys]
+    input_keys = [] if keys is None else [*keys]
     mask = torch.ones_like(ids) if mask is None else mask
-    return torch.cat([*(key[None] for key in of_tokens), prepared.keys(mask, [ids, *of_tokens])])
+    return torch.cat([*(key[None] for key in input_keys), prepared.keys(mask, [ids, *input_keys])])
 
 
 def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | None:
@@ -49,9 +49,9 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
     64-bit hashes.
     """
     keys: list[torch.Tensor] = []
-    mask_BL = visual_mask(call, tuple(batch_shape))
+    is_visual_BL = visual_mask(call, tuple(batch_shape))
     for name, value in call.items():
-        # Not inputs of a token beyond its id. `cache_position` counts columns, padding included.
+        # These add no input to the id of a token. `cache_position` counts columns, padding included.
         if name in ("attention_mask", "input_ids", "labels", "cache_position"):
             continue
         if name == "position_ids" and value is not None:
@@ -60,10 +60,10 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
         for tensor in tensors_in(value):
             if tensor.shape[:2] == batch_shape:
                 keys.append(tensor if tensor.dim() == 2 and not tensor.is_floating_point() else _content(tensor))
-            elif mask_BL is not None and tensor.dim() == 2:  # one feature per visual token
+            elif is_visual_BL is not None and tensor.dim() == 2:  # one feature per visual token
                 content = _content(tensor.unsqueeze(0))[0]  # `(features,)`, put at the visual tokens
                 keys.append(torch.zeros(batch_shape, dtype=torch.int64, device=tensor.device))
-                keys[-1][mask_BL] = content
+                keys[-1][is_visual_BL] = content
     return torch.stack([key.to(torch.int64) for key in keys]) if keys else None
 
 

@@ -70,8 +70,8 @@ def find_labels_after_padding(labels: torch.Tensor, mask: torch.Tensor) -> tuple
     is_real = mask.bool()
     # Column 0 has no column before it: losses never score its label.
     follows_padding = torch.nn.functional.pad(~is_real[:, :-1], (1, 0), value=False) & (labels != -100)
-    count = is_real.cumsum(1)
-    # Padding has no labels: a masked token that has one was hidden, also if it is the first of its row.
+    count = is_real.cumsum(1)  # real tokens up to and including each column
+    # Padding has no labels. If a masked token at the start of a row has one, the caller hid a token of the sequence.
     begins_hidden = ((count == 0) & (labels != -100)).any(1, keepdim=True)
     begins_row = is_real & (count == 1) & ~begins_hidden
     return follows_padding & begins_row, follows_padding & ~begins_row

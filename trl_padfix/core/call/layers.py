@@ -101,7 +101,7 @@ class LayerPatch(ForwardPatch):
             if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
                 # A view gets a config for packed attention by default; this one replaces the checkpoint function only.
                 config = {"config": self.module.config} if hasattr(self.module, "config") else {}
-                checkpoint = _carrying(self.module._gradient_checkpointing_func, layer)
+                checkpoint = _restoring_layer(self.module._gradient_checkpointing_func, layer)
                 return self.on_view(_gradient_checkpointing_func=checkpoint, **config)
         else:
             decoder = layer.call.decoder
@@ -117,8 +117,8 @@ class LayerPatch(ForwardPatch):
         return self.wrapped
 
 
-def _carrying(checkpoint: Callable[..., Any], layer: LayerCall) -> Callable[..., Any]:
-    """A checkpoint function whose recomputation has this running layer."""
+def _restoring_layer(checkpoint: Callable[..., Any], layer: LayerCall) -> Callable[..., Any]:
+    """The `checkpoint` function, changed so that a recomputation sets this running layer again."""
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Backward may run in another thread, whose context is empty.

@@ -36,7 +36,7 @@ PrefixSharing = bool | Literal["auto"]
 """Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
 
 Lengths = int | Sequence[int]
-"""A number of which the lengths of packed rows are multiples, or several lengths, ascending."""
+"""Lengths of packed rows: multiples of one number, or one of several numbers in ascending order."""
 
 
 def check_prefix_sharing(prefix_sharing: Any) -> None:
@@ -131,7 +131,7 @@ class LayoutInputs:
         is_packed = mask is None and takes_positions and (cu_seqlens is not None or positions is not None)
         # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
         if is_packed and (positions is None or positions.dim() == 2):
-            # The positions of a packed batch tell where its sequences begin: there is no place for keys beside them.
+            # `positions` show where the sequences of a packed batch begin, so they cannot hold other keys as well.
             shares = bool(prefix_sharing) and not (sharing_obstacle(arguments) or _other_keys(arguments))
             return cls(batch, None, positions, cu_seqlens, shares, is_packed=True)
         if mask is None and (not prefix_sharing or batch.shape[0] == 1):
@@ -245,7 +245,7 @@ def layout_of(
     if LAYOUT not in call and (tree := tree_arguments_in(call)):
         return _layout_of_tree(call, tree, ids, around, handle)
     if has_cache(call) or LAYOUT in call:
-        return None  # generation, or a caller that wants the cache; or packed already
+        return None  # a call with a cache, as in generation, or one that is packed already
     if call.get("encoder_hidden_states") is not None:
         raise UnpackableCallError(
             "encoder_hidden_states",
@@ -312,7 +312,7 @@ def sharing_obstacle(arguments: Mapping[str, Any]) -> str | None:
 
 
 def _other_keys(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Integers `(B, L)` beside ids and positions, such as `token_type_ids`: tokens with other values are others."""
+    """Values `(B, L)` beside ids and positions, such as `token_type_ids`: tokens that differ there are not shared."""
     ids = arguments.get("input_ids")
     return {} if ids is None else {k: v for k, v in _other_tensors(arguments) if v.shape == ids.shape}
 
@@ -328,7 +328,7 @@ def _layout_of_tree(
     around: dict[str, Any],
     handle: PaddingRemoval,
 ) -> Layout:
-    """The layout of a call with the `tree_*` arguments `tree`; with prefix sharing, copies of a token are one."""
+    """The layout of a call with the `tree_*` arguments `tree`; prefix sharing computes the copies of a token once."""
     batch = ids if ids is not None else call.get("inputs_embeds")
     if (reason := _tree_obstacle(call, around, batch, handle)) is not None or batch is None:
         raise PaddingRemovalError(f"The model was called with {sorted(tree)}, and {reason}.")

@@ -62,7 +62,7 @@ def run_prefix_forward(
 
 @contextmanager
 def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
-    """A block in which the forward of a `call` of a model has this `layout`, and reads its prefix states."""
+    """Until the block ends, a forward of a model with the arguments `call` has this `layout` and reads its states."""
     metadata = metadata_of(call["input_ids"], call["attention_mask"]) or ForwardMetadata(layout)
     with share_layouts_in_call(), with_known_batch(_known_batch(call, replace(metadata, layout=layout))):
         yield

@@ -49,12 +49,12 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
     index_of_keys: torch.Tensor | None = None
 
     def divide(self, cp_layout: ContextParallelLayout) -> None:
-        """Note which processes compute the tokens; those behind `ids` are filler."""
-        own = len(self.ids)
-        self.ranges = [[(b, min(e, own)) for b, e in of_rank if b < own] for of_rank in cp_layout.ranges]
+        """Record which process computes which tokens, without the filler after the `t` tokens of the prefix."""
+        t = len(self.ids)
+        self.ranges = [[(begin, min(end, t)) for begin, end in of_rank if begin < t] for of_rank in cp_layout.ranges]
         self.outputs = sum(end - begin for begin, end in self.ranges[cp_layout.group.rank])
-        # Gathered keys are in rank order, and are kept in that of the tokens, as those that are exchanged for heads.
-        self.index_of_keys = cp_layout.index_in_rank_order[:own] if cp_layout.comm == KEYS else None
+        # An all-gather returns keys in rank order, an all-to-all in token order. Both are recorded in token order.
+        self.index_of_keys = cp_layout.index_in_rank_order[:t] if cp_layout.comm == KEYS else None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
@@ -74,7 +74,7 @@ class PrefixStates:
             States of the shared prefixes whose tokens come before the new ones of this forward, in the order of the
             packed tokens.
         records ([`ForwardStates`], *optional*):
-            Filled by this forward, if it is a prefix forward.
+            States of this forward, which fills them if it is a prefix forward.
         pending_backward (`list[tuple[torch.Tensor, torch.Tensor]]`, *optional*):
             Pairs of a state of a shared prefix and its detached leaf. The backward of this forward also backpropagates
             the gradient that has accumulated in each leaf through its state.
@@ -93,8 +93,8 @@ class PrefixStates:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
         if self.records is not None:
-            own, index = len(self.records.ids), self.records.index_of_keys  # without filler
-            kv = [x[:, :, :own] if index is None else x.index_select(2, index) for x in (key, value)]
+            t, index = len(self.records.ids), self.records.index_of_keys  # without filler
+            kv = [x[:, :, :t] if index is None else x.index_select(2, index) for x in (key, value)]
             self.records[module] = (kv[0], kv[1])
         if not self.reads:
             return key, value
@@ -131,8 +131,8 @@ class PrefixStates:
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
         """One output of the prefixes, followed by that of the `new` tokens, if there are any."""
         if self.records is not None and new is not None:
-            own = self.records.outputs
-            self.records[index] = (new[:, :own] if new.dim() > 2 else new[:own],)  # without filler
+            t = self.records.outputs
+            self.records[index] = (new[:, :t] if new.dim() > 2 else new[:t],)  # without filler
         outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
         dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers
         joined = torch.cat([x.to(outputs[-1].dtype) for x in outputs], dim=dim) if len(outputs) > 1 else outputs[0]

@@ -70,18 +70,18 @@ class PreparedMasks:
         for b, real in enumerate(mask_BL.bool()):
             # Index of each token among the real ones of its row: keys must not depend on the side of the padding.
             rank = (real.cumsum(0) - 1).clamp(min=0)
-            furthest, sight_keys = rank, []
+            furthest, mask_keys = rank, []
             for mask in self.masks.values():
                 sees = as_bool_mask(mask[b, 0]) & real[None, :] & real[:, None]
-                sight_keys.append((sees * factors[0, rank]).sum(1))
+                mask_keys.append((sees * factors[0, rank]).sum(1))
                 furthest = torch.maximum(furthest, (sees * rank).amax(1))
-            keys = [*sight_keys, *(key[b] for key in other_keys)]
+            keys = [*mask_keys, *(key[b] for key in other_keys)]
             content = sum((key * factors[i + 1, rank] for i, key in enumerate(keys)), torch.zeros_like(rank)) * real
             # A block ends with the first token that neither it nor any earlier token sees beyond.
             ends = (furthest.cummax(0).values == rank) & real
             block = ends.cumsum(0) - ends.long()
-            of_block = torch.zeros(L + 1, dtype=content.dtype, device=content.device).index_add_(0, block, content)
-            rows.append(torch.stack([*sight_keys, of_block[block]]))
+            block_sums = torch.zeros(L + 1, dtype=content.dtype, device=content.device).index_add_(0, block, content)
+            rows.append(torch.stack([*mask_keys, block_sums[block]]))
         return torch.stack(rows, dim=1)
 
     def of_segments(self, kind: str | None, layout: Layout) -> list[torch.Tensor]:
@@ -90,12 +90,12 @@ class PreparedMasks:
         # A segment is the end of a row, and its keys are the real tokens of that row up to there.
         rows = (layout.packed_index[layout.cu_seqlens_q[:-1].long()] // L).tolist()
         begins = torch.searchsorted(layout.real_index, torch.tensor(rows, device=layout.real_index.device) * L)
-        parts = []
+        segment_masks = []
         lengths = zip(layout.query_lengths, layout.key_lengths, strict=True)
         for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
-            parts.append(as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])
-        return parts
+            segment_masks.append(as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])
+        return segment_masks
 
 
 def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:

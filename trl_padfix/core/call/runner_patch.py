@@ -22,8 +22,8 @@ class RunnerPatch(ForwardPatch):
     """
     Passes forwards of padded batches to the runner of the [`Context`], if there is one.
 
-    A checkpoint of a user around the model computes them again in the backward pass, which has no runner: on a GPU it
-    is another thread. Then the runner of the first forward computes them, in the same parts.
+    If user code checkpoints the whole model, backward runs a forward again. Backward has no runner in its context,
+    because on a GPU it runs in another thread. The runner of the first forward then computes it, in the same parts.
     """
 
     last_runner: ForwardRunner | None = None
@@ -37,9 +37,9 @@ class RunnerPatch(ForwardPatch):
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, kwargs) if args else kwargs
-        # Modules inside of this one have such a patch, too. `within` would also reset the layout that the decoder
-        # sets for the head.
-        running = context().runner
+        # No runner for the modules inside of this one, which have such a patch too. Not by `within`: that would also
+        # reset the layout that the decoder sets for the head.
+        outer_runner = context().runner
         set_until_reset(runner=None)
         try:
             if reason := _why_no_batch(call):
@@ -47,7 +47,7 @@ class RunnerPatch(ForwardPatch):
                 return self.wrapped(*args, **kwargs)
             return runner.run(self.module, self.wrapped, call)
         finally:
-            set_until_reset(runner=running)
+            set_until_reset(runner=outer_runner)
 
 
 def _why_no_batch(call: dict[str, Any]) -> str | None:

@@ -109,7 +109,7 @@ def packed_layout(
             A sequence begins at the first token of each row, and at each token whose position is not the position
             before it plus 1.
         cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
-            Where the sequences begin and end in the flattened batch. By default the positions tell.
+            Where the sequences begin and end in the flattened batch. By default read from the positions.
         input_ids (`torch.Tensor` of shape `(B, L)`, *optional*):
             If given, sequences share prefixes of the same ids at the same positions.
 
@@ -163,7 +163,7 @@ def packed_layout(
 
 
 def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
-    """The layout of `mask`, with prefixes shared that agree in all `keys`; without keys nothing is shared."""
+    """The layout of `mask`. Prefixes that agree in all `keys` are shared; without keys nothing is shared."""
     if mask.dim() != 2:
         raise ValueError(
             f"The attention mask has shape {tuple(mask.shape)}; removing padding needs `(B, L)`, 1 for real tokens "
@@ -238,7 +238,8 @@ def lay_out(
         real_index (`torch.Tensor` of shape `(R,)`): Flat index of each real token, sequence after sequence.
         position_R (`torch.Tensor` of shape `(R,)`): Position of each real token in its sequence.
         lengths (`list[int]`): Real tokens of each sequence.
-        keys_R (`list` of `torch.Tensor` of shape `(R,)`): Prefixes are shared that agree in all keys; none without.
+        keys_R (`list` of `torch.Tensor` of shape `(R,)`): Values that identify a token, such as its id. Prefixes that
+            agree in all of them are shared; if the list is empty, nothing is shared.
 
     Example: the rows 1-2-3-4 and 1-2-5 make the segments 1-2-3-4 and 5, with the keys 1-2-3-4 and 1-2-5.
 
@@ -270,18 +271,18 @@ def lay_out(
             torch.cat([x[begin + shared : begin + n] for begin, shared, n in segments])
             for x in (real_index, position_R)
         )
-    queries, keys = [n - shared for _, shared, n in segments], [n for *_, n in segments]
+    query_lengths, key_lengths = [n - shared for _, shared, n in segments], [n for *_, n in segments]
     key_index = None
-    if source is not None and queries != keys:
+    if source is not None and query_lengths != key_lengths:
         key_index = torch.cat([source[begin : begin + n] for begin, _, n in segments])
     return Layout.of_segments(
-        queries,
-        keys,
+        query_lengths,
+        key_lengths,
         batch_shape=batch_shape,
         real_index=real_index,
         source=source,
         packed_index=packed_index,
         positions=positions,
         key_index=key_index,
-        spans=tuple((positions[torch.tensor(queries).cumsum(0) - 1] + 1).tolist()),
+        spans=tuple((positions[torch.tensor(query_lengths).cumsum(0) - 1] + 1).tolist()),
     )

@@ -143,7 +143,8 @@ class Layout:
     @property
     def computed_tokens(self) -> int:
         """
-        Tokens of the batch that a forward with this layout computes: `T` without filler and tokens of other forwards.
+        Tokens of the batch that a forward with this layout computes: `T` without filler, and without tokens that other
+        forwards have computed.
         """
         return self.packed_tokens - (self.filler or 0)
 
@@ -223,7 +224,7 @@ class Layout:
 
     @property
     def is_trivial(self) -> bool:
-        """Whether the batch has neither padding nor shared prefixes: then it runs as it is."""
+        """Whether the batch has neither padding nor shared prefixes, so that packing would change nothing."""
         if self.filler is not None:
             return False  # the batch itself has another shape than the packed rows of a run
         # In a packed batch a row without padding may have several segments, which must be kept apart.
@@ -244,10 +245,10 @@ class Layout:
 
     def filled(self, multiple: int | Sequence[int]) -> Self:
         """
-        The same layout with filler behind its last token, so that `T` is a multiple of `multiple`; or the smallest of
-        several lengths that holds it, and beyond the largest a multiple of that.
+        The same layout with filler after its last token, so that `T` is a multiple of `multiple`.
 
-        Filler repeats the begin of the longest row, in segments of its own: no token of the batch sees it, and
+        With several lengths `T` is the smallest length that holds the row; a longer row gets a multiple of the largest
+        length. Filler repeats the longest segment, in segments of its own: no token of the batch sees it, and
         [`unpack`] drops it. The layout is built once for each length.
 
         Example:
@@ -272,17 +273,18 @@ class Layout:
 
     @cached_property
     def _filled(self) -> dict[int, Self]:
+        """Layouts with filler that were built before, by the length of their row."""
         return {}
 
     def _with_filler(self, filler: int) -> Self:
         queries, keys = self.query_lengths, self.key_lengths
-        # A copy of tokens that are computed anyway: each has a position, embedding and mask that the model can take.
-        # Of a whole row, if there is one, because masks of images are those of whole rows.
-        copied = max(range(len(queries)), key=lambda s: (queries[s] == keys[s], queries[s]))
-        begin, length = sum(queries[:copied]), queries[copied]
+        # Filler copies tokens of the batch, because the model accepts their positions, embeddings and masks. A segment
+        # that is a whole row is preferred, because image masks are those of whole rows.
+        segment = max(range(len(queries)), key=lambda s: (queries[s] == keys[s], queries[s]))
+        begin, length = sum(queries[:segment]), queries[segment]
         lengths = [min(length, filler - done) for done in range(0, filler, length)]
         places = torch.arange(filler, device=self.positions.device) % length + begin
-        holes = self.spans[copied] - keys[copied]
+        holes = self.spans[segment] - keys[segment]
 
         def extend(x: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
             return None if x is None else torch.cat([x, values])
@@ -376,7 +378,7 @@ class Layout:
 
         Returns:
             `dict`: `tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`, `tree_max_seqlen_q` and
-            `tree_max_seqlen_k`. A segment may go on behind any token of another one, not only behind its last.
+            `tree_max_seqlen_k`. A segment may continue from any token of another segment, not only from its last.
 
         Raises:
             ValueError: If keys are tokens of other forwards.

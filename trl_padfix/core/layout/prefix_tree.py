@@ -57,8 +57,8 @@ def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
     ```
     """
     keys = np.stack([key.numpy() for key in keys_R], axis=1)
-    # The bytes of big-endian numbers sort as the numbers do. The bitwise OR of all keys tells in one pass whether all
-    # fit into 31 bits and none is negative; then 4 bytes per key are enough.
+    # The bytes of big-endian numbers sort as the numbers do. If the bitwise OR of all keys, one pass, is in
+    # range, all fit into 31 bits and none is negative: then 4 bytes per key are enough.
     keys = keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")
     width = keys.itemsize * len(keys_R)
     ends = (width * np.cumsum(lengths)).tolist()
@@ -105,10 +105,10 @@ def source_of_real_tokens(rows: list[tuple[int, int, int]], tokens: int) -> torc
     ```
     """
     source = np.empty(tokens, dtype=np.int64)
-    before = packed = 0
+    before = next_packed = 0
     for begin, shared, length in rows:
         # A copy of the row just before is enough: in sorted order no earlier row shares more with this one.
         source[begin : begin + shared] = source[before : before + shared]
-        source[begin + shared : begin + length] = np.arange(packed, packed + length - shared)
-        before, packed = begin, packed + length - shared
+        source[begin + shared : begin + length] = np.arange(next_packed, next_packed + length - shared)
+        before, next_packed = begin, next_packed + length - shared
     return torch.from_numpy(source)

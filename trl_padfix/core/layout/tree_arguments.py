@@ -36,7 +36,7 @@ def tree_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
         PaddingRemovalError: If one of them is unknown, or if they do not suffice.
     """
     tree = {k: v for k, v in arguments.items() if k.startswith("tree_") and v is not None}
-    # An argument that is dropped changes what tokens see, and nobody would notice: another form of tree is an error.
+    # Ignoring an argument would change the attention without notice, so another form of tree is an error.
     if unknown := sorted(tree.keys() - _SUPPORTED):
         raise PaddingRemovalError(
             f"The model was called with {unknown}. Trees are read from {sorted(_SUPPORTED)}, as TRL 1.16 passes them; "
@@ -61,9 +61,9 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
         tokens (`int`):
             Tokens of the row, `N`.
         keys (`Sequence` of `torch.Tensor` of shape `(N,)`, *optional*):
-            Tokens with the same path are computed once if they agree in all keys (ids, positions). TRL's trees part
-            one token before their samples do, and hold one copy of that token for each branch. Without keys every
-            token of the row is computed.
+            Tokens with the same path are computed once if they agree in all keys (ids, positions). A tree of TRL forks
+            one token before its samples differ, and has a copy of that token for each branch. Without keys every token
+            of the row is computed.
 
     Returns:
         [`Layout`] with the batch shape `(1, N)`, on the device of `tree_cu_seqlens_q`. Costs one synchronisation.
@@ -71,7 +71,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     Raises:
         ValueError: If the arguments describe no tree of `tokens` tokens.
 
-    Example: 1-2-3 and 1-2-4, where the tree parts one token early: it has the token 2 twice.
+    Example: 1-2-3 and 1-2-4, where the tree forks one token early: it has the token 2 twice.
 
     ```python
     >>> import torch
@@ -91,28 +91,28 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     """
     names = [name for name in _TENSORS if tree.get(name) is not None]
     on_host = _to_host([*(tree[name] for name in names), *keys])
-    paths = leaf_paths(dict(zip(names, on_host, strict=False)), tokens)
+    paths = leaf_paths(dict(zip(names, on_host, strict=False)), tokens)  # the keys come after the named tensors
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
     # Without keys a token is identified by its place in the row: the tree is kept as it is.
     keys_R = [key[token_R] for key in on_host[len(names) :]] or [token_R]
-    of_paths = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
-    assert of_paths.source is not None
+    path_layout = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
+    assert path_layout.source is not None
     source = torch.empty(tokens, dtype=torch.int64)
-    source[token_R] = of_paths.source  # a token on several paths is computed by one packed token, whatever the path
+    source[token_R] = path_layout.source  # a token on several paths is computed by one packed token, whatever the path
     layout = replace(
-        of_paths,
+        path_layout,
         batch_shape=(1, tokens),
         real_index=torch.arange(tokens),
         source=source,
-        packed_index=token_R[of_paths.packed_index],
+        packed_index=token_R[path_layout.packed_index],
     )
     return layout.to(tree["tree_cu_seqlens_q"].device)
 
 
 def leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """
-    The paths from the root to each leaf, by places in the row: the rows that a tree was made of.
+    The path from the root to each leaf, as indices of tokens in the row: the rows that a tree was made of.
 
     Args:
         tree (`Mapping[str, torch.Tensor]`):
@@ -130,9 +130,9 @@ def leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tens
     cu_q, path_index, cu_k = _paths(tree, tokens)
     parent = _parents_of_tokens(cu_q, path_index, cu_k)
     _check_segment_parents(tree, cu_q, parent)
-    # A leaf is a segment behind whose last token no path goes on.
+    # A leaf is a segment whose last token no path continues.
     has_child = torch.zeros(tokens + 1, dtype=torch.bool)
-    has_child[parent] = True  # of a root the parent is -1: the additional last place
+    has_child[parent] = True  # a root has the parent -1, which sets the additional last entry
     leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
     return [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
 
@@ -145,7 +145,7 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`tree_cu_seqlens_q`, `tree_kv_index` and `tree_cu_seqlens_k`, checked; the last two also from parents."""
+    """`tree_cu_seqlens_q`, `tree_kv_index` and `tree_cu_seqlens_k`, checked; if absent, the last two are built."""
     cu_q = tree["tree_cu_seqlens_q"]
     _check_cu_seqlens("tree_cu_seqlens_q", cu_q, tokens, "tokens of the row")
     if "tree_kv_index" in tree:
@@ -168,6 +168,7 @@ def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor,
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, end: int, unit: str) -> None:
+    """Raise a `ValueError` unless `cu_seqlens` ascend from 0 to `end`, without empty segments."""
     if len(cu_seqlens) < 2 or cu_seqlens[0] != 0 or cu_seqlens[-1] != end or (cu_seqlens.diff() <= 0).any():
         raise ValueError(
             f"`{name}` is {cu_seqlens.tolist()[:9]}...{cu_seqlens.tolist()[-1:]}: the bounds of the segments ascend "
@@ -185,7 +186,7 @@ def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch
     tokens, lengths = int(cu_q[-1]), cu_q.diff()
     token = torch.arange(tokens)
     segment = torch.arange(len(lengths)).repeat_interleave(lengths)
-    place = cu_k[segment + 1] - (cu_q[segment + 1] - token)  # of each token on the path of its own segment
+    place = cu_k[segment + 1] - (cu_q[segment + 1] - token)  # index in `path_index`, on the path of its own segment
     too_short = (cu_k.diff() < lengths).any()
     if too_short or not torch.equal(path_index[place.clamp(min=0)], token):
         raise ValueError(
@@ -209,10 +210,11 @@ def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor,
     """Raise a `ValueError` if the parents or depths of the segments (trl#7686) are not those of their paths."""
     parents, depths = tree.get("tree_segment_parents"), tree.get("tree_segment_depths")
     if parents is not None:
-        last = torch.cat([cu_q[1:] - 1, torch.tensor([-1])])  # of segment -1, the parent of a root
-        first = parent[cu_q[:-1]]
-        in_range = parents.shape == first.shape and bool(((parents >= -1) & (parents < len(first))).all())
-        if not in_range or not torch.equal(last[parents], first):
+        # The last entry is for the parent -1 of a root.
+        last_token = torch.cat([cu_q[1:] - 1, torch.tensor([-1])])
+        token_before = parent[cu_q[:-1]]
+        in_range = parents.shape == token_before.shape and bool(((parents >= -1) & (parents < len(parents))).all())
+        if not in_range or not torch.equal(last_token[parents], token_before):
             raise ValueError(
                 f"`tree_segment_parents` is {parents.tolist()[:9]}, and the paths of `tree_kv_index` go from other "
                 "segments to their own: the two describe different trees."
