@@ -1,1 +1,1 @@
-"""Numbers: layouts, attention over them, and `remove_padding`. Imports no TRL."""
+"""The part without TRL: layouts, attention on packed rows, and `remove_padding`."""

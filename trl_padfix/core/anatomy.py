@@ -25,7 +25,7 @@ class Anatomy:
     """
     The parts of a model that padding removal works on.
 
-    Parts that only some models have are found when they are first read: a model may be refused before.
+    The properties search the model when they are first read: a model may be refused before a search that would fail.
 
     Attributes:
         pretrained ([`~transformers.PreTrainedModel`]):
@@ -96,7 +96,7 @@ class Anatomy:
 
     @property
     def head(self) -> nn.Module | None:
-        """The LM head, if the model has one and itself calls the decoder, or the multimodal module, before it."""
-        # A wrapped language model (BLIP-2's) has a head of its own and calls the decoder itself.
+        """The LM head of a model that itself calls its decoder or multimodal module; `None` for other models."""
+        # BLIP-2 returns the head of the language model that it wraps, and that model calls the decoder.
         calls_decoder = (self.multimodal or self.decoder) in self.pretrained.children()
         return self.pretrained.get_output_embeddings() if calls_decoder else None

@@ -1,7 +1,7 @@
 """
 The calls that run in this thread, in one context variable.
 
-Threads have contexts of their own, and so have nested calls. Every field is read with [`context`] and set with
+Each thread has its own context, and a nested call sets its own fields. Fields are read with [`context`] and set with
 [`within`] or [`set_until_reset`].
 """
 
@@ -28,13 +28,13 @@ class ForwardRunner(Protocol):
     """Computes the forwards of models within a step: each as one micro-batch, or in sub-batches."""
 
     def run(self, model: Any, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """The output of `forward`, that of `model`, for the keyword arguments `call` of a padded batch."""
+        """The output of `model` for a padded batch; `forward` is its forward, `call` are the keyword arguments."""
 
     def leave(self, model: Any, call: dict[str, Any], reason: str) -> None:
-        """Called before a forward of `model` that is no padded batch, for this `reason`: it is computed as one."""
+        """Called before a forward of `model` in one part; `reason` says why `call` has no padded batch."""
 
     def recomputes(self, call: dict[str, Any]) -> bool:
-        """Whether this runner has computed a forward with these arguments, which a backward computes again."""
+        """Whether this runner computed the first forward with these arguments; called when backward recomputes one."""
         ...
 
 
@@ -52,8 +52,8 @@ class Context:
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
 
-_NOTHING = Context()
-_context: ContextVar[Context] = ContextVar("trl_padfix", default=_NOTHING)
+_NO_CALLS = Context()
+_context: ContextVar[Context] = ContextVar("trl_padfix", default=_NO_CALLS)
 
 
 def context() -> Context:

@@ -3,7 +3,7 @@ Patches on the forwards of a decoder and of its embeddings.
 
 [`DecoderPatch`] packs the arguments of the decoder and unpacks its output. Within a packed forward [`PositionPatch`]
 gives positions to decoders that take none, and [`RopePatch`] gives rotary embeddings the length of the padded batch.
-[`NumberingPatch`] is for padded forwards. The attention modules of the decoder have a [`ViewPatch`] each.
+[`NumberingPatch`] counts the positions of padded forwards. Each attention module of the decoder has a [`ViewPatch`].
 """
 
 from __future__ import annotations
@@ -87,24 +87,24 @@ class DecoderPatch(BatchPatch):
 
     def _packed_or_padded(self, call: dict[str, Any], outer: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a `call` within the call `outer` of its model; `args` and `kwargs` are those of the caller."""
-        # What can refuse a call comes before any computation, which would be done twice.
+        # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
         try:
             call, layout, prepared = self._with_layout(call, outer)
             cp_layout = self.attachment.cp_layout_of(layout)
             if layout is None or (layout.is_trivial and cp_layout is None):
-                row = None  # nothing to pack
+                packed = None  # nothing to pack
             else:
-                row = self._packed_arguments(call, layout, prepared)
+                packed = self._packed_arguments(call, layout, prepared)
         except UnpackableCallError as error:
             self.attachment.run_padded(error)
             return self._padded(outer, call, args, kwargs)
         if layout is None:
-            if call.get("use_cache") is False:
+            if call.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self._match_other_processes(call)
             return self.wrapped(*args, **kwargs)
         # Decoders cache by default, and a packed row has no rows that a later call could continue.
         call["use_cache"] = False
-        if row is None:
+        if packed is None:
             # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
             if prepared is not None:
                 call["attention_mask"] = prepared.original
@@ -113,12 +113,12 @@ class DecoderPatch(BatchPatch):
             return padded_output(self.wrapped(**self._accepted(call)), outer)
         try:
             if isinstance(layout, PrefixedLayout):
-                output = self._over_prefixed_rows(call, layout, row)
+                output = self._over_prefixed_rows(call, layout, packed)
             elif self.takes_whole_rows:
                 output = over_whole_rows(self.wrapped, self._accepted(call), layout)
             else:
-                output = self._over_packed_row(call, layout, row, prepared, cp_layout)
-        except UnpackableCallError as error:  # of the first layer: its recomputation could not be packed
+                output = self._over_packed_row(call, layout, packed, prepared, cp_layout)
+        except UnpackableCallError as error:  # from the first layer: its checkpoint could not recompute it packed
             if cp_layout is not None:  # a padded forward has no local tokens
                 raise
             self.attachment.run_padded(error)
@@ -129,12 +129,12 @@ class DecoderPatch(BatchPatch):
     def _unpacked(self, output: Any, layout: Layout, outer: ModelCall, cp_layout: ContextParallelLayout | None) -> Any:
         """The output for the padded batch. The modules after the decoder get the layout, to pack its states again."""
         if isinstance(layout, PrefixedLayout) and layout.is_prefix:
-            # Its states are recorded. Under FSDP2 the model around it would compute a load-balancing loss, of the
-            # router logits of this prefix with the mask of a batch.
+            # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
+            # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
             if getattr(output, "router_logits", None) is not None:
                 output["router_logits"] = None
             return output
-        # The head packs states again by this layout; not if the states that it gets are others than `(B, L, H)`.
+        # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
         if not self.takes_whole_rows and not outer.pools_last and outer.scored_index is None:
             record_layout(outer, layout)
         return unpack_output(output, layout, outer, cp_layout)
@@ -146,7 +146,7 @@ class DecoderPatch(BatchPatch):
         prepared = None
         call, tree = _with_tree_of(call, outer)
         if tree and outer.outer_arguments:
-            call["attention_mask"] = None  # made by the module around, which takes the row for packed rows
+            call["attention_mask"] = None  # from the module around, which takes the tree row for a packed batch
         elif outer.outer_arguments:
             call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
         elif not tree and all(call.get(k) is None for k in ROW_ARGUMENTS):
@@ -175,7 +175,7 @@ class DecoderPatch(BatchPatch):
         return padded_output(self.wrapped(*args, **kwargs), outer, mask)
 
     def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
-        """The output of the decoder for the new tokens of a micro-batch, behind those of its shared prefixes."""
+        """The output of the decoder for shared prefixes, as recorded, followed by that for the new tokens."""
         states = layout.prefix_states
         assert states is not None  # the schedule of a step sets them before each forward
         if layout.new is None:
@@ -301,7 +301,11 @@ class NumberingPatch(ForwardPatch):
 
 
 def _with_tree_of(call: dict[str, Any], outer: ModelCall) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The call of a decoder with its `tree_*` arguments, some of which the modules around it drop; and these alone."""
+    """
+    The arguments of a decoder call with all `tree_*` arguments, and the `tree_*` arguments alone.
+
+    The modules around the decoder drop some of them.
+    """
     around = outer.model_arguments | outer.outer_arguments
     tree = tree_arguments_in(around | call)
     if tree and call.get("position_ids") is None and around.get("position_ids") is not None:

@@ -8,7 +8,7 @@ __all__ = ["PaddingRemovalError", "UnpackableBatchError", "UnpackableCallError"]
 
 class PaddingRemovalError(NotImplementedError):
     """
-    Padding cannot be removed here with exact results; the message names what, why and what to do.
+    Padding cannot be removed here with exact results. The message has the obstacle, the reason and a remedy.
 
     Example:
 
@@ -43,4 +43,4 @@ class UnpackableCallError(PaddingRemovalError):
 
 
 class UnpackableBatchError(UnpackableCallError, ValueError):
-    """The mask of a batch does not say which tokens are real: a `ValueError`, too, for those who build a layout."""
+    """An attention mask with wrong values or a wrong shape. Also a `ValueError`, for code that builds a layout."""

@@ -222,10 +222,10 @@ def _positions(config: PretrainedConfig) -> int | None:
     if limit is None or limit < 1:  # XLNet has -1 of them
         return None
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for kind in (rope, *rope.values()):  # newer models have one dict per type of layer
-        if isinstance(kind, dict) and (kind.get("factor") or 1) > 1:
-            original = kind.get("original_max_position_embeddings") or config.max_position_embeddings
-            limit = max(limit, int(original * kind["factor"]))
+    for scaling in (rope, *rope.values()):  # newer models have one dict per type of layer
+        if isinstance(scaling, dict) and (scaling.get("factor") or 1) > 1:
+            original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+            limit = max(limit, int(original * scaling["factor"]))
     return limit
 
 

@@ -131,7 +131,8 @@ class PaddingRemoval(Attachment):
         strict (`bool`):
             Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            Number of which the length of each packed row is a multiple, or lengths that rows have; on each process.
+            Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
+            parallelism the length is that of the part of one process.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`ContextParallelConfig`], *optional*):
@@ -175,13 +176,13 @@ class PaddingRemoval(Attachment):
         self.pool_last_token = pool_last_token
         self.strict = strict
         self.packed_multiple_of = packed_multiple_of
-        self.token_budget: int | None = None  # of a trainer: tokens up to which a forward may leave prefixes unshared
+        self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelConfig | None = None
         self.stats = PaddingStats()
-        self.changes: ModuleChanges | None = None  # since attachment
+        self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
         self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
 
@@ -228,7 +229,7 @@ class PaddingRemoval(Attachment):
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
-        """Compute one forward of a block padded, because it has `reason`; see [`PaddingRemoval.run_padded`]."""
+        """Compute the one forward of a block padded; `reason` completes "The call has ..." in the warning."""
         self.run_padded(UnpackableCallError(reason, f"The call has {reason}."))
         with self.disabled():
             yield
@@ -303,7 +304,8 @@ class PaddingRemoval(Attachment):
             vars(self).update(saved)
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
-        # transformers searches `position_ids` for packed sequences, which waits for the device: not needed for ours.
+        # transformers searches `position_ids` for packed sequences, and the host waits for the result. Packed forwards
+        # have a layout and need no search.
         spare_packed_search(self, _are_packed)
         super().attach(patches)
         self.changes = ModuleChanges(self.decoder, [patch.module for patch in self._patches])
@@ -356,7 +358,7 @@ class PaddingRemoval(Attachment):
         processes = 1 if self.context_parallel is None else self.context_parallel.group.size
         needs_filler = self.packed_multiple_of is not None
         if isinstance(layout, PrefixedLayout):
-            # Every process takes part in every forward, of a prefix, too, and has a state for its head.
+            # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
             needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
         if not needs_filler:
             return layout
@@ -377,14 +379,14 @@ class PaddingRemoval(Attachment):
             return None
         if isinstance(layout, PrefixedLayout):
             assert layout.prefix_states is not None
-            parts = [states.ranges for states in layout.prefix_states.reads]
+            ranges = [states.ranges for states in layout.prefix_states.reads]
             if (new := self.cp_layout_of_new(layout)) is not None:
-                parts.append(new.ranges)
-            return ContextParallelLayout(layout, config.group, config.attention, tuple(parts))
+                ranges.append(new.ranges)
+            return ContextParallelLayout(layout, config.group, config.attention, tuple(ranges))
         if layout.packed_tokens < config.group.size:
             return None
-        # Rows that are even without being cut need no communication within the layers. They are not quite even, which
-        # they must be where the tokens of each process are a multiple.
+        # If each process can get whole rows with nearly equal token counts, layers need no communication. With filler
+        # the counts must be exactly equal, so rows are cut.
         has_whole_rows = layout.filler is None and ranges_of_rows(layout, config.group.size) is not None
         comm = ROWS if has_whole_rows else config.attention
         return ContextParallelLayout(layout, config.group, comm)

@@ -88,17 +88,17 @@ class LMHeadPatch(BatchPatch):
     def _with_predicted_labels(self, *args: Any, **kwargs: Any) -> Any:
         """The output of a call without a fused head; its loss leaves out labels that a packed forward cannot score."""
         call = bind(self.wrapped, args, kwargs)
-        if (predicted := self._predicted_labels(call)) is None:
+        if (replaced := self._predicted_labels(call)) is None:
             with self.attachment.padded(SCORED_FROM_PADDING):
                 return self.wrapped(*args, **kwargs)
         outer = ModelCall(
             self.attachment.decoder,
             model_arguments=_row_arguments(call),
             selects_columns=isinstance(call.get("logits_to_keep"), torch.Tensor),
-            labels=(predicted["labels"], call["labels"]) if "labels" in predicted else None,
+            labels=(replaced["labels"], call["labels"]) if "labels" in replaced else None,
         )
         with within(model=outer):
-            return self.wrapped(**(call | predicted))
+            return self.wrapped(**(call | replaced))
 
     def _on_labelled_positions(self, *args: Any, **kwargs: Any) -> Any:
         """The output of a call with a fused head, which gets the labelled positions as one row."""
@@ -113,7 +113,7 @@ class LMHeadPatch(BatchPatch):
             try:
                 layout = self._layout_of(call)
             except UnpackableCallError:
-                return self.wrapped(*args, **kwargs)  # the decoder will say why it runs padded, or raise this error
+                return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
             if not self._can_select_states(call, labels, layout) or index.numel() == 0:
                 return self.wrapped(*args, **kwargs)
             # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
@@ -135,7 +135,7 @@ class LMHeadPatch(BatchPatch):
         return output
 
     def _loss(self, output: ModelOutput, num_items: torch.Tensor | int | None, num_labels: int) -> torch.Tensor:
-        """The loss over the labels of all processes; the head itself computed that over the local labels."""
+        """The loss over the labels of all processes; the loss of the head covers only the local labels."""
         loss = -output["log_probs"].sum() / (num_labels if num_items is None else num_items)
         if output.get("aux_loss") is None:
             return loss
@@ -146,8 +146,10 @@ class LMHeadPatch(BatchPatch):
         self, call: dict[str, Any], labels: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Any]] | None:
         """
-        Flat indices `(n,)` into `(B, L - 1)` of the positions that predict a label, from metadata if possible, and the
-        number of labels as an argument, if it changes. `None` if the call must be computed padded.
+        Flat indices `(n,)` into `(B, L - 1)` of the positions that predict a label; from metadata, if possible.
+
+        The second value has the arguments to replace, such as the number of labels if some are dropped. `None` if the
+        call must be computed padded.
         """
         target = labels[:, 1:] != -100  # a label is predicted from the column before it
         metadata = metadata_of(call.get("input_ids"), call.get("attention_mask"))
@@ -193,7 +195,7 @@ class LMHeadPatch(BatchPatch):
         `None` if the call must be computed padded.
         """
         labels: Any = call.get("labels")
-        if (mask := _mask_of(self.attachment, call, labels)) is None:  # other calls run as they came, padded
+        if (mask := _mask_of(self.attachment, call, labels)) is None:  # nothing to compare: all labels stay
             return {}
         first, others = find_labels_after_padding(labels, mask)
         metadata = metadata_of(call.get("input_ids"), mask)
@@ -219,16 +221,16 @@ class LMHeadPatch(BatchPatch):
         num_items, arguments = call.get("num_items_in_batch"), {"labels": labels.masked_fill(first, -100)}
         if num_items is not None:
             # Some versions of transformers count column 0, too, although nothing predicts it.
-            predicted = (labels[:, 1:] != -100).sum()
-            if int(num_items) not in (int(predicted), int((labels != -100).sum())):
+            num_predicted = (labels[:, 1:] != -100).sum()
+            if int(num_items) not in (int(num_predicted), int((labels != -100).sum())):
                 return None
-            arguments["num_items_in_batch"] = predicted - first.sum()
+            arguments["num_items_in_batch"] = num_predicted - first.sum()
         self.attachment.say_once(FIRST_TOKENS_DROPPED)
         return arguments
 
 
 def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
-    """The mask of a call that is packed by it and has labels of its shape, `(B, L)`."""
+    """The mask of a call, if the call is packed with it and has labels of the same shape `(B, L)`; else `None`."""
     mask: Any = call.get("attention_mask")
     if has_cache(call) or not attachment.packs_padded:
         return None
@@ -254,7 +256,7 @@ def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model that describe its rows, and whether it caches: some models keep them from their decoder."""
+    """Arguments that describe the rows of a model, and `use_cache`: some models do not pass them to their decoder."""
     names = ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")
     return {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
 
@@ -320,7 +322,7 @@ class TokenLabelsPatch(BatchPatch):
     """
     Computes a call of a token classifier padded if it has labels at padding.
 
-    A token classifier scores the state of each labelled token itself, and its loss leaves out -100 only.
+    A token classifier scores the state of the labelled token itself, and its loss skips only the label -100.
     """
 
     attachment: PaddingRemoval
@@ -363,7 +365,7 @@ class PoolingPatch(BatchPatch):
         return self.wrapped(*args, **kwargs)
 
     def _scores_padding(self, call: dict[str, Any]) -> bool:
-        """Whether padding is scored, whose state is zero in a packed forward: said once, and counted."""
+        """Whether the model scores padding, whose state a packed forward does not have. Warns and counts the call."""
         ids, mask = call.get("input_ids"), call.get("attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return False

@@ -24,7 +24,7 @@ ENCODERS = (
     "sentence-transformers unpads encoders itself, with FlashAttention: "
     "`model_kwargs={'attn_implementation': 'flash_attention_2'}`"
 )
-"""What removes the padding of a model that this package refuses, since its tokens see later ones."""
+"""Remedy in the refusal of encoders, whose tokens see later ones."""
 
 
 def pipeline_in(model: nn.Module) -> nn.Sequential | None:
@@ -34,7 +34,7 @@ def pipeline_in(model: nn.Module) -> nn.Sequential | None:
 
 
 def by_name(model: nn.Module) -> Callable[..., Any]:
-    """The forward of `model` with arguments by name. Pipelines take them as one dictionary, and return another."""
+    """The forward of `model`, called with keyword arguments; a pipeline itself takes one dictionary."""
     if (pipeline := pipeline_in(model)) is None:
         return model
     # Chat models have no modality "text"; each modality of tokens calls the same forward.
@@ -72,7 +72,7 @@ def _first_difference(pipeline: Any, weight: torch.Tensor) -> str | None:
         {"token_embeddings": values, "attention_mask": mask, "input_ids": mask, "modality": "text"}
         for values in (states, states * mask.unsqueeze(-1))  # what a padded and a packed forward return
     ]
-    for module in list(pipeline)[1:]:  # a slice would make another model of its class
+    for module in list(pipeline)[1:]:  # a list, because a slice of a pipeline is a new pipeline
         features = [module(dict(values)) for values in features]
         if any(not torch.equal(a, b) for a, b in zip(*(_values(x, mask) for x in features), strict=True)):
             return type(module).__name__

@@ -86,8 +86,8 @@ def encoder_obstacle(model: nn.Module) -> str | None:
     """
     Why the tokens of a model see later ones; `None` if they do not.
 
-    A part of [`refusal`] that no trainer changes: it can be read before a trainer is made. A model on the meta device
-    will do.
+    The part of [`refusal`] that no setting of a trainer changes, so it can run before a trainer exists. The model may
+    be on the meta device.
     """
     anatomy = Anatomy.of(model)
     if reason := _encoder_decoder_obstacle(anatomy):
@@ -96,6 +96,7 @@ def encoder_obstacle(model: nn.Module) -> str | None:
 
 
 def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
+    """Why an encoder-decoder model cannot be packed; `None` for other models."""
     decoder = anatomy.decoder
     around = [m for m in anatomy.pretrained.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
     # The innermost model around the decoder: BLIP-2 takes `decoder_input_ids`, too, and hands them to a T5 only.
@@ -208,7 +209,7 @@ def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
 
 
 def _adapter_obstacle(config: Any) -> str | None:
-    """Why packing would change the results of a PEFT adapter that reads more than one token at a time, if it would."""
+    """Why packing would change the results of a PEFT adapter that reads several tokens at once; `None` if not."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
         return (
@@ -216,7 +217,7 @@ def _adapter_obstacle(config: Any) -> str | None:
             "LoRA, prompt tuning or p-tuning"
         )
     if getattr(config, "alora_invocation_tokens", None):
-        return "with `alora_invocation_tokens` acts from a place on that is counted from the end of a padded row"
+        return "with `alora_invocation_tokens` acts from a position on that is counted from the end of a padded row"
     return "weights its experts by the mean over all tokens of a batch, padding included" if kind == "LILY" else None
 
 
@@ -226,7 +227,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
-    others = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
+    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
     on_rows = mixers.in_mode(ROWS) + mixers.in_mode(WHOLE)
     if has_prepared_masks and on_rows:
         return (
@@ -234,13 +235,13 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
             f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
             "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
         )
-    if not others or layout.spans == layout.key_lengths:
+    if not other_mixers or layout.spans == layout.key_lengths:  # equal: no row has holes
         return None
     return (
-        f"A row of the batch has masked tokens between real ones, and `{others[0].name}` "
-        f"({type(others[0].module).__name__}: {others[0].why}) runs through what is masked there when it is padded, "
-        "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
-        "handle.disabled():`."
+        f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "
+        f"({type(other_mixers[0].module).__name__}: {other_mixers[0].why}) computes these masked tokens too when "
+        "padded, so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside "
+        "`with handle.disabled():`."
     )
 
 

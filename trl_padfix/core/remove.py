@@ -84,8 +84,8 @@ def remove_padding(
 
     Raises:
         TypeError: If there is no pretrained model in `model`, or more than one.
-        ValueError: If padding removal is attached to this decoder already, or for another `prefix_sharing` or
-            `packed_multiple_of`.
+        ValueError: If padding removal is attached to this decoder already, or if `prefix_sharing` or
+            `packed_multiple_of` has an invalid value.
         PaddingRemovalError: If the model cannot be packed with exact results; the message says which part and why.
 
     Example:
@@ -156,7 +156,7 @@ def remove_padding(
 def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]:
     """The patches that remove padding from a model, in the order decoder, mixers, vision towers, head."""
     decoder, multimodal = anatomy.decoder, anatomy.multimodal
-    # The first patch that cannot be put on ends the attachment, and the handle takes off all that were before it.
+    # All or none: if a patch cannot be attached, the handle removes those that it attached before.
     yield DecoderPatch(decoder, handle)
     yield from anatomy.mixers.patches(handle)
     yield from (PositionPatch(table, handle) for table in anatomy.position_tables)

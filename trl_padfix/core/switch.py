@@ -1,4 +1,4 @@
-"""The switch for the night on which something breaks: `TRL_PADFIX_OFF=1` leaves every model as it is."""
+"""The emergency switch: with `TRL_PADFIX_OFF=1` in the environment every model stays as it is."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .model.patching import Attachment, ForwardPatch
 __all__ = ["check_tile", "tile_mlps"]
 
 _TOKEN_WISE: set[type[nn.Module]] = set()
-"""Classes of MLPs that were seen to compute each token by itself: those of sharded models cannot be called alone."""
+"""Classes of MLPs that passed the test in `_obstacle`. MLPs of sharded models cannot be tested: their class counts."""
 
 
 def check_tile(tokens: object) -> None:
@@ -36,7 +36,7 @@ def tile_mlps(handle: PaddingRemoval, tokens: int) -> None:
 
     An MLP of width `I` holds `(1, T, I)` several times over for a row of `T` tokens. Tiled, it holds `(1, tokens, I)`:
     in backward each tile is computed again. The numbers are the same; a step computes the MLPs once more. With
-    gradient checkpointing of whole layers the tiles bound what the recomputation of a layer holds.
+    gradient checkpointing of whole layers the tiles limit the memory of each recomputed layer.
 
     Args:
         handle ([`PaddingRemoval`]):
@@ -83,7 +83,7 @@ def tile_mlps(handle: PaddingRemoval, tokens: int) -> None:
             f"No MLP of {type(handle.decoder).__name__} can be computed in tiles: "
             f"{reasons[0] if reasons else 'its layers have none beside attention'}. Leave `mlp_tile_tokens` out."
         )
-    # Not `handle.attach`, which would take hooks that were registered meanwhile for a part of the model.
+    # Not `handle.attach`: it would also accept the hooks that were registered since padding removal was attached.
     Attachment.attach(handle, [TiledMLPPatch(mlp, handle, tokens) for mlp in mlps])
 
 
@@ -100,7 +100,7 @@ class TiledMLPPatch(ForwardPatch):
     def call(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Also in padded calls, and when a checkpoint recomputes after removal: it must compute what the forward did.
         flat = hidden_states.flatten(0, -2).unsqueeze(0)
-        # A hook that was registered within the MLP since may go by place, and must not be given tiles.
+        # A hook that was registered within the MLP since attachment may depend on the place of a token in the row.
         if flat.shape[1] <= self.tokens or self.changes.has_changed:
             return self.wrapped(hidden_states, *args, **kwargs)
         tiles = flat.split(self.tokens, dim=1)
@@ -123,7 +123,7 @@ def _mlps(handle: PaddingRemoval) -> Iterator[tuple[str, nn.Module]]:
 
 @torch.no_grad()
 def _obstacle(mlp: nn.Module, handle: PaddingRemoval) -> str | None:
-    """Why an MLP cannot be computed in tiles; `None` if it can. It is called with random states to see that."""
+    """Why an MLP cannot be computed in tiles; `None` if it can. Tries both ways on random states."""
     if any(p.dim() > 2 for p in mlp.parameters()) or any(
         "router" in n or n == "gate" for n, _ in mlp.named_children()
     ):
@@ -138,13 +138,13 @@ def _obstacle(mlp: nn.Module, handle: PaddingRemoval) -> str | None:
     states = states.to(first.device, first.dtype if first.is_floating_point() else torch.float32)
     try:
         with evaluating(mlp):  # no dropout
-            whole, parts = mlp(states), [mlp(part) for part in states.split(3, dim=1)]
+            whole, tiles = mlp(states), [mlp(tile) for tile in states.split(3, dim=1)]
     except Exception as error:
         return f"does not take states alone ({type(error).__name__}: {error})"
     if not isinstance(whole, torch.Tensor) or whole.shape[:2] != states.shape[:2]:
         return "returns something else than one state for each token"
     tolerance = 1e-5 if states.dtype == torch.float32 else 2e-2
-    if not torch.allclose(torch.cat(parts, dim=1), whole, atol=tolerance, rtol=tolerance):
+    if not torch.allclose(torch.cat(tiles, dim=1), whole, atol=tolerance, rtol=tolerance):
         return "does not compute each token by itself"
     _TOKEN_WISE.add(type(mlp))
     return None

@@ -1,4 +1,4 @@
-"""The version of the package; its releases read it here."""
+"""The version of the package, which the build reads from this file, and where to report errors."""
 
 __version__ = "0.3.0"
 
