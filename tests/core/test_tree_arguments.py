@@ -200,6 +200,7 @@ def test_parents_of_segments_say_the_same_as_paths():
         ({"tree_segment_parents": [-1, 0]}, "different trees"),
         ({"tree_segment_parents": [-1, 0, 0], "tree_segment_depths": [0, 1, 2]}, "does not count the parents"),
         ({"tree_kv_index": None, "tree_segment_parents": [-1, 2, 0]}, "one number for each"),
+        ({"tree_kv_index": None, "tree_segment_parents": [0, 0, 0]}, "one number for each"),
     ],
 )
 def test_arguments_that_describe_no_tree_are_an_error(changes, message):

@@ -99,7 +99,7 @@ class DecoderPatch(BatchPatch):
             self.attachment.run_padded(error)
             return self._padded(outer, call, args, kwargs)
         if layout is None:
-            if call.get("use_cache") is False:  # in training, where other processes may pack their batches
+            if call.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self._match_other_processes(call)
             return self.wrapped(*args, **kwargs)
         # Decoders cache by default, and a packed row has no rows that a later call could continue.

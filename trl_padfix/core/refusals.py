@@ -227,7 +227,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
-    not_packed = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
+    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
     on_rows = mixers.in_mode(ROWS) + mixers.in_mode(WHOLE)
     if has_prepared_masks and on_rows:
         return (
@@ -235,13 +235,13 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
             f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
             "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
         )
-    if not not_packed or layout.spans == layout.key_lengths:  # equal: no row has holes
+    if not other_mixers or layout.spans == layout.key_lengths:  # equal: no row has holes
         return None
     return (
-        f"A row of the batch has masked tokens between real ones, and `{not_packed[0].name}` "
-        f"({type(not_packed[0].module).__name__}: {not_packed[0].why}) computes these masked tokens too when padded, "
-        "so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside `with "
-        "handle.disabled():`."
+        f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "
+        f"({type(other_mixers[0].module).__name__}: {other_mixers[0].why}) computes these masked tokens too when "
+        "padded, so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside "
+        "`with handle.disabled():`."
     )
 
 

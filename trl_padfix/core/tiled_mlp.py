@@ -100,7 +100,7 @@ class TiledMLPPatch(ForwardPatch):
     def call(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Also in padded calls, and when a checkpoint recomputes after removal: it must compute what the forward did.
         flat = hidden_states.flatten(0, -2).unsqueeze(0)
-        # A hook that was registered within the MLP since then may depend on the place of a token in the row.
+        # A hook that was registered within the MLP since attachment may depend on the place of a token in the row.
         if flat.shape[1] <= self.tokens or self.changes.has_changed:
             return self.wrapped(hidden_states, *args, **kwargs)
         tiles = flat.split(self.tokens, dim=1)

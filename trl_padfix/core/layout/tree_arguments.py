@@ -156,9 +156,10 @@ def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor,
         return cu_q, path_index, cu_k
     paths: list[torch.Tensor] = []
     for segment, parent in enumerate(tree["tree_segment_parents"].tolist()):
-        if segment + 1 < len(cu_q) and parent < segment:  # else `_check_segment_parents` raises
-            new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
-            paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
+        if segment + 1 == len(cu_q) or parent >= segment:
+            break  # an error: the one below, or that of `_check_segment_parents` for parents without a segment
+        new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
+        paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
     if len(paths) != len(cu_q) - 1:
         raise ValueError(
             f"`tree_segment_parents` is {tree['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
