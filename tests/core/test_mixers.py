@@ -419,7 +419,9 @@ def test_a_hole_in_a_row_is_refused_with_the_reason(family):
     mask[0, 4] = 0
     model = build(family)
     with remove_padding(model, strict=True) as handle:
-        with pytest.raises(PaddingRemovalError, match=r"masked tokens between real ones, and `.*computes these masked tokens"):
+        with pytest.raises(
+            PaddingRemovalError, match=r"masked tokens between real ones, and `.*computes these masked tokens"
+        ):
             model(ids, attention_mask=mask, use_cache=False)
         with handle.disabled():
             model(ids, attention_mask=mask, use_cache=False)
