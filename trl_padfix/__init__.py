@@ -22,7 +22,6 @@ _MODULES = {
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
     "core.split_rows": ["split_rows"],
-    "core.tiled_mlp": ["tile_mlps"],
     "core.parity.check": ["check_parity"],
     "core.parity.report": ["ParityError", "ParityReport"],
     "core.generation": ["generate", "left_align"],
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
-    from .core.tiled_mlp import tile_mlps
     from .experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from .integrations.callback import PaddingRemovalCallback
     from .tools.initial_model import build_tiny

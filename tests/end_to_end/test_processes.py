@@ -238,17 +238,6 @@ def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    strategies([("fsdp2", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), CHECKPOINTS])),
-)
-def test_mlps_in_tiles_give_the_trajectory_of_one_process(strategy, more, together, one_process):
-    ours = together("dpo", strategy, *PACKED, *more, "--mlp_tile_tokens", "16")
-    assert_same(ours, one_process("dpo"), *METRICS["dpo"])
-    assert_packed(ours)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("strategy", "more"),
     strategies([("multi_gpu", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
 )
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):

@@ -64,7 +64,7 @@ def test_another_padding_side_is_an_error(side):
         DPOConfig(padding_side=side, **ON_CPU)
 
 
-PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "mlp_tile_tokens": 512}
+PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64}
 PACKED_ONLY |= {"max_tokens_per_batch": 4096, "pool_last_token": True}
 
 

@@ -61,9 +61,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
-        mlp_tile_tokens (`int`, *optional*):
-            With `padding_free`: compute the MLPs that many tokens at a time, and again in backward, so that the
-            intermediate states of a long row do not fill the memory.
         cp_attention (`str`, *optional*, defaults to `"heads"`):
             With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
             packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
@@ -135,7 +132,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
@@ -167,7 +164,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
         group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
             micro-batches, so `loss_reduction` is refused.
@@ -196,7 +193,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of, mlp_tile_tokens,
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
@@ -229,7 +226,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of, mlp_tile_tokens,
+        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
@@ -256,7 +253,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
         eval_generation_samples, generation_rows_shown:
             As in [`DPOConfig`].

@@ -22,7 +22,6 @@ from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from ..core.switch import is_off
-from ..core.tiled_mlp import tile_mlps
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
 from .data.data_warnings import warn_or_raise
@@ -200,8 +199,6 @@ class RemovePadding(Part):
             packed_multiple_of=settings.packed_multiple_of,
         )
         self.trainer.padding.handles.append(self._register(handle))
-        if settings.mlp_tile_tokens is not None and not is_off():
-            tile_mlps(handle, settings.mlp_tile_tokens)
         return handle
 
     def _attach_to_packed_rows(self) -> None:

@@ -19,7 +19,6 @@ from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_multiple, check_prefix_sharing
 from ..core.layout.layout import packed_length
 from ..core.switch import is_off
-from ..core.tiled_mlp import check_tile
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
 from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
@@ -49,7 +48,6 @@ COMPUTED = {
     "padding_free": False,
     "prefix_sharing": False,
     "packed_multiple_of": None,
-    "mlp_tile_tokens": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,
@@ -59,7 +57,6 @@ COMPUTED = {
 NEEDS_PADDING_FREE = {
     "prefix_sharing": "prefixes are shared in the packed row, and without it there is none",
     "packed_multiple_of": "it is the length of packed rows",
-    "mlp_tile_tokens": "it cuts packed rows",
     "max_tokens_per_batch": "it counts the tokens that are computed, and a padded batch computes others",
     "pool_last_token": "a padded model pools by token ids",
 }
@@ -116,7 +113,6 @@ class PackingConfig:
     stop_on_nonfinite: bool = False
     strict: bool = False
     packed_multiple_of: Lengths | None = None
-    mlp_tile_tokens: int | None = None
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
         activation_checkpointing: bool | None = None
@@ -297,7 +293,6 @@ def check_packing(config: PackingConfig) -> None:
         )
     check_prefix_sharing(config.prefix_sharing)
     check_multiple(multiple := config.packed_multiple_of)
-    check_tile(config.mlp_tile_tokens)
     for name, reason in NEEDS_PADDING_FREE.items():
         value = getattr(config, name, None)
         if value and not config.padding_free:
