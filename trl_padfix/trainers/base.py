@@ -61,7 +61,6 @@ from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
 from .process_errors import ProcessErrors
-from .reference_copy import ReferenceCopy
 from .settings import Settings, trls_configuration
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -75,7 +74,6 @@ __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
     ProcessErrors,  # raises those of all other parts
-    ReferenceCopy,
     ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,

@@ -40,7 +40,6 @@ from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
 from .process_errors import ProcessErrors
-from .reference_copy import ReferenceCopy
 from .task import Task
 
 
@@ -172,7 +171,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ProcessErrors, ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
+        ProcessErrors, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
         OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
