@@ -25,7 +25,6 @@ OURS = {
     "prefix_sharing": False,
     "padding_side": None,
     "parity_check": True,
-    "stop_on_nonfinite": False,
     "strict": False,
     "packed_multiple_of": None,
     "cp_attention": "heads",

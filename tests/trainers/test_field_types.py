@@ -16,8 +16,8 @@ def test_a_flag_in_words_is_refused(name, tmp_path):
     config = getattr(trl_padfix, f"{name}Config")
     with pytest.raises(TypeError, match=r"`padding_free='false'` is of type `str`.*takes 'false' for True"):
         config(str(tmp_path), use_cpu=True, bf16=False, padding_free="false")
-    with pytest.raises(TypeError, match=r"Write `stop_on_nonfinite=True`"):
-        config(str(tmp_path), use_cpu=True, bf16=False, stop_on_nonfinite="true")
+    with pytest.raises(TypeError, match=r"Write `strict=True`"):
+        config(str(tmp_path), use_cpu=True, bf16=False, strict="true")
     check_field_types(config(str(tmp_path), use_cpu=True, bf16=False, padding_free=False))
 
 

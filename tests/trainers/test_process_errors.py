@@ -1,4 +1,4 @@
-"""An error of one of two processes is raised on both, and none waits for the other."""
+"""A parity error of one of two processes is raised on both, and none waits for the other."""
 
 from __future__ import annotations
 
@@ -8,37 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.budget_runs import make
-from kit.cells import slow_but
-from kit.process_errors import CELLS
 from kit.processes import trained
 
 from trl_padfix.trainers.batching import micro_batch_budget
 from trl_padfix.trainers.batching.micro_batch_budget import MicroBatchBudget
 from trl_padfix.trainers.batching.micro_batches import MicroBatch
-from trl_padfix.trainers.process_errors import ProcessErrors
-
-
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory, request) -> list[dict[str, str]]:
-    """By training, what each of two processes raised. One launch: after an error, collectives still match."""
-    tests = [item for item in request.session.items if item.path == request.path]
-    asked = [item.callspec.params["cell"] for item in tests if "errors" in item.fixturenames]
-    folder = tmp_path_factory.mktemp("errors")
-    trained("multi_gpu", folder, "kit.process_errors", folder, *asked, timeout=60 + 30 * len(asked))
-    return [json.loads(Path(folder, f"errors-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", slow_but(["loss of a micro-batch", "collator, texts"], CELLS))
-def test_an_error_of_one_process_is_raised_on_both(cell, errors):
-    first, second = (of_process[cell] for of_process in errors)
-    assert second.startswith(CELLS[cell])
-    if not CELLS[cell]:
-        assert first == second == ""
-        return
-    assert first.startswith("RuntimeError: Process 1 stopped, and this process would wait for it.")
-    assert first.endswith(second)
+def test_a_parity_error_of_one_process_is_raised_on_both(tmp_path):
+    trained("multi_gpu", tmp_path, "kit.process_errors", tmp_path)
+    first, second = (json.loads(Path(tmp_path, f"errors-{rank}.json").read_text()) for rank in range(2))
+    assert second["True"].startswith("ParityError: ")
+    assert first["True"].startswith("RuntimeError: Process 1 stopped, and this process would wait for it.")
+    assert first["True"].endswith(second["True"])
+    assert first["False"] == second["False"] == ""
 
 
 @pytest.mark.parametrize(("images", "is_refused"), [([1, 0], True), ([0, 2], True), ([1, 2], False), ([0, 0], False)])
@@ -59,13 +43,3 @@ def test_a_process_without_an_image_is_an_error_on_both(images, is_refused, monk
         else:
             found = budget._match_other_processes(texts + with_images)
             assert len(found) == 1 + max(images)
-
-
-def test_an_error_of_a_training_that_another_one_ended_is_not_raised_by_the_next(tmp_path):
-    trainer = make("dpo", tmp_path, ours=True, max_steps=2)
-    trainer.train()
-    # A micro-batch had an error that waits for the last one of its step, and Ctrl-C ended the training before.
-    errors = trainer.padding.part(ProcessErrors)
-    errors._error = FloatingPointError("of the training before")
-    trainer.train()
-    assert errors._error is None

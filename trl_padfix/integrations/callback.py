@@ -28,7 +28,7 @@ from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_labels import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
-from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of, summed_over_processes
+from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
 from ..trainers.neftune import prefix_sharing_with_neftune
 from ..trainers.parity import compare, first_call, print_reports, say
 from ..trainers.parts import entered
@@ -295,7 +295,7 @@ class PaddingRemovalCallback(TrainerCallback):
         counts = ForwardCounts.of(self.handles[0])
         new = counts.since(self._counted)
         # A callback has no batches: their real tokens are those of the forwards.
-        self._counters[mode].add(summed_over_processes(torch.tensor([new.real, *new]), self._trainer))
+        self._counters[mode].add(new.real, new, self._trainer)
         self._counted = counts
 
     def on_log(

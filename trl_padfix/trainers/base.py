@@ -55,12 +55,10 @@ from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metad
 from .data.precomputed_layouts import PrecomputedLayouts
 from .generation.evaluation import Generation
 from .metrics.exact_eval_means import ExactMeans
-from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
-from .process_errors import ProcessErrors
 from .settings import Settings, trls_configuration
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -73,7 +71,6 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
-    ProcessErrors,  # raises those of all other parts
     ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
@@ -85,7 +82,6 @@ PARTS: tuple[type[Part], ...] = (
     MicroBatchBudget,  # wraps the collator that adds layouts
     Generation,  # generates after the forwards of an evaluation, so that they have been counted
     TokenCounts,
-    FiniteValues,
     WholeCheckpoints,
 )
 """The parts of a trainer, in the order of their hooks; blocks end in reverse."""
@@ -237,10 +233,7 @@ class PaddingFreeMixin:
     # -- steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        errors = self.padding.part(ProcessErrors)
-        with errors.around_batches():
-            batches, *count = super().get_batch_samples(*args, **kwargs)
-        errors.check_labels(next(iter(count), None))
+        batches, *count = super().get_batch_samples(*args, **kwargs)
         self.padding.part(SubBatchBudget).note_step(batches)
         return batches, *count
 
@@ -311,16 +304,10 @@ class PaddingFreeMixin:
         padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
         with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
             yield step
-            step.is_computed = True
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        self.padding.part(FiniteValues).record_grad_norm(norm, self.state.global_step + 1)
-        return norm
 
     def _maybe_log_save_evaluate(
         self,
@@ -446,7 +433,7 @@ def _place_of(unknown: list[str], config: object) -> str:
 T = TypeVar("T", bound=Trainer)
 
 ANY_TRAINERS = (
-    "padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "pool_last_token",
+    "padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token",
     "attn_implementation"
 )  # fmt: skip
 """Settings that do not depend on the rows of a trainer."""
@@ -467,7 +454,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
             Describes its batches. The default reads `input_ids` and `attention_mask`; if a batch has other names, the
             arguments of the model are checked and counted instead.
         **settings:
-            `prefix_sharing`, `parity_check`, `stop_on_nonfinite`, `strict`, `pool_last_token`, `attn_implementation`
+            `prefix_sharing`, `parity_check`, `strict`, `pool_last_token`, `attn_implementation`
             and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Settings
             that are left out are read from the configuration if it has them.
 

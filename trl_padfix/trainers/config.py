@@ -50,9 +50,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
             the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
             gradients.
-        stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
-            Stop the run if a loss or a gradient is NaN or infinite. By default a warning names the step and the rows,
-            and the run goes on, as in TRL.
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
             tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
@@ -131,7 +128,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer:
             As in [`DPOConfig`].
@@ -163,7 +160,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
         group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
@@ -193,7 +190,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
@@ -226,7 +223,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
@@ -252,7 +249,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
         eval_generation_samples, generation_rows_shown:

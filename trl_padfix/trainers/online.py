@@ -34,12 +34,10 @@ from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .distributed import datasets_of
-from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts
 from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
-from .process_errors import ProcessErrors
 from .task import Task
 
 
@@ -171,8 +169,8 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ProcessErrors, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
-        OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
+        ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
+        OnlineLayouts, SubBatchBudget, TokenCounts, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:

@@ -110,7 +110,6 @@ class PackingConfig:
     padding_free: bool = False
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
-    stop_on_nonfinite: bool = False
     strict: bool = False
     packed_multiple_of: Lengths | None = None
     cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})

@@ -84,7 +84,7 @@ def test_names_and_fields_are_trls_and_ours(name):
     for ours, theirs in zip(classes(name, "trl_padfix"), classes(name, "trl"), strict=True):
         assert ours.__name__ == theirs.__name__
         assert issubclass(ours, theirs)
-    added = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict"}
+    added = {"padding_free", "prefix_sharing", "parity_check", "strict"}
     assert added <= set(classes(name, "trl_padfix")[1].__dataclass_fields__)
 
 
