@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..trainers.context_parallel import ContextParallel
 from ..trainers.settings import ForwardBudgetConfig, PackingConfig, ReferenceAttentionConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, PromptTask
+from .tasks import ExperimentalTrainer, PromptTask
 
 
 with of_trl("a2po"):
@@ -20,17 +19,10 @@ class A2POConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """TRL's [`~trl.experimental.a2po.A2POConfig`] with padding removal."""
 
 
-class A2POTrainer(GeneratingTrainer, trl_a2po.A2POTrainer):
+class A2POTrainer(ExperimentalTrainer, trl_a2po.A2POTrainer):
     """TRL's [`~trl.experimental.a2po.A2POTrainer`] without padding."""
 
     task_class = PromptTask
-
-    def _estimate_optimal_values(self) -> None:
-        with self.padding.part(ContextParallel).drawing_alike():
-            super()._estimate_optimal_values()
-
-    def _calculate_rewards(self, *args: object, **kwargs: object) -> Any:
-        return self.padding.part(ContextParallel).broadcast_from_first(super()._calculate_rewards(*args, **kwargs))
 
     def _get_sequence_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.split_forwards():

@@ -1,12 +1,10 @@
 """GKD without padding, in the forwards of student and teacher."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from ..trainers.context_parallel import ContextParallel
 from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("gkd"):
@@ -20,11 +18,7 @@ class GKDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl_
     """TRL's [`~trl.experimental.gkd.GKDConfig`] with padding removal."""
 
 
-class GKDTrainer(GeneratingTrainer, trl_gkd.GKDTrainer):
+class GKDTrainer(ExperimentalTrainer, trl_gkd.GKDTrainer):
     """TRL's [`~trl.experimental.gkd.GKDTrainer`] without padding."""
 
     task_class = MessagesTask
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.part(ContextParallel).drawing_alike():  # GKD draws whether to generate, then tokens
-            return super().training_step(*args, **kwargs)

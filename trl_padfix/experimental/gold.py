@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("gold"):
@@ -18,7 +18,7 @@ class GOLDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl
     """TRL's [`~trl.experimental.gold.GOLDConfig`] with padding removal."""
 
 
-class GOLDTrainer(GeneratingTrainer, trl_gold.GOLDTrainer):
+class GOLDTrainer(ExperimentalTrainer, trl_gold.GOLDTrainer):
     """TRL's [`~trl.experimental.gold.GOLDTrainer`] without padding."""
 
     task_class = MessagesTask

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..trainers.settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, MessagesTask
+from .tasks import ExperimentalTrainer, MessagesTask
 
 
 with of_trl("iw_opd"):
@@ -18,7 +18,7 @@ class IWOPDConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, tr
     """TRL's [`~trl.experimental.iw_opd.IWOPDConfig`] with padding removal."""
 
 
-class IWOPDTrainer(GeneratingTrainer, trl_iw_opd.IWOPDTrainer):
+class IWOPDTrainer(ExperimentalTrainer, trl_iw_opd.IWOPDTrainer):
     """TRL's [`~trl.experimental.iw_opd.IWOPDTrainer`] without padding."""
 
     task_class = MessagesTask

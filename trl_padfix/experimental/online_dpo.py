@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..trainers.context_parallel import ContextParallel
 from ..trainers.settings import ForwardBudgetConfig, PackingConfig, ReferenceAttentionConfig
 from . import of_trl
-from .tasks import GeneratingTrainer, PromptTask
+from .tasks import ExperimentalTrainer, PromptTask
 
 
 with of_trl("online_dpo"):
@@ -25,18 +24,10 @@ class OnlineDPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConf
     """TRL's [`~trl.experimental.online_dpo.OnlineDPOConfig`] with padding removal."""
 
 
-class OnlineDPOTrainer(GeneratingTrainer, trl_online_dpo.OnlineDPOTrainer):
+class OnlineDPOTrainer(ExperimentalTrainer, trl_online_dpo.OnlineDPOTrainer):
     """TRL's [`~trl.experimental.online_dpo.OnlineDPOTrainer`] without padding."""
 
     task_class = PromptTask
-
-    def _generate(self, model: "torch.nn.Module", prompts: list[object], *args: object, **kwargs: object) -> Any:
-        with self.padding.part(ContextParallel).generating({"prompt": prompts}):
-            return super()._generate(model, prompts, *args, **kwargs)
-
-    def _calculate_rewards_from_functions(self, *args: object, **kwargs: object) -> Any:
-        rewards = super()._calculate_rewards_from_functions(*args, **kwargs)
-        return self.padding.part(ContextParallel).broadcast_from_first(rewards)
 
     def _forward(self, model: "torch.nn.Module", *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:

@@ -15,7 +15,6 @@ from ..trainers.batching.micro_batch_budget import MicroBatchBudget
 from ..trainers.batching.sampler import StepOrder
 from ..trainers.batching.token_budget import SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
-from ..trainers.context_parallel import ContextParallel
 from ..trainers.distributed import datasets_of
 from ..trainers.task import Task
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ExperimentalTrainer",
-    "GeneratingTrainer",
     "JoinedPairTask",
     "MessagesTask",
     "PairTrainer",
@@ -50,20 +48,8 @@ class ExperimentalTrainer(PaddingFreeMixin):
         return self.padding.part(SubBatchBudget).split_forwards()
 
 
-class GeneratingTrainer(ExperimentalTrainer):
-    """
-    [`ExperimentalTrainer`] that generates in its steps.
-
-    With context parallelism all processes of a group get the same completions.
-    """
-
-    def _prepare_inputs(self, inputs: list[dict[str, Any]] | dict[str, Any]) -> Any:
-        with self.padding.part(ContextParallel).generating(inputs):
-            return super()._prepare_inputs(inputs)
-
-
-class SelfDistillingTrainer(GeneratingTrainer):
-    """[`GeneratingTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
+class SelfDistillingTrainer(ExperimentalTrainer):
+    """[`ExperimentalTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
 
     def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.split_forwards():
@@ -73,7 +59,7 @@ class SelfDistillingTrainer(GeneratingTrainer):
 class _SelfPreparedTask(Task):
     """Task of a trainer of TRL that prepares its data in `__init__` or in its steps: columns are checked before."""
 
-    supports_cp_generation = generates_within_step = True
+    generates_rows = True
 
     layout_policy = False  # a step joins, generates or shuffles the rows of the data loader
 
@@ -121,7 +107,7 @@ class JoinedPairTask(_SelfPreparedTask):
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    generates_rows = supports_cp_generation = generates_within_step = False
+    generates_rows = False
 
 
 class PairTrainer(ExperimentalTrainer):

@@ -42,6 +42,7 @@ class TPOTask(Task):
     texts = ("prompt", "chosen", "rejected", "reference")
     takes_images = False
     layout_policy = True
+    generates_rows = False
     rows_per_item = 3
     collators = {TRLs: DataCollatorForTriplePreference}
 

@@ -223,7 +223,7 @@ class PaddingFreeMixin:
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         order = next((part for part in self.padding.parts if isinstance(part, StepOrder)), None)
         if order is None or not order.is_on:
-            return self.padding.part(ContextParallel).sampler(super()._get_train_sampler(*args, **kwargs))
+            return super()._get_train_sampler(*args, **kwargs)
         # Versions of transformers differ in whether they pass the dataset. With a token budget it is a `StepDataset`,
         # whose items are whole steps; the sampler needs its rows.
         dataset = next((value for value in (*args, *kwargs.values()) if value is not None), self.train_dataset)

@@ -15,7 +15,6 @@ RENAMED = {
     "counted": "label_count_inputs",
     "extremes": "min_max_metrics",
     "for_metrics": "metrics_inputs",
-    "generates_for_groups": "supports_cp_generation",
     "in_pieces": "with_sub_batches",
     "joined_metrics": "merge_metrics",
     "loss_items": "num_loss_items",

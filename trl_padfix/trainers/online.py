@@ -61,7 +61,7 @@ class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
     layout_policy = False  # the data loader yields prompts only; `OnlineLayouts` adds the layouts of whole rows
-    supports_cp_generation = True
+    generates_rows = True
 
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
@@ -185,12 +185,7 @@ class OnlineTrainer(PaddingFreeMixin):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # Calls with a KV cache are never packed. Generation without a cache and paged generation must not be either.
         with entered(handle.disabled() for handle in self.padding.handles):
-            completed = super()._generate_single_turn(*args, **kwargs)
-        return self.padding.part(ContextParallel).broadcast_from_first(completed)
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.padding.part(ContextParallel).generating(inputs):
-            return super()._generate_and_score_completions(inputs)
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,

@@ -9,7 +9,6 @@ fields.
 # `InitVar` in an annotation that is a string.
 import inspect
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from ..core.switch import is_off
 from .data.collators import check_padding_side
 from .data.data_warnings import warn_or_raise
 from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
-from .temporary_attributes import temporarily_set
 
 
 __all__ = [
@@ -123,10 +121,7 @@ class PackingConfig:
                 setattr(self, name.replace("activation", "gradient"), getattr(self, name))
         check_field_types(self)
         check_packing(self)
-        # TRL's configurations of trainers that generate reject context parallelism. Ours support it, and the part
-        # `ContextParallel` rejects the combinations that it cannot compute.
-        with temporarily_set(self, "parallelism_config", None) if self.padding_free else nullcontext():
-            super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass

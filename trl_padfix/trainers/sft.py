@@ -42,6 +42,7 @@ class SFTTask(Task):
     """Rows are texts, conversations, or prompts with completions."""
 
     layout_policy = True
+    generates_rows = False
     collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,

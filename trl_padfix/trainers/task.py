@@ -64,14 +64,8 @@ class Task:
     within `compute_loss`. `None`: for training only, and only if `padded_batches` is not overridden.
     """
 
-    supports_cp_generation = False
-    """Whether processes that share packed rows (context parallelism) generate the same rows before a step."""
-
-    generates_within_step = False
-    """Whether a step itself generates its rows, and not the preparation of its batch."""
-
     generates_rows: bool | None = None
-    """Whether a step has rows that its process has generated. `None`: unless the collator computes the layouts."""
+    """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""
 
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
