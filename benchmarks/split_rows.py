@@ -1,7 +1,7 @@
 """
 Memory, communication and time of a step under context parallelism: several processes compute each packed row.
 
-    torchrun --nproc-per-node 2 benchmarks/split_rows.py --attention heads --rows 4 --tokens 1024
+    torchrun --nproc-per-node 2 benchmarks/split_rows.py --rows 4 --tokens 1024
     python benchmarks/split_rows.py --rows 4 --tokens 1024  # one process, for comparison
     python benchmarks/split_rows.py --compare --hidden 256 --steps 5  # one process, and two, on a core each
     torchrun --nproc-per-node 4 benchmarks/split_rows.py --rows 4 --tokens 32768 --shared 24576 --hidden 32 \\
@@ -55,12 +55,9 @@ class Traffic:
 def formula(args: argparse.Namespace, tokens: int, n: int) -> float:
     """Bytes that attention sends in a step: mean over the processes, recomputed forwards included."""
     N, K, D = args.heads, args.kv_heads, args.hidden // args.heads
-    if args.attention == "keys":
-        numbers = 2 * K * D * tokens * (n - 1) / n
-    else:
-        # KV heads are repeated until the processes divide them, as in `trl_padfix.core.parallel.attention`.
-        copies = next((c for c in range(1, N // K + 1) if N % (K * c) == 0 and K * c % n == 0), N // K)
-        numbers = 2 * (N + K * copies) * D * tokens * (n - 1) / n**2
+    # KV heads are repeated until the processes divide them, as in `trl_padfix.core.parallel.attention`.
+    copies = next((c for c in range(1, N // K + 1) if N % (K * c) == 0 and K * c % n == 0), N // K)
+    numbers = 2 * (N + K * copies) * D * tokens * (n - 1) / n**2
     # 4 bytes of a float32; forward and backward, and the forward again under checkpointing.
     return 4 * args.layers * numbers * (3 if args.checkpointing else 2)
 
@@ -75,14 +72,13 @@ def compare() -> None:
     """Run a step of one process on one core, and of two processes on one core each."""
     arguments = [arg for arg in sys.argv[1:] if arg != "--compare"]
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for launcher, options in (([], []), (two, ["--attention", "heads"]), (two, ["--attention", "keys"])):
-        command = [sys.executable, *launcher, __file__, *arguments, *options]
+    for launcher in ([], two):
+        command = [sys.executable, *launcher, __file__, *arguments]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--attention", choices=["heads", "keys"], default="heads")
     for name, default in {"rows": 4, "tokens": 1024, "shared": 0, "layers": 2, "hidden": 128, "steps": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--heads", type=int, default=4)
@@ -137,7 +133,7 @@ def main() -> None:
     handle = remove_padding(model, prefix_sharing=args.shared > 0)
     if n > 1:
         distributed.init_process_group("gloo")
-        split_rows(handle, attention=args.attention)
+        split_rows(handle)
     traffic, seconds, exchanging = Traffic(), [], []
     for step in range(args.steps * (2 if n > 1 else 1)):
         traffic.has_barrier = step >= args.steps
@@ -163,7 +159,6 @@ def main() -> None:
     tokens, mib = handle.stats.packed_tokens, sum(storage.nbytes() for storage in saved.values()) / 2**20
     figures = {
         "processes": n,
-        "attention": args.attention if n > 1 else None,
         "packed_tokens": tokens,
         "kept_mib": round(mib, 2),
         "fits": None if args.limit_mib is None else mib <= args.limit_mib,

@@ -22,7 +22,6 @@ CELLS = {
     "SFT": ("--rows", "1"),
     "SFT, a tree": TREE,
     "DPO, a tree": (*TREE, "--loss", "dpo"),
-    "DPO, a tree, keys": (*TREE, "--loss", "dpo", "--attention", "keys"),
     "SFT, a tree, checkpointing": (*TREE, "--checkpointing"),
 }
 
@@ -50,7 +49,7 @@ def test_long_rows_have_the_gradients_of_one_process(cell, tmp_path):
     assert one["packed_tokens"] == four["packed_tokens"] >= TOKENS
     assert (found["loss"] - expected["loss"]).abs() <= 1e-5 * expected["loss"].abs()
     assert apart(found, expected) <= 1e-4
-    # Of "heads" the keys and values of fewer heads than processes are held twice.
+    # The keys and values of fewer heads than processes are held twice.
     assert four["kept_mib"] < 0.5 * one["kept_mib"]
 
 

@@ -61,7 +61,7 @@ def test_what_is_overridden_is_in_trl_and_nothing_else_has_a_name_of_its_own_the
 
 EVERY_FIELD = {
     *("padding_free", "prefix_sharing", "parity_check", "strict", "attn_implementation"),
-    *("cp_attention", "packed_multiple_of", "max_tokens_per_batch"),
+    *("packed_multiple_of", "max_tokens_per_batch"),
 }
 OF_DATA = {"padding_side", "loss_reduction", "group_by_prefix", "group_by_prefix_buffer"}
 OF_EVALUATION = {*EvaluationConfig.__dataclass_fields__}

@@ -27,7 +27,6 @@ OURS = {
     "parity_check": True,
     "strict": False,
     "packed_multiple_of": None,
-    "cp_attention": "heads",
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,

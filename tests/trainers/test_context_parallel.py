@@ -49,12 +49,11 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(group, 0, 2)))
 
 
-@pytest.mark.parametrize("attention", ["heads", "keys"])
-def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
-    split = part(cp_attention=attention)
+def test_a_group_splits_the_rows_of_all_models(two_processes):
+    split = part()
     split.attach_to_models()
     groups = [h.context_parallel for h in split.trainer.padding.handles]
-    assert [(group.group.size, group.attention) for group in groups] == [(2, attention)]
+    assert [group.size for group in groups] == [2]
 
 
 @pytest.mark.parametrize("given", [{"cp_size": 1}, {"padding_free": False}])
@@ -131,8 +130,3 @@ def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
         ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
     ):
         DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())
-
-
-def test_another_way_to_attend_is_an_error():
-    with pytest.raises(ValueError, match="`cp_attention` is 'heads' or 'keys', got 'ring'"):
-        part(cp_attention="ring").check(None, {})

@@ -58,10 +58,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
-        cp_attention (`str`, *optional*, defaults to `"heads"`):
-            With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
-            packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
-            keys and values.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.

@@ -22,7 +22,6 @@ from accelerate.utils import parse_flag_from_env, recursively_apply
 
 from ..core.errors import PaddingRemovalError
 from ..core.parallel.collectives import Group
-from ..core.parallel.layout import HEADS, KEYS
 from ..core.split_rows import split_rows
 from .distributed import splitting_parallelism
 from .parts import Evaluation, Part, Step
@@ -53,10 +52,6 @@ class ContextParallel(Part):
             return 1
         return accelerator.parallelism_config.cp_size
 
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        if self.settings.cp_attention not in (HEADS, KEYS):
-            raise ValueError(f"`cp_attention` is {HEADS!r} or {KEYS!r}, got {self.settings.cp_attention!r}.")
-
     def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[None]:
         original = self.trainer.create_accelerator_and_postprocess
 
@@ -80,11 +75,10 @@ class ContextParallel(Part):
         mesh: Any = trainer.accelerator.torch_device_mesh
         self.group = Group.of(mesh["cp"].get_group())
         for handle in trainer.padding.handles:
-            split_rows(handle, self.group.group, attention=self.settings.cp_attention)
+            split_rows(handle, self.group.group)
         logger.warning(
-            f"`cp_size={self.size}`: each packed row is computed by {self.size} processes, which exchange "
-            f"{'heads for tokens' if self.settings.cp_attention == HEADS else 'their keys and values'} at attention, "
-            "in place of accelerate's ring attention."
+            f"`cp_size={self.size}`: each packed row is computed by {self.size} processes, which exchange heads for "
+            "tokens at attention, in place of accelerate's ring attention."
         )
 
     @contextlib.contextmanager

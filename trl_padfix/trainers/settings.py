@@ -110,7 +110,6 @@ class PackingConfig:
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     strict: bool = False
     packed_multiple_of: Lengths | None = None
-    cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
         activation_checkpointing: bool | None = None
         activation_checkpointing_kwargs: dict[str, Any] | str | None = None
