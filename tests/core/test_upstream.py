@@ -192,13 +192,7 @@ TRANSFORMERS = [
     ),
 ]  # fmt: skip
 
-SELECTIVE = "trl.models.selective_activation_checkpointing"
-
 TRL = [
-    Upstream("_aten_attention_ops", SELECTIVE, "the operators whose outputs selective checkpointing keeps", has,
-             needs="trl>=1.16"),
-    Upstream("_is_sac_wrapped", SELECTIVE, "marks a model that TRL has made checkpoint selectively", says,
-             needs="trl>=1.16"),
     *of_trainers("_metrics", "what TRL logs, by mode",
                  partial(is_set, '{"train": defaultdict(list), "eval": defaultdict(list)}'),
                  "DPO", "SFT", "Reward", "KTO", *ONLINE),
@@ -270,10 +264,6 @@ TRL = [
 ]  # fmt: skip
 
 OTHERS = [
-    Upstream("_opoverload", "torch._library.custom_ops.CustomOpDef", "the operator that selective checkpointing keeps",
-             says),
-    Upstream("_varlen_attn", "torch.nn.attention.varlen", "the operator of packed attention, which it keeps too", says,
-             needs="torch>=2.11"),
     Upstream("_scaled_dot_product_flash_attention_for_cpu", "torch.ops.aten", "gives the log-sum-exp that joins parts",
              has),
     Upstream("_scaled_dot_product_flash_attention_for_cpu_backward", "torch.ops.aten", "takes that of all parts", has),

@@ -38,7 +38,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_metadata import TensorVersion, with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
-from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .batching.micro_batch_budget import MicroBatchBudget
 from .batching.micro_batches import micro_batches_of, step_of
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
-    ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`

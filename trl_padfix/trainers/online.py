@@ -19,7 +19,6 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..core.call.batch_metadata import KnownBatch, with_known_batch
 from ..core.call.layout_of import LayoutInputs
-from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
@@ -169,7 +168,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
+        AttentionChoice, RemovePadding, ContextParallel, Parity,
         OnlineLayouts, SubBatchBudget, TokenCounts, WholeCheckpoints,
     )  # fmt: skip
 
