@@ -23,7 +23,7 @@ from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
-from .checkpoints.whole_checkpoints import WholeCheckpoints
+from .checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
 from .data.columns import blank_texts, column_names
