@@ -33,7 +33,6 @@ OURS = {
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,
     "eval_generation_samples": None,
-    "generation_rows_shown": 2,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,

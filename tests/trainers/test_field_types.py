@@ -4,7 +4,6 @@ import pytest
 import trl
 from kit.bad_inputs import build_bad_models
 from kit.methods import make_trainer
-from kit.rows import build_rows
 from kit.trainer_runs import SETTINGS
 
 import trl_padfix
@@ -56,12 +55,3 @@ def test_a_model_folder_without_a_tokenizer_is_said_to_have_none(name, tmp_path_
         build_bad_models(folder)
     with pytest.raises(ValueError, match=r"has no token but .*its files \(`tokenizer.json`\) are missing"):
         make_trainer(trl_padfix, name, tmp_path, model=str(folder / "no_tokenizer"), processing_class=None)
-
-
-@pytest.mark.parametrize(
-    "kwargs", [{"num_beams": 0}, {"temperature": -1.0, "do_sample": True}, {"bad_words_ids": [[40]]}]
-)
-def test_generation_that_cannot_be_is_refused_before_the_first_step(kwargs, tmp_path):
-    given = {"eval_dataset": build_rows(4), "predict_with_generate": True, "generation_kwargs": kwargs}
-    with pytest.raises(ValueError, match=r"(`generation_kwargs=.* cannot be generated with|num_beams|temperature)"):
-        make_trainer(trl_padfix, "SFT", tmp_path, **given)

@@ -52,7 +52,7 @@ from .custom_loss import may_read_steps, observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
-from .generation.evaluation import Generation
+from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts

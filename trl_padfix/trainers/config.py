@@ -82,18 +82,16 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
             With `predict_with_generate`: further keyword arguments of `generate`. They override the model's generation
-            config: `{'do_sample': False}` gives greedy decoding for every model.
+            config, of which `num_return_sequences` is not read: `{'do_sample': False}` gives greedy decoding.
         eval_generation_samples (`int`, *optional*):
             With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
             Defaults to all.
-        generation_rows_shown (`int`, *optional*, defaults to `2`):
-            With `predict_with_generate`: number of generated texts in the log and the trackers; 0 for none.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
             tokens, balanced across processes. The loss is the mean over all rows of the step.
             `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
-            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, and
-            its generation. Needs `padding_free`.
+            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too.
+            Needs `padding_free`.
         loss_reduction (`str`, *optional*):
             With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
             'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
@@ -112,8 +110,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
-            and for `generation_kwargs` that `generate` would refuse.
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`.
 
     Example:
 
@@ -258,7 +255,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
         mlp_tile_tokens, attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
-        eval_generation_samples, generation_rows_shown:
+        eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row of each turn of the assistant in `messages`: rendered by the chat template at that turn, and
