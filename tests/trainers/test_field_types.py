@@ -13,39 +13,17 @@ from trl_padfix.trainers.settings import check_field_types
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO"])
 def test_a_flag_in_words_is_refused(name, tmp_path):
     config = getattr(trl_padfix, f"{name}Config")
-    with pytest.raises(TypeError, match=r"`padding_free='false'` is of type `str`.*takes 'false' for True"):
+    with pytest.raises(TypeError, match=r"`padding_free='false'` is of type `str`; a flag is True or False"):
         config(str(tmp_path), use_cpu=True, bf16=False, padding_free="false")
-    with pytest.raises(TypeError, match=r"Write `stop_on_nonfinite=True`"):
-        config(str(tmp_path), use_cpu=True, bf16=False, stop_on_nonfinite="true")
     check_field_types(config(str(tmp_path), use_cpu=True, bf16=False, padding_free=False))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("padding_free", "false", "a flag is True or False"),
-        ("model_init_kwargs", ["bfloat16"], "are a dictionary"),
-    ],
-)
 @pytest.mark.parametrize("library", [trl, trl_padfix])
-def test_also_where_it_is_set_later_and_in_a_configuration_of_trl(library, field, value, message, tmp_path):
+def test_also_where_it_is_set_later_and_in_a_configuration_of_trl(library, tmp_path):
     args = library.SFTConfig(str(tmp_path), **SETTINGS)
-    setattr(args, field, value)
-    with pytest.raises(TypeError, match=message):
+    args.padding_free = "false"
+    with pytest.raises(TypeError, match="a flag is True or False"):
         make_trainer(trl_padfix, "SFT", tmp_path, args=args)
-
-
-def test_a_flag_of_trl_that_is_a_string_is_trls_and_warned_about(tmp_path, caplog):
-    args = trl.SFTConfig(str(tmp_path), **SETTINGS)
-    args.logging_first_step = "False"
-    make_trainer(trl_padfix, "SFT", tmp_path, args=args)
-    assert "Write `logging_first_step=False`" in caplog.text
-
-
-@pytest.mark.parametrize("given", ["gpt2", {"pad_token": 1}, 3])
-def test_a_processing_class_is_a_tokenizer(given, tmp_path):
-    with pytest.raises(TypeError, match=r"`processing_class` is a .* and a tokenizer or processor is needed"):
-        make_trainer(trl_padfix, "SFT", tmp_path, processing_class=given)
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO"])

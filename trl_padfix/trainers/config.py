@@ -13,7 +13,7 @@ import trl
 
 from ..core.attention.backends import Implementation
 from .data.turns import check_turn_settings
-from .field_types import help_from_docstring, nearest_field_in_errors
+from .field_types import help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -28,7 +28,6 @@ from .settings import (
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
@@ -55,9 +54,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             and the run goes on, as in TRL.
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
-            tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
-            finite. In a stream, stop at the first such row. By default they are counted in a warning. With
-            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
+            other numbers of images than placeholders. In a stream, stop at the first such row. By default they are
+            counted in a warning. With `padding_free` also stop at a call that cannot be packed; by default it is
+            computed padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
@@ -123,7 +122,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
@@ -155,7 +153,6 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     pool_last_token: bool = False
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
@@ -183,7 +180,6 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.GRPOConfig):
@@ -218,7 +214,6 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.RLOOConfig):
@@ -244,7 +239,6 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):

@@ -7,7 +7,6 @@ fields.
 
 # No `from __future__ import annotations`: TRL's parser calls `get_type_hints`, which until Python 3.10 rejects an
 # `InitVar` in an annotation that is a string.
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -20,7 +19,6 @@ from ..core.layout.layout import packed_length
 from ..core.switch import is_off
 from ..core.tiled_mlp import check_tile
 from .data.collators import check_padding_side
-from .data.data_warnings import warn_or_raise
 from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
 from .temporary_attributes import temporarily_set
 
@@ -258,30 +256,13 @@ def turn_off(config: TrainingArguments) -> None:
 
 
 def check_field_types(config: TrainingArguments) -> None:
-    """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
+    """Raise a `TypeError` for our flags given as strings, all of which Python takes for true."""
     if not is_dataclass(config):
         return
-    for flag in (f for f in fields(config) if f.type in FLAG_TYPES):
-        value = getattr(config, flag.name, None)
-        if value in (None, False, True):
-            continue
-        # Some flags of TRL accept other strings, so of these only "true" and "false" are wrong for certain.
-        is_ours = hasattr(Settings, flag.name)
-        if is_ours or str(value).strip().lower() in ("true", "false"):
-            intended = str(value).strip().lower() in ("true", "yes", "on", "1")
-            message = (
-                f"`{flag.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
-                f"takes {value!r} for {bool(value)}. Write `{flag.name}={intended}`."
-            )
-            if is_ours:
-                raise TypeError(message)
-            warn_or_raise(message, getattr(config, "strict", False))
-    kwargs = getattr(config, "model_init_kwargs", None)
-    if kwargs is not None and not isinstance(kwargs, (Mapping, str)):  # a JSON string is parsed later
-        raise TypeError(
-            f"`model_init_kwargs={kwargs!r}` is of type `{type(kwargs).__name__}`, and the keyword arguments of "
-            "`from_pretrained` are a dictionary. Write `model_init_kwargs={'dtype': 'bfloat16'}`, for instance."
-        )
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and hasattr(Settings, f.name)):
+        value = getattr(config, flag.name)
+        if value not in (None, False, True):
+            raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
 
 def check_packing(config: PackingConfig) -> None:

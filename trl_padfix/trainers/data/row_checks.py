@@ -28,7 +28,7 @@ _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decode
 
 
 class DoubtfulRowError(ValueError):
-    """A row whose messages a chat template may render, though one lacks its role or its content, or there is none."""
+    """A row whose messages a chat template may render, though one lacks its role or its content."""
 
 
 class EmptyTextError(DoubtfulRowError):
@@ -142,9 +142,7 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
         value = row[name]
         expected = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
-            # Of no message a template may render something; of a missing value TRL renders nothing.
-            kind = DoubtfulRowError if isinstance(value, list) else ValueError
-            raise kind(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
+            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
         for message in value:
             if defect := _defect(message):
                 kind = DoubtfulRowError if isinstance(message, dict) else ValueError

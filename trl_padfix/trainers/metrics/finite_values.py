@@ -1,4 +1,4 @@
-"""Finds NaN and infinite values: in weights before the first step, in losses and gradients during training."""
+"""Finds NaN and infinite values: in losses and gradients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 
-from ..data.data_warnings import warn_or_raise, worth_a_warning
+from ..data.data_warnings import worth_a_warning
 from ..data.tokenizers import tokenizer_of
 from ..parts import Part, Step
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["FiniteValues", "check_weights"]
+__all__ = ["FiniteValues"]
 
 logger = get_logger(__name__)
 
@@ -32,29 +31,6 @@ MAX_PENDING_VALUES = 64
 
 SHOWN_ROWS, SHOWN_TOKENS = 4, 12
 """Rows of a warning, and tokens of each."""
-
-
-def check_weights(model: nn.Module, which: str, strict: bool) -> None:
-    """
-    Warn of weights that are NaN or infinite, or raise a `ValueError` with `strict`.
-
-    Quantized weights and those on `meta` are not checked.
-    """
-    broken = [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.is_floating_point() and not parameter.is_meta and not bool(parameter.detach().isfinite().all())
-    ]
-    if broken:
-        name, parameter = broken[0]
-        count = parameter.numel() - int(parameter.detach().isfinite().sum())
-        others = f", and so are values of {len(broken) - 1} other weights" if len(broken) > 1 else ""
-        warn_or_raise(
-            f"{count} of {parameter.numel()} values of `{name}` of the {which} are NaN or infinite{others}: every "
-            "loss would be NaN, which is logged as 0.0. Load the weights in a dtype that can hold them (bfloat16 or "
-            "float32), or go back to a checkpoint from before they broke.",
-            strict,
-        )
 
 
 class PendingValue(NamedTuple):
