@@ -214,8 +214,9 @@ PLACES = {"tokenizer": "Write `processing_class=tokenizer`", "beta": "It is a fi
 @pytest.mark.parametrize(("name", "place"), PLACES.items())
 def test_an_unknown_argument_of_a_trainer_is_named_with_its_place(name, place):
     args = trl_padfix.DPOConfig(**ON_CPU)
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'. {place}"):
-        trl_padfix.DPOTrainer("model", args=args, **{name: None})
+    for trainer in (trl_padfix.DPOTrainer, trl_padfix.SFTTrainer, trl_padfix.GRPOTrainer):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'. {place}"):
+            trainer("model", args=args, **{name: None})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
         trl_padfix.DPOTrainer("model", args=args, zebra=1)
 
