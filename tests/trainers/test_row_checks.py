@@ -73,9 +73,15 @@ def test_a_stream_leaves_a_row_without_messages_out(tmp_path, caplog):
 
 OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
 COLUMNS = {
-    "from and value": ({"messages": OTHER_KEYS}, "`messages` .* have `from`.*rename_column\\('messages', 'conversat"),
-    "role and content": ({"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"),
+    "from and value": (
+        "SFT",
+        {"messages": OTHER_KEYS},
+        "the keys `from` and `value`, which TRL reads in a column `conv",
+    ),
+    "pairs": ("DPO", CHATS | {"prompt": OTHER_KEYS[:1]}, "Row 0 .* in column `prompt`, with the keys `from`"),
+    "role and content": ("SFT", {"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"),
     "a prompt beside": (
+        "SFT",
         {"prompt": "w3"} | CHAT,
         "has `prompt` and no `completion`.*train on \\['messages'\\], drop it",
     ),
@@ -84,9 +90,9 @@ COLUMNS = {
 
 @pytest.mark.parametrize("case", COLUMNS)
 def test_columns_that_trl_reads_otherwise_are_named(case, tmp_path):
-    row, message = COLUMNS[case]
+    kind, row, message = COLUMNS[case]
     with pytest.raises(ValueError, match=message):
-        make("SFT", tmp_path, Dataset.from_list([row] * 8))
+        make(kind, tmp_path, Dataset.from_list([row] * 8))
 
 
 def test_conversations_of_other_keys_are_trained_on(tmp_path):

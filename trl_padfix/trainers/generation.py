@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation"]
 
-IGNORED = ("formatting_func", "preprocess_logits_for_metrics", "batch_eval_metrics")
-"""Arguments of a trainer that neither prompts nor generated tokens pass through."""
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -61,12 +58,10 @@ class Generation(Part):
     """The dataset of the running evaluation: the one of the data loader built last."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        if not self.settings.predict_with_generate:
-            return
-        check_generation_settings(self.settings)
-        for name in IGNORED:
-            if init_kwargs.get(name) or getattr(config, name, None):
-                raise ValueError(f"`predict_with_generate=True` would ignore `{name}`. Leave one of the two out.")
+        if self.settings.predict_with_generate:
+            check_generation_settings(self.settings)
+            if init_kwargs.get("formatting_func") is not None:
+                raise ValueError("`predict_with_generate=True` would ignore `formatting_func`. Leave one of them out.")
 
     def on_init_end(self) -> None:
         """Check prompts and settings before the first step instead of at the first evaluation."""
@@ -86,7 +81,7 @@ class Generation(Part):
             check_budget(self._generator, longest, **self._generation_settings())
             is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if not is_sharded:  # the first prompt for one token: `generate` refuses what it cannot do
-                self._generate_from(dataset, count=1, max_new_tokens=1)
+                self._generate_from(dataset, count=1, max_new_tokens=1, min_new_tokens=None)
 
     def around_dataloader(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
         if not is_training:
@@ -105,15 +100,13 @@ class Generation(Part):
         samples, predicted = self._generate_from(dataset, self._count(dataset))
         if trainer.compute_metrics is not None:
             for name, value in denumpify_detensorize(trainer.compute_metrics(predicted)).items():
-                prefixed = name.startswith(f"{prefix}_")
-                evaluation.output.metrics[name if prefixed else f"{prefix}_{name}"] = value
+                evaluation.output.metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
         if trainer.is_world_process_zero():
             name = prefix.removeprefix("eval").strip("_").replace("/", "_")  # name of one of several datasets
             file = f"step_{trainer.state.global_step:05d}_{name}".strip("_") + ".jsonl"
             _write(samples, Path(trainer.args.output_dir) / "generations" / file)
-        evaluation.output = evaluation.output._replace(
-            predictions=predicted.predictions, label_ids=predicted.label_ids
-        )
+        found = {"predictions": predicted.predictions, "label_ids": predicted.label_ids}
+        evaluation.output = evaluation.output._replace(**found)
 
     def _generate_from(
         self, dataset: Dataset, count: int, **kwargs: Any
@@ -141,12 +134,9 @@ class Generation(Part):
         decoded = (tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in (predictions, references))
         rows = zip(texts, *decoded, strict=True)
         samples = [{"prompt": prompt, "prediction": answer, "reference": ref} for prompt, answer, ref in rows]
-        includes_inputs = "inputs" in self.trainer.args.include_for_metrics
-        return samples, EvalPrediction(
-            predictions=_padded(predictions, tokenizer.pad_token_id),
-            label_ids=_padded(references, -100),
-            inputs=_padded(inputs, tokenizer.pad_token_id) if includes_inputs else None,
-        )
+        pad = tokenizer.pad_token_id
+        inputs = _padded(inputs, pad) if "inputs" in self.trainer.args.include_for_metrics else None
+        return samples, EvalPrediction(_padded(predictions, pad), _padded(references, -100), inputs)
 
     def _count(self, dataset: Dataset) -> int:
         return min(self.settings.eval_generation_samples or len(dataset), len(dataset))
@@ -158,8 +148,7 @@ class Generation(Part):
         processing: Any = self.trainer.processing_class
         size = self.trainer.args.per_device_eval_batch_size
         template = getattr(self.trainer, "chat_template", None)
-        for start in range(0, len(indices), size):
-            numbers = indices[start : start + size]
+        for numbers in (indices[start : start + size] for start in range(0, len(indices), size)):
             prompts = [_prompt_of(dataset[i], processing, template) for i in numbers]
             batch = self._encode(prompts)
             if empty := [i for i, mask in zip(numbers, batch["attention_mask"], strict=True) if not mask.any()]:

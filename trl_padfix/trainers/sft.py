@@ -91,13 +91,11 @@ class SFTTask(Task):
         row = next(iter(dataset), None)
         if row is None:
             raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
-        # TRL takes `from` and `value` in `conversations` only, and `role` and `content` in other columns only.
-        for column, key, right in (("messages", "from", "conversations"), ("conversations", "role", "messages")):
-            if row.get(column) and key in row[column][0]:
-                raise ValueError(
-                    f"The messages in `{column}` of the {name} dataset have `{key}`, and TRL reads such messages in "
-                    f"`{right}` only. Rename the column: `dataset.rename_column({column!r}, {right!r})`."
-                )
+        if row.get("conversations") and "role" in row["conversations"][0]:
+            raise ValueError(
+                f"The messages in `conversations` of the {name} dataset have `role` and `content`, and TRL reads such "
+                "messages in `messages`. Rename the column: `dataset.rename_column('conversations', 'messages')`."
+            )
         require_eos(dataset, processing_class, ("completion" if "completion" in row else text_column,))
         return dataset
 

@@ -145,7 +145,7 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
             raise ValueError(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
         for message in value:
             if defect := _defect(message):
-                kind = DoubtfulRowError if isinstance(message, dict) else ValueError
+                kind = DoubtfulRowError if isinstance(message, dict) and "role" in message else ValueError
                 raise kind(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
     for name in columns:
         if name != "prompt" and row.get(name) == "":
@@ -156,6 +156,8 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
 
 def _defect(message: Any) -> str | None:
     """Why a message is invalid; `None` if it is valid."""
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        return "with the keys `from` and `value`, which TRL reads in a column `conversations` of SFT only"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return 'without a text `role` ("user" or "assistant", for instance)'
     content = message.get("content")
