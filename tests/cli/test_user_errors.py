@@ -174,7 +174,7 @@ CASES = (
         ("dpo", ["dpo", *CPU, "--config"], "`--config` is the last word"),
         ("dpo", ["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
         ("dpo", ["dpo", *CPU, "--output_dir", "/proc/x"], "`output_dir`"),
-        ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no whole checkpoint in"),
+        ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in"),
         ("dpo", ["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "there is no such folder"),
         ("dpo", ["dpo", *CPU, "--seed", "one"], "invalid int value"),
         ("dpo", ["dpo", *CPU, "--num_processes", "few"], "invalid int value: 'few'"),

@@ -159,8 +159,9 @@ def test_a_task_with_old_names_still_works():
 
 
 def test_arguments_that_a_class_passes_on_are_seen():
-    with pytest.raises(TypeError, match="`processing_class` is a `str`"):
-        padding_free_trainer(Weighted)(build_model(), processing_class="a name")
+    tokenizer = build_tokenizer(pad_token=None, eos_token=None)
+    with pytest.raises(ValueError, match="neither a pad token nor an EOS token"):
+        padding_free_trainer(Weighted)(build_model(), processing_class=tokenizer)
 
 
 def test_settings_are_read_once_and_have_their_defaults():

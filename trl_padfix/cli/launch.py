@@ -78,7 +78,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
 
     from ..files import folder_obstacle
     from ..tools.data import load_recipe
-    from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
+    from ..trainers.checkpoints import checkpoint_to_resume
 
     parser = make_parser(method)
     config = _config_of(args)
@@ -161,7 +161,6 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
-    from ..trainers.checkpoints.checkpoints import saying_what_is_safe
     from . import recipe_run
 
     parsed, _ = parse(method, args)
@@ -179,7 +178,6 @@ def main(method: str, args: Sequence[str]) -> None:
             parsed[2].dtype = parsed[1].dtype  # the script loads the model with that of the model's arguments
             if parsed[0].tiny_model:
                 given = stack.enter_context(recipe_run.serve_tiny(parsed[2].model_name_or_path, parsed[1]))
-        stack.enter_context(saying_what_is_safe(parsed[1].output_dir))
         stack.enter_context(_patched_trl(method, reports=True, **given))
         _script(method).main(*parsed)
 

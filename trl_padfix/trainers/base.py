@@ -44,15 +44,14 @@ from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
 from .batching.token_budget import SubBatchBudget
 from .batching.user_steps import whole_batch
-from .checkpoints.model_cards import card_tags, describe_in_card
-from .checkpoints.whole_checkpoints import WholeCheckpoints
+from .checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
 from .custom_loss import may_read_steps, observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
-from .generation.evaluation import Generation
+from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
@@ -369,7 +368,7 @@ class PaddingFreeMixin:
             part.log(logs, "train" if self.model.training else "eval")
         super().log(logs, *args, **kwargs)
 
-    # -- checkpoints and the model card
+    # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self.padding.part(WholeCheckpoints).training(resume_from_checkpoint) as checkpoint:
@@ -391,17 +390,9 @@ class PaddingFreeMixin:
         return self.padding.part(WholeCheckpoints).output_dir(super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.padding.part(WholeCheckpoints).postpones_push():
+        if not self.padding.part(WholeCheckpoints).is_saving:  # it is called again when the checkpoint is in its place
             with temporarily_set(self, "args", trls_configuration(self.args)):
                 super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        call = inspect.signature(super().create_model_card).bind(*args, **kwargs)
-        tags, handle = call.arguments.get("tags") or [], self.padding.handle
-        call.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), *card_tags(handle)]
-        super().create_model_card(*call.args, **call.kwargs)
-        if self.is_world_process_zero():
-            describe_in_card(Path(self.args.output_dir) / "README.md", handle)
 
 
 def _has_labels(batch: object, version: TensorVersion) -> bool:

@@ -51,9 +51,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             gradients.
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
-            tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
-            finite. In a stream, stop at the first such row. By default they are counted in a warning. With
-            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
+            other numbers of images than placeholders. In a stream, stop at the first such row. By default they are
+            counted in a warning. With `padding_free` also stop at a call that cannot be packed; by default it is
+            computed padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
@@ -71,18 +71,16 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
             With `predict_with_generate`: further keyword arguments of `generate`. They override the model's generation
-            config: `{'do_sample': False}` gives greedy decoding for every model.
+            config, of which `num_return_sequences` is not read: `{'do_sample': False}` gives greedy decoding.
         eval_generation_samples (`int`, *optional*):
             With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
             Defaults to all.
-        generation_rows_shown (`int`, *optional*, defaults to `2`):
-            With `predict_with_generate`: number of generated texts in the log and the trackers; 0 for none.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
             tokens, balanced across processes. The loss is the mean over all rows of the step.
             `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
-            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, and
-            its generation. Needs `padding_free`.
+            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too.
+            Needs `padding_free`.
         loss_reduction (`str`, *optional*):
             With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
             'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
@@ -101,8 +99,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
-            and for `generation_kwargs` that `generate` would refuse.
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`.
 
     Example:
 
@@ -242,7 +239,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
-        eval_generation_samples, generation_rows_shown:
+        eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row of each turn of the assistant in `messages`: rendered by the chat template at that turn, and

@@ -22,7 +22,7 @@ from ..core.call.layout_of import LayoutInputs
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
-from .checkpoints.whole_checkpoints import WholeCheckpoints
+from .checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
 from .data.columns import blank_texts, column_names

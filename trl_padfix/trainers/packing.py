@@ -125,7 +125,7 @@ class RemovePadding(Part):
     """
     `padding_free`, `padding_side`: attaches to the models and sets up the collator.
 
-    Before the first step it also checks weights, token ids and images.
+    Before the first step it also checks token ids and images.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -169,7 +169,7 @@ class RemovePadding(Part):
         else:
             self._attach_to_packed_rows()
         if not _are_same(before, self._decoders):
-            self._check_values()
+            self._check_token_ids()
         if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
             self._compile()
 
@@ -268,7 +268,7 @@ class RemovePadding(Part):
         embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
         return getattr(embeddings, "num_embeddings", None)
 
-    def _check_values(self) -> None:
+    def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
         trainer = self.trainer
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()

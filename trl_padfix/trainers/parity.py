@@ -91,10 +91,15 @@ class Parity(Part):
             with self._compared_on_first_call(step.mode, step.model):
                 yield
 
-    def _compare_batches(self, step: Step) -> ParityError | None:
-        """Compare the batches of a step; with several processes return the error, for the end of the step."""
+    def _compare_batches(self, step: Step) -> Exception | None:
+        """
+        Compare the batches of a step.
+
+        Returns an error for the end of the step: with several processes, and of a batch that the model itself refuses,
+        of which TRL may have more to say.
+        """
         padding = self.trainer.padding
-        failed: ParityError | None = None
+        failed: Exception | None = None
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
             if is_packed:
                 images = padding.task.parity_inputs(step.inputs, batch)
@@ -106,6 +111,8 @@ class Parity(Part):
                     if self.trainer.accelerator.num_processes == 1:
                         raise
                     failed = failed or error  # the others wait for the forwards of this process
+                except ValueError as error:
+                    failed = failed or error
         if failed is None:
             self.print_reports(step.mode)
         return failed

@@ -7,19 +7,16 @@ fields.
 
 # No `from __future__ import annotations`: TRL's parser calls `get_type_hints`, which until Python 3.10 rejects an
 # `InitVar` in an annotation that is a string.
-import inspect
-from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, TrainingArguments
+from transformers import TrainingArguments
 
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_multiple, check_prefix_sharing
 from ..core.layout.layout import packed_length
 from ..core.switch import is_off
 from .data.collators import check_padding_side
-from .data.data_warnings import warn_or_raise
 from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
 
 
@@ -189,7 +186,6 @@ class EvaluationConfig:
     generation_max_new_tokens: int = 256
     generation_kwargs: dict[str, Any] | str | None = None
     eval_generation_samples: int | None = None
-    generation_rows_shown: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
@@ -214,7 +210,9 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
     @classmethod
     def of(cls, config: TrainingArguments, **fixed: Any) -> "Settings":
         """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
-        names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
+        names = {"attn_implementation", *(f.name for f in fields(cls))}  # `fields` leaves out an `InitVar`
+        if not isinstance(config, EvaluationConfig):  # `Seq2SeqTrainingArguments` have fields of these names
+            names -= {f.name for f in fields(EvaluationConfig)}
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
         turn_off(settings)
         return settings
@@ -247,30 +245,13 @@ def turn_off(config: TrainingArguments) -> None:
 
 
 def check_field_types(config: TrainingArguments) -> None:
-    """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
+    """Raise a `TypeError` for our flags given as strings, all of which Python takes for true."""
     if not is_dataclass(config):
         return
-    for flag in (f for f in fields(config) if f.type in FLAG_TYPES):
-        value = getattr(config, flag.name, None)
-        if value in (None, False, True):
-            continue
-        # Some flags of TRL accept other strings, so of these only "true" and "false" are wrong for certain.
-        is_ours = hasattr(Settings, flag.name)
-        if is_ours or str(value).strip().lower() in ("true", "false"):
-            intended = str(value).strip().lower() in ("true", "yes", "on", "1")
-            message = (
-                f"`{flag.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
-                f"takes {value!r} for {bool(value)}. Write `{flag.name}={intended}`."
-            )
-            if is_ours:
-                raise TypeError(message)
-            warn_or_raise(message, getattr(config, "strict", False))
-    kwargs = getattr(config, "model_init_kwargs", None)
-    if kwargs is not None and not isinstance(kwargs, (Mapping, str)):  # a JSON string is parsed later
-        raise TypeError(
-            f"`model_init_kwargs={kwargs!r}` is of type `{type(kwargs).__name__}`, and the keyword arguments of "
-            "`from_pretrained` are a dictionary. Write `model_init_kwargs={'dtype': 'bfloat16'}`, for instance."
-        )
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and hasattr(Settings, f.name)):
+        value = getattr(config, flag.name)
+        if value not in (None, False, True):
+            raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
 
 def check_packing(config: PackingConfig) -> None:
@@ -381,27 +362,11 @@ def check_generation_settings(config: TrainingArguments) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
-    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
-        raise ValueError(
-            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
-        )
-    kwargs = config.generation_kwargs or {}
-    if not isinstance(kwargs, Mapping):
-        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
     taken = {
         "max_new_tokens": "`generation_max_new_tokens` is the field for it",
         "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
         "num_return_sequences": "every prompt has one prediction",
         "return_dict_in_generate": "only the tokens are kept",
-        "inputs": "prompts come from the evaluation set",
     }
-    for name in taken.keys() & kwargs.keys():
-        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
-    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
-    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
-    if unknown:
-        raise ValueError(
-            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
-            "spelling."
-        )
-    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})
+    for name in taken.keys() & (config.generation_kwargs or {}):
+        raise ValueError(f"`generation_kwargs` holds `{name}`: {taken[name]}. Leave it out.")

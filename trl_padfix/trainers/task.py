@@ -18,10 +18,9 @@ from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
 from .data.batch_labels import with_counted_labels, without_first_labels
-from .data.chat_templates import check_tool_messages
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary
+from .data.tokenizers import check_vocabulary, require_eos
 from .old_task_names import accept_old_names
 
 
@@ -105,7 +104,9 @@ class Task:
         require_rows(dataset, arguments.dataset_name)
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
-        return validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        dataset = validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        require_eos(dataset, arguments.processing_class, self.texts)
+        return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
@@ -243,12 +244,6 @@ class PairTask(Task):
     """Rows are the chosen completions of a batch, followed by its rejected ones."""
 
     rows_per_item = 2
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        dataset = super().check_dataset(dataset, arguments)
-        columns = ("prompt", "chosen")
-        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
-        return dataset
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
