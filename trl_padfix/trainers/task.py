@@ -22,7 +22,6 @@ from .data.chat_templates import check_tool_messages
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
-from .old_task_names import accept_old_names
 
 
 if TYPE_CHECKING:
@@ -87,10 +86,6 @@ class Task:
     def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        accept_old_names(cls)
-
     # -- checks
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
@@ -149,10 +144,6 @@ class Task:
         if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
-
-    def row_lengths(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Tokens of each row that a batch stands for, if its forward gets other rows (a tree of them); else `None`."""
-        return None
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
@@ -240,9 +231,6 @@ class Task:
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics of a step, made of their means over its micro-batches."""
         return means
-
-
-accept_old_names(Task)  # `__init_subclass__` runs for subclasses only
 
 
 class PairTask(Task):
