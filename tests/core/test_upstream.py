@@ -89,7 +89,6 @@ def of_trainers(name: str, why: str, fits: Callable, *methods: str, needs: str =
 
 
 MASKS = "transformers.masking_utils"
-ASYNC = "trl.experimental.async_grpo"
 MODELS = "transformers.models"
 
 TRANSFORMERS = [
@@ -260,16 +259,6 @@ TRL = [
     Upstream("flash attention variant", "trl.trainer.sft_trainer",
              "TRL's warning that packing needs FlashAttention, which is filtered out by these words", says,
              "trl<1.16"),
-    *(
-        Upstream(name, f"{ASYNC}.async_rollout_worker.AsyncRolloutWorker", why, partial(is_set, ""), "trl>=1.16")
-        for name, why in {
-            "_loop_kwargs": "holds the model that the rollouts come from, to compare it with the policy",
-            "_stop_event_mp": "tells the process of the rollouts to end; it is not set where that has ended",
-            "_process": "the process of the rollouts, whose end is noticed while a batch is waited for",
-        }.items()
-    ),
-    Upstream("_lora_sync", f"{ASYNC}.AsyncGRPOTrainer", "whether adapters alone are sent",
-             partial(is_set, ""), "trl>=1.16"),
 ]  # fmt: skip
 
 OTHERS = [

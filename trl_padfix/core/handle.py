@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
+from .attention.loaded import restore_attention
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
 from .call.layout_of import Lengths, PrefixSharing, layout_of
@@ -29,6 +29,7 @@ from .parallel.layout import ROWS, ContextParallelConfig, ContextParallelLayout,
 
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from typing_extensions import Self
 
     from .anatomy import Anatomy
@@ -182,6 +183,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelConfig | None = None
         self.stats = PaddingStats()
+        self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
         self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
@@ -189,16 +191,6 @@ class PaddingRemoval(Attachment):
     @property
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
-
-    @property
-    def split(self) -> ContextParallelConfig | None:
-        """Deprecated name of `context_parallel`."""
-        warnings.warn(
-            "`PaddingRemoval.split` is called `context_parallel` now; the old name goes with the next minor release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.context_parallel
 
     def leave_padded_calls(self) -> None:
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
@@ -321,6 +313,8 @@ class PaddingRemoval(Attachment):
         super().remove()
         if not self._patches:
             resume_packed_search(self)
+            restore_attention(self.attention_before)
+            self.attention_before = []
 
     def remember(self, call: PackedCall) -> None:
         """Record a packed forward for as long as gradient checkpointing can recompute it."""

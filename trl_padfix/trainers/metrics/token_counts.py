@@ -115,12 +115,7 @@ class TokenCounts(Part):
         before = ForwardCounts.of(self.trainer.padding.handle)
         yield
         new = ForwardCounts.of(self.trainer.padding.handle).since(before)
-        if (lengths := self.trainer.padding.task.row_lengths(step.inputs)) is None:
-            counts = _step_counts(step.batches, new)
-        else:  # packed forwards count the tokens of the tree, not those of its rows
-            new = new._replace(padded=len(lengths) * int(lengths.max()), real=int(lengths.sum()))
-            counts = torch.tensor([new.real, *new])
-        step.counts = counts  # which `ProcessErrors` adds up
+        step.counts = _step_counts(step.batches, new)  # which `ProcessErrors` adds up
         self._warn_if_unpacked(step)
 
     def add(self, mode: str, counts: torch.Tensor) -> None:
