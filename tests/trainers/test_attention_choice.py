@@ -31,7 +31,7 @@ from zoo.vision_families import build_vision
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
-from trl_padfix.core.attention.loaded import restore_attention, set_attention
+from trl_padfix.core.model.implementation import restore_attention, set_attention
 from trl_padfix.trainers.attention_choice import _resolve, _workload
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from .attention.loaded import restore_attention
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
 from .call.layers import takes_any_argument
 from .call.layout_of import Lengths, PrefixSharing, layout_of
@@ -22,6 +21,7 @@ from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
+from .model.implementation import restore_attention
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions

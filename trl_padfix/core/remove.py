@@ -20,13 +20,13 @@ from torch import nn
 
 from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
-from .attention.loaded import restore_attention, set_attention
 from .call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .model.find import find_decoder, find_pretrained
+from .model.implementation import restore_attention, set_attention
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
 from .pipelines import ENCODERS, padding_reader, pipeline_in

@@ -18,8 +18,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from ..core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
-from ..core.attention.loaded import restore_attention, set_attention
 from ..core.model.find import find_pretrained
+from ..core.model.implementation import restore_attention, set_attention
 from .field_types import parse_implementation
 from .parts import Part
 from .settings import Settings

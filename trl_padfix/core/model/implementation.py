@@ -5,14 +5,13 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..model.find import find_pretrained
-from .backends import Implementation
+from .find import find_pretrained
 
 
 __all__ = ["restore_attention", "set_attention"]
 
 
-def set_attention(model: nn.Module, implementation: Implementation) -> list[tuple[PretrainedConfig, str | None]]:
+def set_attention(model: nn.Module, implementation: dict[str, str] | str) -> list[tuple[PretrainedConfig, str | None]]:
     """
     Let a loaded model run with another attention implementation.
 
@@ -47,7 +46,7 @@ def restore_attention(before: list[tuple[PretrainedConfig, str | None]]) -> None
         config._attn_implementation_internal = name
 
 
-def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool:
+def _runs_with(config: PretrainedConfig, implementation: dict[str, str] | str) -> bool:
     if isinstance(implementation, str):
         implementation = dict.fromkeys(["", *config.sub_configs], implementation)
     parts = {part: getattr(config, part) if part else config for part in implementation}
