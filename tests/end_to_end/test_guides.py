@@ -18,9 +18,8 @@ from trl_padfix import build_tiny, remove_padding
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-GUIDES = sorted((DOCS / "guides").glob("*.md"))
-WITHOUT = {"async_grpo"}  # its script needs a server
-WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, DOCS / "other_stacks.md"] if path.stem not in WITHOUT}
+GUIDES = sorted(page for page in (DOCS / "guides").glob("*.md") if page.stem != "async_grpo")  # needs a server
+WITH_SCRIPTS = {path.stem: path for path in [*GUIDES, DOCS / "other_stacks.md"]}
 FAST = ("grpo", "reward")
 AS_PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
