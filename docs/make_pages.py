@@ -17,7 +17,7 @@ from pathlib import Path
 import trl
 
 import trl_padfix
-from trl_padfix.cli.methods import METHODS, SCRIPTS
+from trl_padfix.cli.methods import METHODS
 from trl_padfix.tools.known_errors import KNOWN_ERRORS
 
 
@@ -38,8 +38,7 @@ def options() -> str:
     """The page of options."""
     by_name: dict[str, tuple[str, str]] = {}
     methods: dict[str, list[str]] = {}
-    stable = [method for method in METHODS if method not in SCRIPTS]  # the others have pages of their own
-    for method in stable:
+    for method in METHODS:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
             if name not in REFUSED.get(method, ()):
@@ -50,7 +49,7 @@ def options() -> str:
         "(`--padding_free true`).\n"
     )
     for name, (default, help_text) in by_name.items():
-        trainers = "all trainers" if len(methods[name]) == len(stable) else ", ".join(methods[name])
+        trainers = "all trainers" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
         page += f"\n## `{name}`\n\n*`{default}`; {trainers}.* {' '.join(help_text.split())}\n"
     page += (
         "\n## `attn_implementation`\n\n"

@@ -42,7 +42,6 @@ _MODULES = {
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
-    "experimental.async_grpo": ["AsyncGRPOConfig", "AsyncGRPOTrainer"],
     "integrations.callback": ["PaddingRemovalCallback"],
     "tools.initial_model": ["build_tiny"],
 }
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
-    from .experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from .integrations.callback import PaddingRemovalCallback
     from .tools.initial_model import build_tiny
     from .trainers.base import padding_free_trainer
@@ -103,7 +101,7 @@ def _require(name: str) -> None:
     """Check the versions that a public name needs."""
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
-    if _HOME[name].startswith(("trainers.", "experimental.")):
+    if _HOME[name].startswith("trainers."):
         require("trl", name)
 
 

@@ -125,8 +125,6 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
     assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
     assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
-    with pytest.warns(DeprecationWarning, match="use `Layout.packed_index_of`"):
-        assert padding_free_layout(MASK).packed_positions_of(index).tolist() == [12, 6, 0, 15]
 
 
 @pytest.mark.parametrize(

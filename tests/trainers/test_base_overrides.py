@@ -45,7 +45,7 @@ EVERY = {
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler"),
     *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_prepare_inputs"),
     *("_maybe_log_save_evaluate", "get_batch_samples"),
-    *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "create_model_card", "_save"),
+    *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save"),
 }
 GENERATING = {"_tokenize_prompts", "_generate_single_turn"}
 OWN = {

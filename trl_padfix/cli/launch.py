@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import disable_telemetry, require_extra
-from .methods import METHODS, SCRIPTS
+from .methods import METHODS
 from .unknown_fields import unknown_flags, unknown_message
 
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser", "parse", "run"]
 
-TINY = ("dpo", "sft", "async-grpo")
+TINY = ("dpo", "sft")
 """Methods that can train a tiny model that is built on the spot."""
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -173,12 +173,7 @@ def main(method: str, args: Sequence[str]) -> None:
         parsed[2].model_name_or_path = recipe_run.model_to_train(*parsed)
         set_seed(parsed[1].seed)
     with ExitStack() as stack:
-        given = {}
-        if method == "async-grpo":
-            parsed[2].dtype = parsed[1].dtype  # the script loads the model with that of the model's arguments
-            if parsed[0].tiny_model:
-                given = stack.enter_context(recipe_run.serve_tiny(parsed[2].model_name_or_path, parsed[1]))
-        stack.enter_context(_patched_trl(method, reports=True, **given))
+        stack.enter_context(_patched_trl(method, reports=True))
         _script(method).main(*parsed)
 
 
@@ -195,14 +190,14 @@ def run(method: str, args: Sequence[str]) -> None:
 
 def _script(method: str) -> Any:
     """The module of TRL's script."""
-    return importlib.import_module(f"trl.scripts.{SCRIPTS.get(method, method)}")
+    return importlib.import_module(f"trl.scripts.{method}")
 
 
 @contextmanager
-def _patched_trl(method: str, reports: bool = False, **given: Any) -> Iterator[tuple[type, type]]:
+def _patched_trl(method: str, reports: bool = False) -> Iterator[tuple[type, type]]:
     """
     Within the block `from trl import ...` imports our trainer and configuration; with `reports` the trainer writes a
-    report at the end. `given` are arguments of the trainer that TRL's script does not pass.
+    report at the end.
     """
     import trl
 
@@ -210,25 +205,15 @@ def _patched_trl(method: str, reports: bool = False, **given: Any) -> Iterator[t
 
     from . import recipe_run
 
-    kinds = ("Trainer", "Config")
-    trainer, config = (getattr(trl_padfix, f"{METHODS[method]}{kind}") for kind in kinds)
-    names = [f"{METHODS[SCRIPTS.get(method, method)]}{kind}" for kind in kinds]  # as the script imports them
-    ours = {(trl, name): value for name, value in zip(names, (trainer, config), strict=True)}
+    names = [f"{METHODS[method]}{kind}" for kind in ("Trainer", "Config")]
+    trainer, config = (getattr(trl_padfix, name) for name in names)
+    ours = dict(zip(names, (trainer, config), strict=True))
     if reports:
         more = (recipe_run.to_dialogues,) if method == "sft" else ()
-        ours[trl, names[0]] = recipe_run.reporting(trainer, *more, **given)
-    if method == "async-grpo":
-        classes = recipe_run.rollout_arguments()
-        # The script's own class, which has TRL's script arguments as its base since it was imported.
-        ours[_script(method), "GRPOScriptArguments"] = classes.pop("GRPOScriptArguments")
-        ours |= {(trl, name): value for name, value in classes.items()}
-        if reports:
-            ours[trl, names[0]] = recipe_run.without_evaluation(ours[trl, names[0]])
-    elif method in TINY:
-        ours[trl, "ScriptArguments"] = recipe_run.RecipeArguments
-    with ExitStack() as stack:
-        for (module, name), value in ours.items():
-            stack.enter_context(patch.object(module, name, value))
+        ours[names[0]] = recipe_run.reporting(trainer, *more)
+    if method in TINY:
+        ours["ScriptArguments"] = recipe_run.RecipeArguments
+    with patch.multiple(trl, **ours):
         yield trainer, config
 
 

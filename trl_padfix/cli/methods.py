@@ -1,6 +1,6 @@
 """The training methods of the command line."""
 
-__all__ = ["METHODS", "SCRIPTS"]
+__all__ = ["METHODS"]
 
 METHODS = {
     "dpo": "DPO",
@@ -10,9 +10,5 @@ METHODS = {
     "grpo": "GRPO",
     "rloo": "RLOO",
     "distillation": "Distillation",
-    "async-grpo": "AsyncGRPO",
 }
 """Commands, and the first part of the names of their trainers and configurations."""
-
-SCRIPTS = {"async-grpo": "grpo"}
-"""Commands without a script in TRL, and the method whose script they run with their own trainer."""

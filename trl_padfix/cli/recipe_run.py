@@ -6,8 +6,7 @@ report at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,7 @@ from ..tools.report import plot_curves, summary_table, write_report
 from ..tools.tiny import SHAPES
 
 
-__all__ = [
-    "RecipeArguments", "ReportCallback", "model_to_train", "reporting", "rollout_arguments", "serve_tiny",
-    "to_dialogues", "without_evaluation",
-]  # fmt: skip
+__all__ = ["RecipeArguments", "ReportCallback", "model_to_train", "reporting", "to_dialogues"]
 
 
 @dataclass
@@ -57,19 +53,14 @@ class ReportCallback(TrainerCallback):
         print(f"report: {folder} ({', '.join(path.name for path in written)})")
 
 
-def reporting(
-    trainer_class: type, convert: Callable[[Any], Any] = lambda dataset: dataset, **given: Any
-) -> Callable[..., Any]:
-    """
-    A stand-in for the trainer class in TRL's script, which converts the data, adds [`ReportCallback`], and passes the
-    arguments `given`.
-    """
+def reporting(trainer_class: type, convert: Callable[[Any], Any] = lambda dataset: dataset) -> Callable[..., Any]:
+    """A stand-in for the trainer class in TRL's script, which converts the data and adds [`ReportCallback`]."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         for name in ("train_dataset", "eval_dataset"):
             if kwargs.get(name) is not None:
                 kwargs[name] = convert(kwargs[name])
-        trainer = trainer_class(*args, **kwargs, **given)
+        trainer = trainer_class(*args, **kwargs)
         trainer.add_callback(ReportCallback())
         return trainer
 
@@ -93,45 +84,3 @@ def model_to_train(
         split, name = script.dataset_train_split, script.dataset_config
         rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
     return build_tiny(tiny_model, rows, Path(training.output_dir) / "initial_model")
-
-
-# -- asynchronous GRPO, by TRL's script for GRPO
-
-
-def rollout_arguments() -> dict[str, type]:
-    """Dataclasses for TRL's script for GRPO: with `tiny_model`, and without the field that two of them would have."""
-    from trl.scripts.grpo import GRPOScriptArguments
-
-    dtype = ("dtype", str | None, field(default=None, init=False))  # no flag: the training arguments have one here
-    return {
-        "GRPOScriptArguments": make_dataclass("_Script", [], bases=(GRPOScriptArguments, RecipeArguments)),
-        "ModelConfig": make_dataclass("_Model", [dtype], bases=(trl.ModelConfig,)),
-    }
-
-
-def without_evaluation(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in for the trainer class, without the arguments that asynchronous GRPO does not have."""
-
-    def build_asynchronous(
-        *args: Any, eval_dataset: Any = None, quantization_config: Any = None, **kwargs: Any
-    ) -> Any:
-        if quantization_config is not None:
-            raise ValueError(
-                "TRL's asynchronous GRPO does not quantize models: leave `load_in_4bit` and its like out."
-            )
-        return build(*args, **kwargs)  # the trainer has refused `eval_strategy`
-
-    return build_asynchronous
-
-
-def serve_tiny(model: str, training: Any) -> AbstractContextManager[dict[str, Any]]:
-    """A block in which a tiny model is served on the loopback, because no other server has it."""
-    from ..tools.rollout_server import serve_policy
-
-    default = type(training).__dataclass_fields__["vllm_server_base_url"].default
-    if training.vllm_server_base_url != default:
-        raise ValueError(
-            "A `tiny_model` is served by the training itself: leave out `vllm_server_base_url`, or name a model that "
-            f"{training.vllm_server_base_url} serves in `model_name_or_path`."
-        )
-    return serve_policy(model, training)

@@ -137,7 +137,7 @@ def describe(error: BaseException) -> str | None:
 
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trl":
         return (
-            "this command needs TRL, which is not installed. Run: pip install 'trl>=1.0,<2'. If another stack is in "
+            "this command needs TRL, which is not installed. Run: pip install 'trl>=1.10,<2'. If another stack is in "
             "this environment (verl 0.9 does not start beside a TRL of 1.13 or later), install it in another one."
         )
     if (why := why_unwritable(error)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +21,7 @@ from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
+from .model.implementation import restore_attention
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
@@ -30,6 +30,7 @@ from .parallel.layout import ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from typing_extensions import Self
 
     from .anatomy import Anatomy
@@ -183,6 +184,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
         self.context_parallel: Group | None = None
         self.stats = PaddingStats()
+        self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
         self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
@@ -190,16 +192,6 @@ class PaddingRemoval(Attachment):
     @property
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
-
-    @property
-    def split(self) -> Group | None:
-        """Deprecated name of `context_parallel`."""
-        warnings.warn(
-            "`PaddingRemoval.split` is called `context_parallel` now; the old name goes with the next minor release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.context_parallel
 
     def leave_padded_calls(self) -> None:
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
@@ -322,6 +314,8 @@ class PaddingRemoval(Attachment):
         super().remove()
         if not self._patches:
             resume_packed_search(self)
+            restore_attention(self.attention_before)
+            self.attention_before = []
 
     def remember(self, call: PackedCall) -> None:
         """Record a packed forward for as long as gradient checkpointing can recompute it."""

@@ -111,8 +111,7 @@ class OnlineTask(Task):
         return True  # the advantages compare the completions of a group
 
     def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
-        return None if has_aux_loss else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
+        return None if self.trainer.aux_loss_enabled else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
@@ -134,8 +133,7 @@ class OnlineTask(Task):
         steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
         fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
         shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
-        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # RLOO of TRL 1.0 has no such loss
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
 
 
 class OnlineLayouts(PrecomputedLayouts):

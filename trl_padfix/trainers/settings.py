@@ -271,16 +271,15 @@ def check_packing(config: PackingConfig) -> None:
         value = getattr(config, name, None)
         if value and not config.padding_free:
             raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
-    for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
-        budget = getattr(config, name, None)
-        if multiple is None or not isinstance(budget, int):
-            continue
-        if (length := packed_length(budget, multiple)) != budget:
-            raise ValueError(
-                f"`{name}={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
-                f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
-                "budget to that number, or take a smaller multiple."
-            )
+    budget = getattr(config, "max_tokens_per_batch", None)
+    if multiple is None or not isinstance(budget, int):
+        return
+    if (length := packed_length(budget, multiple)) != budget:
+        raise ValueError(
+            f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
+            f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
+            "budget to that number, or take a smaller multiple."
+        )
 
 
 def check_token_budget(config: TrainingArguments) -> None:

@@ -21,7 +21,6 @@ from .data.batch_labels import with_counted_labels, without_first_labels
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
-from .old_task_names import accept_old_names
 
 
 if TYPE_CHECKING:
@@ -79,10 +78,6 @@ class Task:
 
     def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        accept_old_names(cls)
 
     # -- checks
 
@@ -144,10 +139,6 @@ class Task:
         if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
-
-    def row_lengths(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Tokens of each row that a batch stands for, if its forward gets other rows (a tree of them); else `None`."""
-        return None
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
@@ -235,9 +226,6 @@ class Task:
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
         """The metrics of a step, made of their means over its micro-batches."""
         return means
-
-
-accept_old_names(Task)  # `__init_subclass__` runs for subclasses only
 
 
 class PairTask(Task):

@@ -132,7 +132,8 @@ def implementation_obstacle(implementation: str) -> str | None:
         )
     return (
         f"`attn_implementation={implementation!r}` is not known to attend over variable-length segments. Use 'sdpa', "
-        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel"
+        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel; "
+        "`remove_padding(model, attn_implementation=...)` exchanges that of a loaded model"
     )
 
 

@@ -121,12 +121,7 @@ class TokenCounts(Part):
         before = ForwardCounts.of(self.trainer.padding.handle)
         yield
         new = ForwardCounts.of(self.trainer.padding.handle).since(before)
-        if (lengths := self.trainer.padding.task.row_lengths(step.inputs)) is None:
-            tokens = _real_tokens(step.batches, new)
-        else:  # packed forwards count the tokens of the tree, not those of its rows
-            new = new._replace(padded=len(lengths) * int(lengths.max()), real=int(lengths.sum()))
-            tokens = new.real
-        counter.add(tokens, new, self.trainer)
+        counter.add(_real_tokens(step.batches, new), new, self.trainer)
         self._warn_if_unpacked(step)
 
     def _warn_if_unpacked(self, step: Step) -> None:
