@@ -194,7 +194,8 @@ def installed(session: nox.Session, what: str) -> None:
     else:
         session.run("trl-padfix", "--help", success_codes=[1], env=offline)
         script = str(ROOT / "tests/kit/first_training.py")
-        session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), env=offline)
+        pairs = str(ROOT / "recipes/data/preferences/train.jsonl")
+        session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), pairs, env=offline)
 
 
 @nox.session

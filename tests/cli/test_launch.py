@@ -222,7 +222,9 @@ def test_help_shows_our_fields_first_in_groups_and_all_of_trls(method):
     assert result.output.startswith(f"usage: trl-padfix {method} [--config FILE.yaml]")
     titles = [f"padding removal, {group}:" for group in OPTION_GROUPS]
     ours, theirs = result.output.split("\noptions:\n")
-    assert [line for line in ours.splitlines() if line in titles] == titles
+    shown = [line for line in ours.splitlines() if line in titles]
+    # Of reward and KTO no evaluation has settings of ours, and of trainers that generate neither.
+    assert shown == [title for title in titles if "evaluation" not in title or method in ("dpo", "sft")]
     words = set(ours.replace(",", " ").split())
     assert {"--padding_free", "--prefix_sharing", "--parity_check", "--dry_run", "--max_tokens_per_batch"} <= words
     assert "--learning_rate" not in words
