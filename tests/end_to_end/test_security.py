@@ -172,7 +172,7 @@ def test_a_yaml_executes_nothing(kind, trap, tmp_path):
     result = trl_padfix_command("dpo", "--config", str(path))
     assert result.exit_code == 1
     said = f"{result.output} {result.exception}"
-    assert "could not determine a constructor" in said or "holds no mapping" in said
+    assert any(text in said for text in ("could not determine a constructor", "holds no mapping", "neither a field"))
     assert not trap.exists()
 
 
