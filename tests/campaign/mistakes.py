@@ -23,14 +23,14 @@ FORMS = {
     "chat": {"messages": [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]},
 }
 VALUES = [None, 3, -1.5, "", [], {}, True, "\u0000", "\ud83d\ude00", "x" * 5000, [None], {"role": "user"}, [[]]]
-FLAGS = ["--max-length", "--batch-size", "--seed", "--world-size", "--accumulation", "--split", "--rows", "--pairs",
+FLAGS = ["--max-length", "--batch-size", "--seed", "--world-size", "--accumulation", "--split", "--rows",
          "--json", "--plot", "--nonsense", "--steps", "--dtype", "--attn", "--device"]  # fmt: skip
 WORDS = ["0", "-1", "1e9", "999999999999", "nan", "", "abacus", "/nowhere/x.json", ".", "2,0", "float8", "💥"]
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
     form = chance.choice(list(FORMS))
-    command = chance.choice(["stats", "stats", "stats", "parity", "bench", "doctor", "dpo", "sft"])
+    command = chance.choice(["stats", "stats", "stats", "parity", "doctor", "dpo", "sft"])
     flags = []
     for _ in range(chance.choice([0, 0, 1, 2])):
         flags += [chance.choice(FLAGS)] + ([chance.choice(WORDS)] if chance.random() < 0.9 else [])
@@ -85,8 +85,6 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
     command = {
         "stats": ["stats", str(path), "--tokenizer", model],
         "parity": ["parity", "--model", model, *(["--config"] if is_yaml else ["--data"]), str(path)],
-        "bench": ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--pairs", "2", "--no-memory",
-                  "--data", str(path)],
         "doctor": ["doctor", "--model", model if case["damage"] == "none" else str(path)],
         # To the end of the parser: what comes after is a training.
         "dpo": ["dpo", "--config", str(path), "--num_processes", "none"],

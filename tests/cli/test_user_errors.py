@@ -16,7 +16,6 @@ from trl_padfix.cli import user_errors
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 GPU = str(Path(__file__).parents[2] / "recipes/dpo_qwen2.5_0.5b.yaml")
-TINY = ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--max-length", "64"]
 
 
 def stats(data, *more):
@@ -118,7 +117,6 @@ CASES = (
         *((f"parity {name}", compared(f"models/{name}"), message) for name, message in OF_MODELS.items()),
         # All commands read data, recipes and tokenizers by the functions that `stats` calls.
         *((f"parity {name}", compared("models/good", name), OF_DATA[name]) for name in READ),
-        *((f"bench {name}", [*TINY, "--data", name], OF_DATA[name]) for name in READ),
         ("parity", compared("models/no_tokenizer"), OF_TOKENIZERS["no_tokenizer"]),
         ("parity --config", parity("--model", "models/good", "--config", "list.yaml"), OF_DATA["list.yaml"]),
         ("parity", compared("models/good", "no_text.jsonl"), "A row has no token"),
@@ -131,26 +129,6 @@ CASES = (
         ("parity", [*compared("models/good"), "--device", "abacus"], "abacus"),
         ("parity", [*compared("models/good"), "--rows", "0"], "--rows"),
         ("parity", [*compared("models/good"), "--max-length", "1"], "--max-length"),
-        *(("bench", [*TINY, "--data", "equal", *options.split()], message) for options, message in {
-            "--shape huge": "'huge' is not one of tiny, small", "--pairs 0": "greater than or equal to 1",
-            "--steps -1": "greater than or equal to 1", "--dtype float64": "float32", "--device abacus": "cpu",
-            "--stepps 1": "No such option", "--attn telepathy": "sdpa", "--attn flash_attention_2": "--attn: Flash",
-            "--trainer ppo": "'ppo' is not one of dpo",
-            "--liger --device cpu": "GPUs only", "--device cuda": "finds no GPU here",
-        }.items()),
-        ("bench", [*TINY, "--data", "good.jsonl"], "dpo needs `chosen` and `rejected`"),
-        ("bench", [*TINY, "--data", "null_pairs.jsonl"], "Row 12"),
-        ("bench", [*TINY, "--data", "lengths:0/0"], "gives no lengths"),
-        ("bench", [*TINY, "--data", "lengths:5/0"], "gives no lengths"),
-        ("bench", [*TINY, "--data", "lengths:5"], "gives no lengths"),
-        ("bench", [*TINY, "--data", "pairs.jsonl", "--pairs", "99"], "99 are needed"),
-        ("bench", [*TINY, "--data", "pairs.jsonl", "--max-length", "2"], "are needed"),
-        ("bench", [*TINY, "--data", "equal", "--json", "nowhere/x"], "there is no folder"),
-        ("bench", [*TINY, "--data", "equal", "--plot", "."], "a folder"),
-        ("bench", [*TINY, "--data", "equal", "--seed", "-1"], "--seed"),
-        ("bench", [*TINY, "--data", "equal", "--variants", "ours"], "`variants` are names among"),
-        ("bench", [*TINY, "--data", "equal", "--peak-tflops", "-1"], "--peak-tflops"),
-        ("bench", [*TINY, "--trainer", "grpo", "--variants", "trl,token_budget"], "leave `token_budget` out"),
         ("doctor", ["doctor", "--dtype", "int3"], "int3"),
         ("doctor", ["doctor", "--explain", "x", "--model", "y"], "--explain"),
         ("dpo", ["dpo", *CPU, "--nonsense=1"], "--nonsense=1: neither a field"),

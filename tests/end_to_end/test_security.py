@@ -72,12 +72,11 @@ COMMANDS = [
     "doctor --model models/good",
     "stats good.jsonl --tokenizer models/good --world-size 2",
     "parity --model models/good --data uneven.jsonl --rows 2 --no-gradients --attn sdpa",
-    "bench --shape tiny --pairs 1 --steps 1 --warmup 0 --data lengths:4/4 --no-memory",
     "dpo --help",
 ]
 
 
-NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.bench.measure", "trl_padfix.tools.stats"]
+NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.stats"]
 TRAINING = "--model_name_or_path models/good --dataset_name good_folder --save_strategy steps --max_steps 1 "
 TRAINING += "--max_length 16 --use_cpu true --bf16 false --report_to none --padding_free true "
 TRAINING += "--gradient_checkpointing false"

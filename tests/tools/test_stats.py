@@ -393,15 +393,14 @@ def test_the_command_takes_each_trainers_data(tmp_path):
     rows = {name: figures["truncation"]["rows"] for name, figures in found.items()}
     assert rows == {"dpo": 40, "kto": 80, "sft": 18, "grpo": 40, "grouped": 40, "reward": 40}
     assert "80 rows of pairs.jsonl, tokenized with a BPE of 300 for kto" in printed["kto"]
-    assert "bench --trainer grpo" in printed["grpo"]
-    assert "--generations 4" in printed["grpo"]
+    assert "bench.py --trainer dpo" in printed["dpo"]
     assert "--max-length" not in printed["dpo"]
     given = ["--tokenizer", str(tmp_path / "a tokenizer"), "--max-length", "64"]
     train_tokenizer(WORDS, 300).save_pretrained(tmp_path / "a tokenizer")
     result = trl_padfix_command("stats", str(tmp_path / "pairs.jsonl"), "--world-size", "2", *given)
-    line = next(line for line in result.output.splitlines() if line.startswith("Measure it: "))
-    assert set(given) < set(shlex.split(line))
-    assert "bench" not in printed["kto"].split("Verdict")[1]
+    line = next(line for line in result.output.splitlines() if line.startswith("Measure it in a clone: "))
+    assert set(given[2:]) < set(shlex.split(line))
+    assert not any("bench" in printed[name].split("Verdict")[1] for name in ("kto", "grpo", "reward"))
     assert "batches of rows that begin alike" in printed["grouped"]
     for flags in (["--trainer", "grpo", "--group-by-prefix"], ["--trainer", "abacus"], ["--expand-turns"]):
         assert trl_padfix_command("stats", str(tmp_path / "pairs.jsonl"), *command, *flags).exit_code == 2

@@ -1,15 +1,14 @@
 """The verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data."""
 
 import json
-import re
 
 import numpy as np
 import pytest
 import torch
+from bench import pairs_of_lengths, parse_tree, synthetic_rows, tree_pairs, tree_rows
 from kit.commands import trl_padfix_command, write_rollouts
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools.bench.data import pairs_of_lengths, parse_tree, synthetic_rows, tree_pairs, tree_rows
 from trl_padfix.tools.stats import Lengths, prefix_tree
 from trl_padfix.tools.token_rows import sequences_of
 from trl_padfix.tools.verdict import advise
@@ -39,23 +38,6 @@ def test_the_advice_follows_the_data(kind):
     assert f"{found.by_tokens:.1f}x" in text
     if kind == "equal lengths":
         assert found.by_tokens == pytest.approx(1, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("data", "trainer", "size"), [("tree:2x2/60/8", "sft", 4), ("lengths:90/9", "dpo", 8), ("equal", "sft", 8)]
-)
-def test_the_printed_limit_is_the_ratio_of_the_counts_and_the_speed_is_left_to_bench(data, trainer, size, tmp_path):
-    result = trl_padfix_command("stats", data, "--trainer", trainer, "--json", str(tmp_path / "verdict.json"))
-    assert result.exit_code == 0, result.output
-    counts = json.loads((tmp_path / "verdict.json").read_text())["verdict"]
-    pattern = r"Limit by tokens: ([\d.]+)x \(([\d,]+) tokens in TRL's padded batch, ([\d,]+) with these settings\)"
-    ratio, padded, computed = (float(x.replace(",", "")) for x in re.search(pattern, result.output).groups())
-    assert padded == pytest.approx(counts["padded"], abs=1)
-    assert computed == pytest.approx(counts["grouped" if counts["groups"] else "auto"], abs=1)
-    assert ratio == pytest.approx(padded / computed, abs=0.06)
-    assert "the speed is what `bench` measures" in result.output
-    assert "speed" not in counts
-    assert f"--data {data} --pairs {size}" in result.output
 
 
 @pytest.mark.parametrize("build", [tree_rows, tree_pairs])

@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["stats"]
 
-SYNTHETIC = ("dpo", "sft")
-"""Trainers for which `bench` makes synthetic rows."""
-
 
 def stats(
     data: Annotated[
         str,
-        Argument(
-            help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe; or for a verdict alone what "
-            "`bench` makes up: 'equal', 'lengths:PROMPT/COMPLETION' or 'tree:ROLLOUTSxTURNS/SYSTEM/TURN'."
-        ),
+        Argument(help="Hub id, folder, .jsonl, .json.gz, .parquet, or the YAML of a recipe."),
     ],
     tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
@@ -51,7 +45,6 @@ def stats(
     trainer: Annotated[str | None, Option(help="dpo, sft, kto, reward, grpo or rloo. [by the columns]")] = None,
     generations: Annotated[int, Option(min=2, help="With grpo: completions of a prompt.")] = 8,
     completion_length: Annotated[int, Option(min=1, help="With grpo: tokens of one, about; made up.")] = 256,
-    shape: Annotated[str, Option(help="Model shape of the `bench` command that the verdict ends with.")] = "small",
     seed: Annotated[int, Option(min=0, help="Seed of the random batches.")] = 0,
     verbose: Annotated[bool, Option("--verbose", help="Also print the tokens of batches of other sizes.")] = False,
     plot: Annotated[Path | None, Option(help="Draw lengths and a batch to this PNG.")] = None,
@@ -59,9 +52,6 @@ def stats(
 ) -> None:
     """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation, waiting."""
     options = dict(locals())
-    if data == "equal" or data.startswith(("tree:", "lengths:")):
-        outputs(json=json)
-        return _synthetic_rows(data, trainer or "dpo", batch_size, max_tokens_per_batch, shape, seed, json)
     from ..tools import formats, tiny
     from ..tools.data import load_recipe
     from ..tools.stats import check_size
@@ -75,7 +65,6 @@ def stats(
         recipe = load_recipe(data) if data.endswith((".yaml", ".yml")) else {}
         settings = StatsSettings.of(recipe, options)
     one_of("--truncation-mode", settings.truncation_mode, ["keep_start", "keep_end"])
-    one_of("--shape", shape, tiny.BENCH_SHAPES)
     if trainer is not None:
         one_of("--trainer", trainer, formats.TRAINER_COLUMNS)
     with user_errors_of("--world-size"):
@@ -92,7 +81,9 @@ def stats(
     with user_errors_of("DATA"):
         report = analyze(rows, loaded, settings, processes, progress=console.is_terminal)
     _print_report(report, Path(data).name, name, verbose)
-    measured = report.bench_data(data, shape=shape, columns=columns, split=split, tokenizer=tokenizer)
+    # `benchmarks/bench.py` reads files with the columns of a trainer.
+    is_plain = not recipe and columns is None and split == "train"
+    measured = report.bench_data(data) if is_plain else None
     print_as_is("\nVerdict:", *report.verdict.lines(measured))
     write_json(json, report.to_dict(data, name, measured))
     if plot is not None:
@@ -151,20 +142,3 @@ def _print_batches(report: StatsReport) -> None:
     )
     headings = ("batch", "padded", "real", "distinct", "padded/real", "real/dist.", "padded/dist.")
     console.print(figure_table(headings, table))
-
-
-def _synthetic_rows(
-    data: str, trainer: str, batch_size: int | None, budget: int | None, shape: str, seed: int, json: Path | None
-) -> None:
-    """The verdict on synthetic rows of `bench`."""
-    from ..tools.stats_report import advise_synthetic
-    from ..tools.tiny import BENCH_SHAPES
-    from ..tools.verdict import bench_data
-
-    one_of("--trainer", trainer, SYNTHETIC)
-    one_of("--shape", shape, BENCH_SHAPES)
-    with user_errors_of("DATA"):
-        verdict, max_length = advise_synthetic(data, trainer, batch_size, budget, seed)
-    measured = bench_data(data, shape=shape, max_length=max_length)
-    print_as_is(*verdict.lines(measured))
-    write_json(json, {"data": data, "verdict": verdict.to_dict(measured)})

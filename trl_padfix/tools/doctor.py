@@ -33,7 +33,6 @@ from ..core.attention.backends import (
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
 from ..versions import BOUNDS, TESTED, installed_version, installed_versions
-from .counted_step import experts_of
 from .reading import reason
 
 
@@ -195,7 +194,8 @@ def _sharding(model: PreTrainedModel) -> str:
     """Sizes of a `DistributedConfig` for which the model has a plan, and what they have to divide."""
     config = model.config.get_text_config()
     key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    experts, _ = experts_of(config)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for n in (getattr(config, name, None) for name in names) if n), 1)
     divided = {"fsdp": "", "tp": f" (divides {key_heads} key heads)", "ep": f" (divides {experts} experts)"}
     planned = [f"{name}_size{of}" for name, of in divided.items() if getattr(model, f"_{name}_plan", None)]
     return ", ".join(planned) or "no sizes"

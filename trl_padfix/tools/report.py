@@ -16,9 +16,7 @@ from ..versions import installed_versions
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .bench.settings import VariantResult
-
-__all__ = ["curves", "plot_bench", "plot_curves", "summary_table", "write_report"]
+__all__ = ["curves", "plot_curves", "summary_table", "write_report"]
 
 _REWARDS = "rewards/accuracies"
 _ROWS = (
@@ -122,25 +120,3 @@ def plot_curves(history: list[dict[str, Any]], path: str | Path) -> Path | None:
     # Below the axes, where it covers no curve.
     figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3)
     return write_whole(path, lambda beside: figure.savefig(beside, dpi=120))
-
-
-def plot_bench(results: list[VariantResult], title: str, path: Path) -> None:
-    """Draw speed-up and peak memory of each variant of a benchmark."""
-    from matplotlib.figure import Figure
-
-    names = [result.name.replace("_", " ") for result in results]
-    figure = Figure(figsize=(11, 0.5 * len(names) + 1.6), layout="constrained")
-    speed, memory = figure.subplots(1, 2, sharey=True)
-    speedups = [result.speedup or 0.0 for result in results]  # without TRL's step there is none
-    bars = speed.barh(names, speedups)
-    speed.bar_label(bars, [f"{speedup:.2f}x" if speedup else "-" for speedup in speedups], padding=3)
-    limits = [result.token_limit for result in results]
-    speed.plot(limits, names, "k|", markersize=16, label="padded over computed tokens")
-    speed.set(xlabel="speed over TRL's padded step", xlim=(0, 1.15 * max(*limits, *speedups)))
-    speed.invert_yaxis()
-    speed.legend(loc="upper right")
-    peaks = [result.peak_gib or 0.0 for result in results]
-    memory.bar_label(memory.barh(names, peaks, color="tab:orange"), [f"{peak:.2f}" for peak in peaks], padding=3)
-    memory.set(xlabel="peak memory of a step, GiB", xlim=(0, 1.15 * max(*peaks, 1e-3)))
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,15 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..trainers.data.turns import expand_turns
 from . import stats
-from .bench.data import parse_tree, synthetic_rows
 from .data import load_rows, rename_columns, texts_of, whole_number
 from .formats import ONLINE, rows_for_trainer, to_trl_format, trainer_of
 from .stats import BatchTokens, Lengths, Waiting
 from .stats_picture import plot
-from .verdict import UNITS, Verdict, advise, bench_data
+from .verdict import UNITS, Verdict, advise
 
 
-__all__ = ["StatsReport", "StatsSettings", "advise_synthetic", "analyze", "load_training_rows"]
+__all__ = ["StatsReport", "StatsSettings", "analyze", "load_training_rows"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of the batches whose tokens are counted."""
@@ -83,7 +83,7 @@ class StatsReport:
     token_budget: int
     waiting: list[Waiting]
     verdict: Verdict
-    longest: int  # tokens of the longest sequence, at least 1,024: the `max_length` of `bench`
+    longest: int  # tokens of the longest sequence, at least 1,024: the `--max-length` of `benchmarks/bench.py`
     kept: Lengths  # of the rows that TRL trains on
 
     @property
@@ -91,17 +91,13 @@ class StatsReport:
         """What batches are counted in: pairs, rows or prompts."""
         return UNITS[self.settings.trainer]
 
-    def bench_data(self, data: str, **options: Any) -> str:
-        """The value of `bench --data` with its flags, for the same rows; `options` are further options of `bench`."""
-        settings = self.settings
-        if settings.is_online:
-            lengths = {"completion_length": settings.completion_length}
-        else:
-            lengths = {"max_length": max(2, self.longest)}
-        return bench_data(data, settings.expand_turns, **options, **lengths)
+    def bench_data(self, data: str) -> str:
+        """The value of `--data` of `benchmarks/bench.py`, and its options for the same rows."""
+        words = [data, *(["--max-length", str(max(2, self.longest))] if self.longest != 1024 else [])]
+        return shlex.join(words) + " --expand-turns" * self.settings.expand_turns
 
-    def to_dict(self, data: str, tokenizer: str | None, measured: str) -> dict[str, Any]:
-        """The figures for JSON; `measured` is the text of [`bench_data`]."""
+    def to_dict(self, data: str, tokenizer: str | None, measured: str | None) -> dict[str, Any]:
+        """The figures for JSON; `measured` is the text of [`bench_data`], if it can be measured."""
         settings = self.settings
         names = ("trainer", "max_length", "truncation_mode", "seed")
         return {
@@ -182,26 +178,3 @@ def analyze(
         longest=settings.max_length or max(1024, int(lengths.sequences.max())),
         kept=kept,
     )
-
-
-def advise_synthetic(
-    data: str, trainer: str, batch_size: int | None, budget: int | None, seed: int = 0
-) -> tuple[Verdict, int | None]:
-    """
-    The verdict on synthetic rows of `bench`, and the `max_length` under which `bench` measures the same.
-
-    A tree needs no `max_length` (`None`): `bench` takes its longest row. The default budget is the mean tokens of a
-    batch.
-
-    Raises:
-        ValueError: If `data` is no such name.
-    """
-    tree = parse_tree(data)
-    size = batch_size or (8 if tree is None else tree.rows)
-    count = 400 if tree is None else 12 * max(size, tree.rows)  # rows: a dozen trees, so that batches mix them
-    rows = synthetic_rows(data, trainer, count, seed=seed)
-    if rows is None:
-        raise ValueError(f"{data!r} is no name of synthetic rows.")
-    lengths = Lengths.of(dict(row) for row in rows)
-    verdict = advise(lengths, trainer=trainer, batch_size=size, budget=budget, seed=seed)
-    return verdict, max(1024, int(lengths.sequences.max())) if tree is None else None

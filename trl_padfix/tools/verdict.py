@@ -2,21 +2,19 @@
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
 Tokens are counted in random batches, in batches of rows with long shared prefixes, and in those of TRL's settings.
-Their ratio limits the speed-up where time goes with tokens; `trl-padfix bench` measures the speed.
+Their ratio limits the speed-up where time goes with tokens; `benchmarks/bench.py` measures the speed.
 """
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .bench.settings import TRAINERS
 from .formats import ONLINE
 from .stats import Lengths, batch_tokens
 
 
-__all__ = ["UNITS", "Verdict", "advise", "bench_data"]
+__all__ = ["UNITS", "Verdict", "advise"]
 
 WORTH_GROUPING = 0.9
 """Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
@@ -63,13 +61,13 @@ class Verdict:
         """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
         return self.padded / self.tokens
 
-    def lines(self, data: str) -> list[str]:
-        """The verdict in words, at most eight lines; `data` is the value of `bench --data`, see [`bench_data`]."""
+    def lines(self, data: str | None = None) -> list[str]:
+        """The verdict in words, at most eight lines; `data` is the value of `--data` of `benchmarks/bench.py`."""
         saved, saved_by_grouping = 1 - self.auto / self.real, 1 - self.grouped / self.auto
         padding = 1 - self.real / self.padded
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        unit, is_online, has_bench = UNITS[self.trainer], self.generations > 1, self.trainer in TRAINERS
+        unit, is_online = UNITS[self.trainer], self.generations > 1
         completions = f" x {self.generations} completions" if is_online else ""
         if is_online:
             grouping = ""
@@ -83,7 +81,7 @@ class Verdict:
             f"Padding is {padding:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"
             f"{grouping}.",
             f"Limit by tokens: {self.by_tokens:.1f}x ({self.padded:,.0f} tokens in TRL's padded batch, "
-            f"{self.tokens:,.0f} with these settings){'; the speed is what `bench` measures' * has_bench}.",
+            f"{self.tokens:,.0f} with these settings).",
             f"Memory of activations: about {self.tokens / self.padded:.0%} of TRL's padded step, at equal batches.",
         ]
         if not is_online:
@@ -95,16 +93,15 @@ class Verdict:
             )
         else:
             lines.append(f"TRL's padding_free and packing: none for {self.trainer.upper()}.")
-        if has_bench:
-            flags = " --group-by-prefix" if self.groups else f" --generations {self.generations}" * is_online
+        if data is not None and self.trainer in ("dpo", "sft"):
             lines.append(
-                f"Measure it: trl-padfix bench --trainer {self.trainer} --data {data} --pairs {self.batch_size} "
-                f"--variants trl,padding_free,auto{flags}"
+                f"Measure it in a clone: python benchmarks/bench.py --trainer {self.trainer} --data {data} --pairs "
+                f"{self.batch_size} --variants trl,padding_free,auto{' --group-by-prefix' * self.groups}"
             )
         return lines
 
-    def to_dict(self, data: str) -> dict[str, Any]:
-        """The verdict for JSON, with its derived figures and its lines about `data` (see [`bench_data`])."""
+    def to_dict(self, data: str | None) -> dict[str, Any]:
+        """The verdict for JSON, with its derived figures and its lines."""
         derived = {name: getattr(self, name) for name in ("shares", "groups", "by_tokens")}
         return asdict(self) | derived | {"lines": self.lines(data)}
 
@@ -146,11 +143,3 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int, budget: int | Non
         generations=lengths.sequences.shape[1] if is_online else 1,
     )
     return verdict if budget else replace(verdict, budget=round(verdict.tokens))
-
-
-def bench_data(data: str, expand_turns: bool = False, **options: Any) -> str:
-    """The value of `bench --data` for this data, with flags for all `options` that are not the defaults of `bench`."""
-    defaults = {"shape": "small", "split": "train", "max_length": 1024}
-    options = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
-    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join([data, *flags]) + " --expand-turns" * expand_turns
