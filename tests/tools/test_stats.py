@@ -429,7 +429,7 @@ def test_hh_rlhf_has_the_known_figures_within_a_minute(tmp_path):
         assert ours == pytest.approx(ratios, rel=0.05)
     two, *more = found["waiting"]
     assert 1 - two["budget"] < 0.5 * (1 - two["fixed"])
-    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text()
     rows = re.findall(r"\| (\d+) \| ([\d.]+)% \| ([\d.]+)% \|", page)
     assert [int(row[0]) for row in rows] == [w["processes"] for w in more]
     for row, w in zip(rows, more, strict=True):

@@ -73,8 +73,8 @@ def trainer_of(rows: Dataset) -> str:
     if trainer is None:
         raise ValueError(
             f"The dataset has columns {sorted(columns)}. Pairs need `chosen` and `rejected`, texts need `text`, "
-            "`messages`, or `prompt` and `completion`, and GRPO needs `prompt`: rename its columns (`stats` and "
-            "`bench`: `--columns`)."
+            "`messages`, or `prompt` and `completion`, and GRPO needs `prompt`: rename its columns (`stats`: "
+            "`--columns`)."
         )
     return trainer
 
@@ -95,8 +95,8 @@ def rows_for_trainer(rows: Dataset, trainer: str) -> Dataset:
             " and ".join(f"`{name}`" for name in sorted(names)) for names in TRAINER_COLUMNS[trainer]
         )
         raise ValueError(
-            f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed}: rename its columns (`stats`, "
-            "`bench`: `--columns`)."
+            f"The dataset has columns {sorted(columns)}, and {trainer} needs {needed}: rename its columns (`stats`: "
+            "`--columns`)."
         )
     extras = {*_EXTRAS, "prompt"} if taken == _PAIRS else _EXTRAS
     rows = rows.select_columns([name for name in rows.column_names if name in taken | extras])
