@@ -35,6 +35,7 @@ _MODULES = {
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.distillation": ["DistillationConfig", "DistillationTrainer"],
     "trainers.dpo": ["DPOTrainer"],
+    "trainers.dry_run": ["dry_run"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
     "trainers.reward": ["RewardTrainer"],
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.distillation import DistillationConfig, DistillationTrainer
     from .trainers.dpo import DPOTrainer
+    from .trainers.dry_run import dry_run
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
     from .trainers.reward import RewardTrainer

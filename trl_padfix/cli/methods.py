@@ -1,6 +1,6 @@
-"""The training methods of the command line."""
+"""The training methods of the command line, and the groups of our options in their `--help`."""
 
-__all__ = ["METHODS"]
+__all__ = ["METHODS", "OPTION_GROUPS"]
 
 METHODS = {
     "dpo": "DPO",
@@ -12,3 +12,14 @@ METHODS = {
     "distillation": "Distillation",
 }
 """Commands, and the first part of the names of their trainers and configurations."""
+
+OPTION_GROUPS = {
+    "for everyone": (),
+    "memory": ("max_tokens_per_batch", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    "evaluation": (
+        "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
+        "eval_generation_samples",
+    ),
+    "several GPUs": ("packed_multiple_of",),
+}  # fmt: skip
+"""Groups of the fields that this package adds; those that none names belong to the first."""
