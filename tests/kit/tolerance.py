@@ -77,6 +77,9 @@ def assert_close(
     [`tolerance`].
     """
     assert got.shape == exact.shape, f"{what}: shapes {tuple(got.shape)} and {tuple(exact.shape)}"
+    if not exact.is_floating_point():  # counts
+        assert torch.equal(got, exact), f"{what}: {got} is not {exact}"
+        return
     dtype = dtype or min(got.dtype, exact.dtype, key=lambda t: torch.finfo(t).bits)
     size = float(exact.abs().max()) if size is None else size
     allowed = tolerance(size, terms=terms, depth=depth, dtype=dtype)

@@ -257,7 +257,7 @@ def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.T
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 0.0, rtol: float = 1e-4) -> None:
-    """Assert that two trajectories are the same. Some figures are differences of others: margins of log-probabilities."""
+    """Assert that two trajectories are the same. Some figures are differences of others (margins, rewards)."""
     assert ours.abs().max() > 1e-3
     atol += tolerance(float(theirs[theirs.isfinite()].abs().max()), terms=1, depth=2 * 8 * 2)
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
