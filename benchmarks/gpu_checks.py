@@ -19,8 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl_padfix.core.attention import attention
 from trl_padfix.core.attention.segments import sum_by_token
 from trl_padfix.core.attention.varlen import torch_varlen_is_complete
-from trl_padfix.core.call.batch_metadata import ForwardMetadata, KnownBatch, share_layouts
-from trl_padfix.core.call.layout_of import LayoutInputs
+from trl_padfix.core.call.batch_cache import BatchVersion
+from trl_padfix.core.context import within
 from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.remove import remove_padding
 
@@ -124,8 +124,8 @@ class _Figures:
                     compile_layers(handle, backend=backend)
             if mode == "leaking":
                 one_row = padding_free_layout(mask.reshape(1, -1))  # all rows as one: each attends to those before it
-                wrong = ForwardMetadata(replace(one_row, batch_shape=tuple(mask.shape)))
-                stack.enter_context(share_layouts([KnownBatch.of(LayoutInputs(ids, mask), wrong)], deferred_checks=[]))
+                wrong = replace(one_row, batch_shape=tuple(mask.shape))
+                stack.enter_context(within(planned=(BatchVersion.of(ids, mask), wrong)))
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "autocast"):
                 logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
             logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)

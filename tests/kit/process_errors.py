@@ -14,10 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import trl
 from kit.budget_runs import make
 
-from trl_padfix.core.call.batch_metadata import defer_check
 from trl_padfix.core.parity.report import ParityReport
 from trl_padfix.trainers.batching.budget_collator import BudgetCollator
 from trl_padfix.trainers.metrics.finite_values import FiniteValues, PendingValue
@@ -28,13 +26,10 @@ __all__ = ["CELLS"]
 RANK = int(os.environ.get("RANK", 0))
 PACKED = {"padding_free": True, "prefix_sharing": True}
 
-CHECK = "The batch is that of its collator"
-
 CELLS = {
     "parity": "ParityError: ",
     "loss": "FloatingPointError: The loss of training in step 2 is nan",
     "loss of a micro-batch": "FloatingPointError: The loss of training in step 2 is nan",
-    "deferred check": f"PaddingRemovalError: {CHECK}: this assumption in step 2 of train does not hold",
     "collator, pairs": "ValueError: a row of the data",
     "collator, texts": "ValueError: a row of the data",
     "no error": "",
@@ -53,17 +48,6 @@ def _broken_loss(step: int) -> contextlib.AbstractContextManager[Any]:
         record(self, value)
 
     return mock.patch.object(FiniteValues, "_record", broken)
-
-
-def _violated_check(step: int) -> contextlib.AbstractContextManager[Any]:
-    """A deferred check of a step fails, as after a write to its batch that leaves no trace."""
-    compute = trl.DPOTrainer.compute_loss
-
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        defer_check(CHECK, torch.tensor(self.state.global_step + 1 == step))
-        return compute(self, *args, **kwargs)
-
-    return mock.patch.object(trl.DPOTrainer, "compute_loss", checked)
 
 
 def _failing_collator(step: int) -> contextlib.AbstractContextManager[Any]:
@@ -86,12 +70,11 @@ def train(cell: str, folder: Path) -> None:
         "parity_check": cell == "parity",
     }
     given |= {"stop_on_nonfinite": True} if cell.startswith("loss") else {}
-    given |= {"max_tokens_per_batch": None} if cell in ("parity", "loss", "deferred check") else {}
+    given |= {"max_tokens_per_batch": None} if cell in ("parity", "loss") else {}
     errors = {
         "parity": lambda: mock.patch.object(ParityReport, "ok", False),
         "loss": lambda: _broken_loss(step=2),
         "loss of a micro-batch": lambda: _broken_loss(step=2),
-        "deferred check": lambda: _violated_check(step=2),
         "collator, pairs": lambda: _failing_collator(step=2),
         "collator, texts": lambda: _failing_collator(step=2),
         "no error": contextlib.nullcontext,

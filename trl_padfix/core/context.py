@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 
 if TYPE_CHECKING:
-    from .call.batch_metadata import KnownBatches
+    from .call.batch_cache import BatchCache, BatchVersion
     from .call.calls import ModelCall, PackedCall, RowsCall
     from .call.layers import LayerCall
+    from .layout.layout import Layout
     from .model.patching import Attachment
 
 
@@ -46,7 +47,8 @@ class Context:
     packed: PackedCall | None = None  # packed forward of its decoder
     rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
     layer: LayerCall | None = None  # call of a layer within a packed forward
-    known_batches: KnownBatches | None = None  # metadata for the batches of a training or evaluation step
+    batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
+    planned: tuple[BatchVersion, Layout] | None = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
     disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
     attention: str | None = None  # attention of padded forwards, in place of the one in the config

@@ -167,7 +167,6 @@ class DecoderPatch(BatchPatch):
 
     def _padded(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
-        outer.restore_labels()
         # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
         record_layout(outer, None)
         self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})

@@ -251,9 +251,8 @@ class PaddingRemoval(Attachment):
             UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
-        known_batches = context().known_batches
-        batches = known_batches.batches if known_batches is not None else []
-        if self.strict or any(isinstance(b.forward_metadata.layout, PrefixedLayout) for b in batches):
+        planned = context().planned
+        if self.strict or (planned is not None and isinstance(planned[1], PrefixedLayout)):
             raise error
         self.stats.add_padded()
         self.say_once(

@@ -76,7 +76,6 @@ class AsyncGRPOTask(Task):
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
-    layout_policy = False  # the layout is in the batch: TRL's `tree_*` tensors
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if config is not None and str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no":

@@ -75,8 +75,6 @@ class _SelfPreparedTask(Task):
 
     supports_cp_generation = generates_within_step = True
 
-    layout_policy = False  # a step joins, generates or shuffles the rows of the data loader
-
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if init_kwargs.get("data_collator") is not None:
             return  # a collator of a user's may take any columns

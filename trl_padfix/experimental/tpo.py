@@ -41,7 +41,7 @@ class TPOTask(Task):
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
     texts = ("prompt", "chosen", "rejected", "reference")
     takes_images = False
-    layout_policy = True
+    generates_rows = False
     rows_per_item = 3
     collators = {TRLs: DataCollatorForTriplePreference}
 

@@ -302,8 +302,7 @@ def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:
 def _obstacle(trainer: PaddingFreeTrainer, size: str) -> str | None:
     """Why the processes of this trainer cannot share a batch, or `None`. `size`: `"cp_size"` or `"tp_size"`."""
     task = trainer.padding.task
-    generates_rows = task.generates_rows if task.generates_rows is not None else not task.layout_policy
-    if generates_rows and not task.supports_cp_generation:
+    if task.generates_rows and not task.supports_cp_generation:
         return f"{type(trainer).__name__} generates rows on every process, and with `{size}` some share theirs"
     if task.supports_cp_generation:
         if any(getattr(trainer, name, None) for name in ("tools", "environment_factories", "rollout_func")):

@@ -10,9 +10,7 @@ __all__ = ["accept_old_names"]
 RENAMED = {
     "attached": "on_attached",
     "averages_tokens": "loss_is_token_mean",
-    "brings_layouts": "precomputes_layouts",
     "compares_rows": "needs_all_rows",
-    "counted": "label_count_inputs",
     "extremes": "min_max_metrics",
     "for_metrics": "metrics_inputs",
     "generates_for_groups": "supports_cp_generation",
@@ -24,9 +22,7 @@ RENAMED = {
     "metric_items": "num_metric_items",
     "pools_by": "pooling_pad_id",
     "reason_not_to_split": "token_budget_obstacle",
-    "scored": "loss_inputs",
     "sums_over_rows": "loss_is_row_sum",
-    "takes_layouts": "layout_policy",
 }
 """Old names, each with the new one."""
 

@@ -17,8 +17,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.batch_metadata import KnownBatch, with_known_batch
-from ..core.call.layout_of import LayoutInputs
+from ..core.call.batch_cache import batch_cache
 from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
@@ -29,8 +28,6 @@ from .context_parallel import ContextParallel
 from .data.columns import blank_texts, column_names
 from .data.data_warnings import warn_or_raise
 from .data.image_rows import ImageCounts, numbered_images
-from .data.layout_collator import attach_metadata
-from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .distributed import datasets_of
@@ -63,7 +60,6 @@ def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
 class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
-    layout_policy = False  # the data loader yields prompts only; `OnlineLayouts` adds the layouts of whole rows
     supports_cp_generation = True
 
     scores = "_get_per_token_logps_and_entropies"
@@ -142,38 +138,13 @@ class OnlineTask(Task):
         return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 
 
-class OnlineLayouts(PrecomputedLayouts):
-    """Layouts of generated rows: one host-device synchronisation for all micro-batches of a generation."""
-
-    def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """A block that reuses the metadata of the running step for rows that TRL concatenated into new tensors."""
-        step = self.trainer.padding.running
-        metadata = None if step is None else step.batch_metadata
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        if step is None or metadata is None or not metadata.unmodified(step.inputs, *names):
-            return contextlib.nullcontext()
-        key = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        known = metadata.forward_metadata.get("")
-        if key is None or known is None or tuple(ids.shape) != known.layout.batch_shape:
-            return contextlib.nullcontext()
-        return with_known_batch(KnownBatch.of(key, known))
-
-    def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Micro-batches of a generation with their layouts, so that their steps need no synchronisation."""
-        padding = self.trainer.padding
-        if not padding.handles or self.settings.max_tokens_per_batch is not None:
-            return batches  # the budget splits them, and builds layouts of the sub-batches
-        rows = [(*padding.task.padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
-        return attach_metadata(batches, rows, self.shares_by_ids())
-
-
 class OnlineTrainer(PaddingFreeMixin):
     """[`PaddingFreeMixin`] for a TRL trainer that generates its completions: a mixin in front of TRL's class."""
 
     task_class = OnlineTask
     part_classes = (
         ProcessErrors, ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
-        OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
+        SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -192,7 +163,7 @@ class OnlineTrainer(PaddingFreeMixin):
         return self.padding.part(ContextParallel).broadcast_from_first(completed)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.padding.part(ContextParallel).generating(inputs):
+        with self.padding.part(ContextParallel).generating(inputs), batch_cache():
             return super()._generate_and_score_completions(inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -208,24 +179,19 @@ class OnlineTrainer(PaddingFreeMixin):
 
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
-        """A block with a scoring forward: it uses the layout of the running step, and the token budget splits it."""
-        with (
-            self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images),
-            self.padding.part(OnlineLayouts).rows(ids, mask),
-        ):
+        """A block with a scoring forward, which the token budget splits."""
+        with self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
-        task, layouts = self.padding.task, self.padding.part(OnlineLayouts)
-        buffered = self._buffered_inputs
+        task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is buffered:  # an evaluation, which buffers nothing, or a later step of a generation
-            return inputs if self.model.training else layouts.with_layouts([inputs])[0]
-        if task.may_regroup():
-            window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
-            self._buffered_inputs = group_prompts(self._buffered_inputs, window)
-        self._buffered_inputs = layouts.with_layouts(self._buffered_inputs)
+        # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
+        if self._buffered_inputs is buffered or not task.may_regroup():
+            return inputs
+        window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
+        self._buffered_inputs = group_prompts(self._buffered_inputs, window)
         return self._buffered_inputs[self._step % len(self._buffered_inputs)]
 
 

@@ -16,10 +16,8 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 from transformers import Trainer
 
-from ...core.call.batch_metadata import share_layouts
 from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
-from ...core.heads import trust_metadata
 from ...core.layout.layout import Layout
 from ...core.model.find import find_decoder, find_pretrained
 from ...core.remove import attachment_of, number_padded_rows, remove_padding
@@ -27,9 +25,7 @@ from ...trainers.batching.budget_collator import BudgetCollator
 from ...trainers.batching.micro_batches import CollatedStep, step_of
 from ...trainers.batching.prefix_schedule import MicroBatchRunner, ids_and_masks, sharing_obstacle
 from ...trainers.batching.step_plan import Share, StepPlan
-from ...trainers.data.batch_metadata import batch_metadata_of
 from ...trainers.data.collators import DataCollatorForLanguageModeling, DataCollatorForPreference
-from ...trainers.data.layout_collator import LayoutCollator
 from ...trainers.temporary_attributes import temporarily_set
 from .peak import wait
 from .settings import VARIANTS, BenchSettings, Variant
@@ -143,21 +139,13 @@ class BenchStep:
     ) -> torch.Tensor:
         """
         Run a step on one batch, or its forward only.
-
-        `host` is the batch on the CPU, from which the layout is built here. A training builds it in a data loader
-        worker; here its cost is part of the step, as is the division into micro-batches.
         """
-        known_batches = []
-        if variant.packed and (metadata := batch_metadata_of(LayoutCollator(lambda _: host, variant.shares)([]))):
-            known_batches = metadata.for_device(batch, self.settings.device).known_batches(batch)
-        # Deferred checks detect modified batches. Nothing modifies these, so the list is dropped unread.
-        with share_layouts(known_batches, deferred_checks=[]):
-            if backward:
-                return self.trainer.training_step(self.trainer.model, batch, None)
-            with self.trainer.compute_loss_context_manager():
-                loss = self.trainer.compute_loss(self.trainer.model, batch)
-            assert isinstance(loss, torch.Tensor)  # no outputs were asked for
-            return loss
+        if backward:
+            return self.trainer.training_step(self.trainer.model, batch, None)
+        with self.trainer.compute_loss_context_manager():
+            loss = self.trainer.compute_loss(self.trainer.model, batch)
+        assert isinstance(loss, torch.Tensor)  # no outputs were asked for
+        return loss
 
     def micro_batches(self, rows: list[int]) -> CollatedStep:
         """The micro-batches of a step under the token budget, as a training collates them, on the device."""
@@ -286,7 +274,6 @@ def attached(step: BenchStep, variant: Variant) -> Iterator[None]:
         for model in step.models:
             if variant.packed:
                 handle = stack.enter_context(remove_padding(model, prefix_sharing=variant.shares))
-                trust_metadata(handle)  # a training verifies it once, in its first step, which is not timed here
                 if variant.has_budget:
                     stack.callback(attach_runner_patch(model).remove)
                 if variant.compiled:

@@ -258,7 +258,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to concatenate all rows to one row, with position ids and no mask.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As in [`DataCollatorForPreference`]; first tokens also keep their labels, because trainers drop them later.
+            As in [`DataCollatorForPreference`].
         **kwargs:
             The other fields of TRL's.
 
@@ -293,16 +293,13 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
         if self.padding_free:
             return batch
         batch = self.without_empty_rows(batch)
-        if self.padding_side == "left":
-            return pad_left(batch, keep_first_labels=self.for_trainer)
-        return batch
+        return pad_left(batch) if self.padding_side == "left" else batch
 
 
-def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:
+def pad_left(batch: dict[str, Any]) -> dict[str, Any]:
     """Move the padding of right-padded `(B, L)` tensors to the left; the first token of a row loses its label."""
     mask = batch["attention_mask"]
-    batch = _rolled(batch, mask.shape[1] - mask.sum(1, keepdim=True))
-    return batch if keep_first_labels else drop_first_labels(batch)
+    return drop_first_labels(_rolled(batch, mask.shape[1] - mask.sum(1, keepdim=True)))
 
 
 def pad_right(batch: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from .batch_metadata import PREFIXES
+from .batch_labels import PREFIXES
 from .collators import SidedCollator, pad_left
 
 
@@ -143,7 +143,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
         processor, max_length, padding_side:
             As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As there; first tokens also keep their labels, because trainers drop them later.
+            As there.
         **kwargs:
             The other fields of TRL's.
 
@@ -166,7 +166,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
-        return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
+        return pad_left(batch) if self.padding_side == "left" else batch
 
 
 def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
