@@ -134,7 +134,8 @@ class LMHeadPatch(BatchPatch):
 
 def _mask_of(attachment: PaddingRemoval, call: dict[str, Any]) -> torch.Tensor | None:
     """The mask of a call, if the call is packed with it and has labels of the same shape `(B, L)`; else `None`."""
-    labels, mask = call.get("labels"), call.get("attention_mask")
+    labels: Any = call.get("labels")
+    mask: Any = call.get("attention_mask")
     if has_cache(call) or not attachment.packs_padded:
         return None
     has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)

@@ -156,7 +156,7 @@ class LayoutInputs:
         """
         batch = self.mask if self.ids is None else self.ids
         assert batch is not None
-        shape, reads_positions = tuple(batch.shape[:2]), self.shares or self.is_packed
+        shape, reads_positions = (batch.shape[0], batch.shape[1]), self.shares or self.is_packed
         ids, positions = self.ids if self.shares else None, self.positions if reads_positions else None
         tensors = [ids, self.mask, positions, self.cu_seqlens]
 
