@@ -227,7 +227,7 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
 
 def test_a_backward_that_packs_what_was_padded_fails(tmp_path, monkeypatch):
     """The control."""
-    monkeypatch.setattr(PaddingRemoval, "was_disabled_for", lambda self, tokens: False)
+    monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
     with pytest.raises(CheckpointError):
         test_a_checkpoint_computes_again_as_it_computed(CheckpointedLabels, False, tmp_path)
 

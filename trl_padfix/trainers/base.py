@@ -300,8 +300,10 @@ class PaddingFreeMixin:
         with batch_cache():
             packs = padding.task.predicts_next_tokens() and padding.handles[0].enabled
             is_padded = packs and scores_padding(inputs)
-            padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
-            with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
+            handles = padding.handles if is_padded else []
+            disabled = (handle.disabled() for handle in handles)
+            padded = (handle.padded(SCORED_FROM_PADDING) for handle in handles)  # within the blocks, which count it
+            with temporarily_set(padding, "running", step), entered(disabled), entered(blocks), entered(padded):
                 yield step
                 step.is_computed = True
 

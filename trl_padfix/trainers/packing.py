@@ -236,7 +236,11 @@ class RemovePadding(Part):
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):
             trainer.data_collator = replace(
-                collator, for_trainer=True, strict=self.settings.strict, **self._id_limits()
+                collator,
+                for_trainer=True,
+                strict=self.settings.strict,
+                packed_rows=trainer.padding.task.packs_rows(),
+                **self._id_limits(),
             )
 
     def _padding_side_of_tokenizer(self) -> str:

@@ -218,6 +218,7 @@ def layout_of(
     ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
     if LAYOUT not in call and (tree := tree_arguments_in(call)):
         return _layout_of_tree(call, tree, ids, around, handle)
+    _refuse_new_cache(call, handle)
     if has_cache(call) or LAYOUT in call:
         return None  # a call with a cache, as in generation, or one that is packed already
     if call.get("encoder_hidden_states") is not None:
@@ -255,6 +256,19 @@ def layout_of(
         return planned[1]
     layout = inputs.build(handle.token_budget)
     return None if inputs.is_packed and layout.is_trivial else layout
+
+
+def _refuse_new_cache(call: dict[str, Any], handle: PaddingRemoval) -> None:
+    """Raise an error if a padded batch that is trained on shall begin a cache, as no generation does."""
+    mask = call.get("attention_mask")
+    begins_cache = call.get("use_cache") is True and all(call.get(name) is None for name in CACHES)
+    is_padded_batch = isinstance(mask, torch.Tensor) and mask.dim() == 2 and handle.packs_padded
+    if begins_cache and is_padded_batch and torch.is_grad_enabled() and not on_host(mask)[0].bool().all():
+        raise UnpackableCallError(
+            "use_cache",
+            "The model was called with `use_cache=True`: a packed forward has no rows whose cache a later call could "
+            "continue. Leave `use_cache` out of a loss.",
+        )
 
 
 def sharing_obstacle(arguments: Mapping[str, Any]) -> str | None:

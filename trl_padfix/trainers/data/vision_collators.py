@@ -143,7 +143,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
         processor, max_length, padding_side:
             As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As there.
+            As there. Labels of first tokens then stand in column 0, where no loss scores them.
         **kwargs:
             The other fields of TRL's.
 
@@ -166,7 +166,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super().torch_call(examples)
-        return pad_left(batch) if self.padding_side == "left" else batch
+        return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
 def to_padding_side_with_kl(collator: SidedCollator, batch: dict[str, Any]) -> dict[str, Any]:
