@@ -238,9 +238,7 @@ class PaddingRemoval(Attachment):
         """Compute the one forward of a block padded, since `torch.func` hides the values of its tensors."""
         if not self.enabled:
             return nullcontext()
-        return self.padded(
-            "tensors of `torch.func` (`grad`, `vmap`, `jvp`, ...), whose values no layout can be read from"
-        )
+        return self.padded("tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from")
 
     def strictly(self) -> AbstractContextManager[None]:
         """Raise an error for each call of a block that cannot be packed."""

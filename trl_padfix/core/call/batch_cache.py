@@ -100,7 +100,9 @@ def cache_of_call() -> AbstractContextManager[None]:
 def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     """The values of tensors on the host. The host waits once for all of them that were not read before."""
     cache = context().batch_cache or BatchCache()
-    found = {id(x): x if x.device.type == "cpu" else cache.copy_of(x) for x in tensors if x is not None}
+    found: dict[int, Any] = {
+        id(x): x if x.device.type == "cpu" else cache.copy_of(x) for x in tensors if x is not None
+    }
     missing = {id(x): x for x in tensors if x is not None and found[id(x)] is None}.values()
     if whole := [x for x in missing if not x.is_floating_point()]:
         # One copy, since each is a wait.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
@@ -229,7 +230,7 @@ class BatchPatch(ForwardPatch):
     The patch of a module whose forward gets the ids or embeddings of a batch.
 
     User code may checkpoint the whole model. Its forward is then computed again in the backward pass, where a hook, a
-    setting or an [`Attachment.disabled`] block may have come or gone. So a call is packed or padded as it was at first.
+    setting or an [`Attachment.disabled`] block may have come or gone. A call is packed or padded as it was at first.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +238,7 @@ class BatchPatch(ForwardPatch):
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if not isinstance(tokens, torch.Tensor):
             return super().call(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if retrieve_all_functorch_interpreters():  # within `torch.func`
             with self.attachment.transformed():
                 return super().call(*args, **kwargs)
         outer = running_decision(self.attachment)
