@@ -46,8 +46,6 @@ class Step:
         padded_batches (`Callable`): `Task.padded_batches`.
         returns_outputs (`bool`): Whether `compute_loss` returns `(loss, outputs)`.
         result (`Any`): The value that TRL's `compute_loss` returned; a part may replace it.
-        is_computed (`bool`): Whether its forwards have ended without an error.
-        counts (`torch.Tensor` of shape `(8,)`, *optional*): Token counts of this process.
     """
 
     model: torch.nn.Module
@@ -57,8 +55,6 @@ class Step:
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
     returns_outputs: bool = False
     result: Any = None
-    is_computed: bool = False
-    counts: torch.Tensor | None = None
 
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:

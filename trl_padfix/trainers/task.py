@@ -15,11 +15,9 @@ from datasets import Dataset
 
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.chat_templates import check_tool_messages
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary
-from .old_task_names import accept_old_names
+from .data.tokenizers import check_vocabulary, require_eos
 
 
 if TYPE_CHECKING:
@@ -55,14 +53,8 @@ class Task:
     collators: ClassVar[dict[type, type]] = {}
     """TRL's collators, each with the collator of this package that replaces it and honours `padding_side`."""
 
-    supports_cp_generation = False
-    """Whether processes that share packed rows (context parallelism) generate the same rows before a step."""
-
-    generates_within_step = False
-    """Whether a step itself generates its rows, and not the preparation of its batch."""
-
-    generates_rows = True
-    """Whether a step may have rows that its process has generated, beside those of the data loader."""
+    generates_rows: bool | None = None
+    """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""
 
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
@@ -77,10 +69,6 @@ class Task:
 
     def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        accept_old_names(cls)
 
     # -- checks
 
@@ -102,7 +90,9 @@ class Task:
         require_rows(dataset, arguments.dataset_name)
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
-        return validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        dataset = validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        require_eos(dataset, arguments.processing_class, self.texts)
+        return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
@@ -130,10 +120,6 @@ class Task:
         if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
-
-    def row_lengths(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Tokens of each row that a batch stands for, if its forward gets other rows (a tree of them); else `None`."""
-        return None
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
@@ -211,19 +197,10 @@ class Task:
         return means
 
 
-accept_old_names(Task)  # `__init_subclass__` runs for subclasses only
-
-
 class PairTask(Task):
     """Rows are the chosen completions of a batch, followed by its rejected ones."""
 
     rows_per_item = 2
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        dataset = super().check_dataset(dataset, arguments)
-        columns = ("prompt", "chosen")
-        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
-        return dataset
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
