@@ -208,18 +208,15 @@ def test_a_hook_that_is_packed_gives_other_numbers(where):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_labels_of_a_padded_call_are_those_of_the_caller(family):
-    # The first label of a left-padded row is predicted from padding: dropped in a packed call, counted in this one.
     model, inputs = build(family, "eager"), batch("left")
     call = inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
     expected = model(**call, output_attentions=True)
     with remove_padding(model, prefix_sharing=True) as handle:
         got = model(**call, output_attentions=True)
         as_tuple = model(**call, output_attentions=True, return_dict=False)
-        packed = model(**call)
     assert torch.equal(got.loss, expected.loss)
     assert torch.equal(as_tuple[0], expected.loss)
     assert all(map(torch.equal, got.attentions, expected.attentions))
-    assert (packed.loss - expected.loss).abs() > 1e-3
     assert handle.stats.padded_forwards == 2
 
 
