@@ -26,11 +26,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 """Hooks of all modules of the process."""
 
-_HARMLESS = {
-    "accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "torch", "torchao", "transformers", "trl",
-    "trl_padfix", "wandb",
-}  # fmt: skip
-"""Packages whose hooks and modules gather parameters, record outputs, or treat each token by itself."""
+_HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_padfix", "wandb"}
+"""Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
+
+_HARMLESS_MODULES = _HARMLESS | {"bitsandbytes", "liger_kernel", "peft", "torchao"}
+"""Packages whose modules treat each token by itself, or wrap others."""
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
 """In names of hooks on an embedding that let its output require a gradient: transformers', PEFT's, TRL's."""
@@ -132,7 +132,11 @@ class ModuleChanges:
         self._read_modules()
         # Wrappers (LoRA's, FSDP's, those of checkpointing) keep the patched modules, and so do no harm.
         changed = self.patched.difference(self.modules)
-        changed |= {m for m in set(self.modules) - self.known if type(m) in self.types or not _is_harmless(type(m))}
+        changed |= {
+            m
+            for m in set(self.modules) - self.known
+            if type(m) in self.types or _package(type(m)) not in _HARMLESS_MODULES
+        }
         if changed:
             module, self.modules = next(iter(changed)), []  # compare again in the next call
             raise UnpackableCallError(
@@ -144,9 +148,11 @@ class ModuleChanges:
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    function = _function(hook)
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return package in _HARMLESS or _READY_FOR_CHECKPOINTS in _name(hook)
+    return _package(_function(hook)) in _HARMLESS or _READY_FOR_CHECKPOINTS in _name(hook)
+
+
+def _package(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]
 
 
 def _name(hook: Callable[..., Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -241,21 +241,24 @@ class BatchPatch(ForwardPatch):
         if retrieve_all_functorch_interpreters():  # within `torch.func`
             with self.attachment.transformed():
                 return super().call(*args, **kwargs)
-        outer = running_decision(self.attachment)
-        decision = outer or (self.attachment.decision_about(tokens) if in_backward() else None)
-        if decision is None:
-            decision = Decision(self.attachment)
-        if not decision.is_made:
-            decision.disabled |= not self.attachment.enabled
-            self.attachment.record_decision(tokens, decision)
-            with within(decision=decision):
-                try:
-                    return super().call(*args, **kwargs)
-                finally:
-                    decision.is_made |= outer is None
-        toggled = self.attachment.disabled() if decision.disabled else self.attachment.reenabled()
-        with nullcontext() if outer is not None else toggled, within(decision=decision):
+        decision = running_decision(self.attachment)
+        if decision is not None:  # of the module around
+            decision.disabled |= not decision.is_made and not self.attachment.enabled
+            if not decision.is_made:
+                self.attachment.record_decision(tokens, decision)
             return super().call(*args, **kwargs)
+        decision = self.attachment.decision_about(tokens) if in_backward() else None
+        if decision is not None:
+            toggled = self.attachment.disabled() if decision.disabled else self.attachment.reenabled()
+            with toggled, within(decision=decision):
+                return super().call(*args, **kwargs)
+        decision = Decision(self.attachment, disabled=not self.attachment.enabled)
+        self.attachment.record_decision(tokens, decision)
+        try:
+            with within(decision=decision):
+                return super().call(*args, **kwargs)
+        finally:
+            decision.is_made = True
 
 
 def in_backward() -> bool:
