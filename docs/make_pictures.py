@@ -46,8 +46,7 @@ STOREYS = {
         {
             "doctor": "this machine",
             "stats": "your data",
-            "parity": "your model",
-            "report": "a run",
+            "tiny": "models to try",
         },
     ),
     "integrations": (

@@ -6,16 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.commands import trl_padfix_command
+from kit.commands import build_pairs, trl_padfix_command
 
 import trl_padfix
-from trl_padfix.cli import recipe, require_extra
+from trl_padfix.cli import require_extra
 from trl_padfix.cli.doctor import doctor
-from trl_padfix.cli.parity import parity
+from trl_padfix.cli.methods import METHODS
 from trl_padfix.cli.stats import stats
-
-
-PAIRS = str(Path(__file__).parents[2] / "recipes/data/preferences")
 
 
 def test_the_installed_command_prints_help_and_version():
@@ -25,11 +22,11 @@ def test_the_installed_command_prints_help_and_version():
         for option in ("--help", "--version")
     }
     assert printed["--version"].strip() == trl_padfix.__version__
-    assert {"stats", "--install-completion"} <= set(printed["--help"].split())
+    assert {*METHODS, "doctor", "stats", "--install-completion"} <= set(printed["--help"].split())
 
 
 def test_help_costs_no_import_of_torch():
-    code = "import sys; from trl_padfix import cli; print('torch' in sys.modules or 'trl' in sys.modules)"
+    code = "import sys; from trl_padfix.cli.app import app; print('torch' in sys.modules or 'trl' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
@@ -40,32 +37,18 @@ def test_no_command_prints_the_help_and_fails():
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", [[], ["stats"], ["parity"], ["doctor"], ["recipe", "show"]])
+@pytest.mark.parametrize("command", [[], ["stats"], ["doctor"]])
 def test_h_is_help(command):
     result = trl_padfix_command(*command, "-h")
     assert result.exit_code == 0
     assert result.output == trl_padfix_command(*command, "--help").output
 
 
-@pytest.mark.parametrize("command", ["stats", "parity", "doctor", "recipe"])
-def test_help_fits_a_terminal_and_cuts_no_name(command):
-    output = trl_padfix_command(command, "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
-    assert "…" not in output
-    assert max(map(len, output.splitlines())) <= 80
-    if command != "recipe":
-        assert "--json" in output
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["doctor"],
-        ["doctor", "--explain", "CUDA out of memory"],
-        ["stats", PAIRS, "--train-tokenizer", "300", "--world-size", "2"],
-    ],
-)
-def test_json_has_standard_output_to_itself(command):
-    result = trl_padfix_command(*command, "--json", "-")
+@pytest.mark.parametrize("command", ["doctor", "stats"])
+def test_json_has_standard_output_to_itself(command, tmp_path):
+    build_pairs().to_json(tmp_path / "pairs.jsonl")
+    more = [str(tmp_path / "pairs.jsonl"), "--train-tokenizer", "300"] if command == "stats" else []
+    result = trl_padfix_command(command, *more, "--json", "-")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)
     assert result.stderr.strip()  # what is printed without `--json`
@@ -73,10 +56,8 @@ def test_json_has_standard_output_to_itself(command):
 
 def test_summaries_are_listed_whole():
     output = " ".join(trl_padfix_command("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output.split())
-    for command in (doctor, parity, stats):
+    for command in (doctor, stats):
         assert command.__doc__.partition(". ")[0] in output
-    recipes = " ".join(trl_padfix_command("recipe", "--help").output.split())
-    assert recipe.copy.__doc__ in recipes
 
 
 def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..core.version import __version__
-from . import disable_telemetry, doctor, parity, recipe, stats, train
+from . import disable_telemetry, doctor, stats, train
 from .methods import METHODS
 from .user_errors import DEBUG, UserErrorGroup
 
@@ -24,8 +24,6 @@ app = typer.Typer(
 )
 app.command()(doctor.doctor)
 app.command()(stats.stats)
-app.command()(parity.parity)
-app.add_typer(recipe.app, name="recipe")
 for method in METHODS:
     app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))
 
