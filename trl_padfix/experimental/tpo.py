@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..trainers.batching.measures import RowMeasure
 from ..trainers.data.collators import SidedCollator
 from ..trainers.settings import AttentionConfig, ForwardBudgetConfig, PaddingConfig
 from ..trainers.task import Task
 from . import of_trl
-from .tasks import ExperimentalTrainer, check_longest_row
+from .tasks import ExperimentalTrainer
 
 
 with of_trl("tpo"):
@@ -28,12 +27,6 @@ class DataCollatorForTriplePreference(SidedCollator, TRLs):
         return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))
 
 
-class TripleMeasure(RowMeasure):
-    """[`RowMeasure`] of pairs with a reference answer."""
-
-    sequences = tuple(("prompt_ids", answer) for answer in ("chosen_ids", "rejected_ids", "reference_ids"))
-
-
 class TPOTask(Task):
     """Batches of `N` examples have `3 * N` rows: chosen completions, then rejected ones, then reference answers."""
 
@@ -44,9 +37,6 @@ class TPOTask(Task):
     layout_policy = True
     rows_per_item = 3
     collators = {TRLs: DataCollatorForTriplePreference}
-
-    def on_attached(self) -> None:
-        check_longest_row(self.trainer, TripleMeasure(max_length=self.trainer.args.max_length))
 
 
 @dataclass

@@ -20,9 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
-from ..trainers.batching.bin_packing import pack_by_budget, partition_by_tokens
-from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
-from ..trainers.batching.token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
+from ..trainers.batching.bin_packing import pack_by_budget, partition_equal_rows
+from ..trainers.batching.row_order import group_rows
+from ..trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from .data import checked_rows
 from .formats import trainer_of
 from .token_rows import TokenRow, sequences_of, token_rows
@@ -54,7 +54,7 @@ class Lengths:
             `completion`), each of shape `(n,)`, before truncation. Completions that GRPO generates are `(n, k)`.
         by_prefix (`tuple[np.ndarray, np.ndarray]`):
             Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
-            both `(n,)`: the result of [`~trl_padfix.trainers.batching.prefix_groups.sort_by_prefix`].
+            both `(n,)`: the result of [`~trl_padfix.trainers.batching.token_costs.sort_by_prefix`].
         max_length (`int`, *optional*), truncation_mode (`str`):
             Truncation that applies to these rows, see [`truncated`].
     """
@@ -231,7 +231,7 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
     draw = np.random.default_rng(seed)
     epochs = [draw.permutation(len(lengths)) for _ in range(DRAWS if order == "random" else 1)]
     if order == "prefix":
-        epochs = [group_rows(epoch, costs, size) for epoch in epochs]
+        epochs = [epoch[group_rows(costs[epoch], size)] for epoch in epochs]
     elif order == "length":
         generator = torch.Generator().manual_seed(seed)
         epochs = [np.array(get_length_grouped_indices(tokens.max(1).tolist(), size, generator=generator))]
@@ -294,7 +294,7 @@ def simulate_waiting(
     draw = np.random.default_rng(seed)
     epochs = [draw.permutation(len(costs)) for _ in range(-(-steps * rows // len(costs)))]
     if grouped:
-        epochs = [group_rows(epoch, costs, rows) for epoch in epochs]
+        epochs = [epoch[group_rows(costs[epoch], rows)] for epoch in epochs]
     order = np.concatenate(epochs)[: steps * rows].reshape(steps, rows)
     # Row 0: fixed batches; row 1: a token budget. Column 0: computed tokens; column 1: those of the same time without
     # waiting, which are processes * tokens of the fullest process in each forward.
@@ -319,7 +319,7 @@ def _budget_loads(costs: RowCosts, processes: int, budget: int) -> np.ndarray:
     A process with fewer micro-batches than another one has zeros at the end: it waits.
     """
     loads = []
-    for rows in partition_by_tokens(costs, processes):
+    for rows in partition_equal_rows(costs, processes):
         local = costs[rows]
         loads.append([local.total(micro_batch) for micro_batch in pack_by_budget(local, budget)])
     return np.array(list(zip_longest(*loads, fillvalue=0)))

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "STOPPED",
     "check_launch",
     "data_replicas",
     "datasets_of",
-    "gather_counts",
     "is_fsdp2",
     "is_sharded",
     "is_zero_3",
@@ -159,28 +157,11 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
 
 
-STOPPED = -(2**40)
-"""In place of a count that processes gather: this one has an error. A sum of counts with it is negative, too."""
-
-
-def gather_counts(trainer: PaddingFreeTrainer, count: int) -> list[int]:
-    """
-    The `count` of each process.
-
-    Raises:
-        RuntimeError: If a process passed [`STOPPED`].
-    """
-    if trainer.accelerator.num_processes == 1:
-        return [count]
-    counts = gather(torch.tensor([count], device=trainer.args.device)).tolist()
-    if min(counts) < 0:
-        raise_on_all()
-    return counts
-
-
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     """The largest `count` of all processes."""
-    return max(gather_counts(trainer, count))
+    if trainer.accelerator.num_processes == 1:
+        return count
+    return int(gather(torch.tensor([count], device=trainer.args.device)).max())
 
 
 def raise_on_all(error: Exception | None = None) -> NoReturn:

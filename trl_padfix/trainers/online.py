@@ -22,7 +22,7 @@ from ..core.call.layout_of import LayoutInputs
 from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
-from .batching.token_budget import SubBatchBudget
+from .batching.token_budget import TokenBudget
 from .checkpoints.whole_checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
@@ -111,12 +111,8 @@ class OnlineTask(Task):
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return [{"input_ids": ids, "attention_mask": mask}]
 
-    def needs_all_rows(self) -> bool:
-        return True  # the advantages compare the completions of a group
-
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
-        return None if has_aux_loss else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        return len(chunk["prompt_ids"]) / len(batch["prompt_ids"])
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
@@ -173,7 +169,7 @@ class OnlineTrainer(PaddingFreeMixin):
     task_class = OnlineTask
     part_classes = (
         ProcessErrors, ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
-        OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
+        OnlineLayouts, TokenBudget, TokenCounts, FiniteValues, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -199,7 +195,7 @@ class OnlineTrainer(PaddingFreeMixin):
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if self.padding.part(SubBatchBudget).budget is not None:
+        if self.padding.part(TokenBudget).budget is not None:
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
         with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
             return super()._get_per_token_logps_and_entropies(
@@ -210,7 +206,7 @@ class OnlineTrainer(PaddingFreeMixin):
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
         """A block with a scoring forward: it uses the layout of the running step, and the token budget splits it."""
         with (
-            self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images),
+            self.padding.part(TokenBudget).split_forwards(ids, mask, images=images),
             self.padding.part(OnlineLayouts).rows(ids, mask),
         ):
             yield
@@ -225,6 +221,7 @@ class OnlineTrainer(PaddingFreeMixin):
         if task.may_regroup():
             window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
             self._buffered_inputs = group_prompts(self._buffered_inputs, window)
+        self.padding.part(TokenBudget).tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
         self._buffered_inputs = layouts.with_layouts(self._buffered_inputs)
         return self._buffered_inputs[self._step % len(self._buffered_inputs)]
 

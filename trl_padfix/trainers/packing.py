@@ -94,7 +94,6 @@ class Padding:
         self.is_attached = False
         self.is_restored = False
         self.running: Step | None = None
-        self.gradient_hook: str | None = None  # under a token budget: what acts in each backward of a step
         # Labels of the last batch that was prepared for a loss, and before those of first tokens were dropped.
         self.first_labels = TensorVersion(None, None), None
 

@@ -2,13 +2,9 @@
 Errors that one of several processes has, raised on all of them.
 
 A process that stops alone leaves the others waiting in their next collective, until it times out. There is no
-collective for errors: those that processes compute anyway carry them.
-
-- After the forwards of a batch processes sum their token counts. With them they count the processes that have an error
-  (of the parity check, of a deferred check, a loss that is not finite). The sum is read where the host does not wait
-  for it.
-- Where processes gather the number of their micro-batches, [`STOPPED`] takes the place of a number if the data loader
-  failed.
+collective for errors. After the forwards of a batch processes sum their token counts, and with them they count the
+processes that have an error (of the parity check, of a deferred check, a loss that is not finite). The sum is read
+where the host does not wait for it.
 
 Within TRL's loss each process computes collectives of TRL's: an error there stops one process only.
 """
@@ -20,12 +16,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import gather
 
-from .batching.micro_batch_budget import MicroBatchBudget
-from .batching.token_budget import SubBatchBudget
-from .custom_loss import may_read_steps
-from .distributed import STOPPED, data_replicas, is_sharded, raise_on_all
+from .distributed import data_replicas, raise_on_all
 from .metrics.token_counts import TokenCounts, summed_over_processes
 from .parts import Part, Step
 
@@ -71,7 +63,7 @@ class ProcessErrors(Part):
             flag = torch.full_like(counts[:1], data_replicas(self.trainer) * (self._error is not None))
             sums = summed_over_processes(torch.cat([counts, flag]), self.trainer)
             counts, errors = sums.split([len(counts), 1])
-            if may_wait and self._meets() and bool(errors):
+            if may_wait and bool(errors):
                 self._raise()
         self.trainer.padding.part(TokenCounts).add(step.mode, counts)
 
@@ -81,49 +73,6 @@ class ProcessErrors(Part):
         is_first = self._first.setdefault(step.mode, step.number) == step.number
         return is_first or self.settings.stop_on_nonfinite or self.trainer.accelerator.device.type == "cpu"
 
-    def _meets(self) -> bool:
-        """
-        Whether processes meet in the backward pass that follows.
-
-        Between the micro-batches of a step they need not, unless they shard the model. An error there is kept.
-        """
-        running = self.trainer.padding.part(SubBatchBudget).running
-        return running is None or running.index == running.count - 1 or is_sharded(self.trainer)
-
     def _raise(self) -> None:
         error, self._error = self._error, None
         raise_on_all(error)
-
-    @contextlib.contextmanager
-    def around_batches(self) -> Iterator[None]:
-        """A block that takes the batches of a step from the data loader."""
-        if not self._gathers_counts():
-            yield
-            return
-        try:
-            yield
-        except Exception as error:
-            # The first collective of the others: of their numbers of labels, or of micro-batches.
-            gather(torch.tensor([STOPPED], device=self.trainer.args.device))
-            raise_on_all(error)
-
-    def check_labels(self, count: object) -> None:
-        """
-        Raises:
-            RuntimeError: If another process has failed to take its batches, by the number of labels of all.
-        """
-        if isinstance(count, torch.Tensor) and self._gathers_counts() and bool((count < 0).any()):
-            raise_on_all()
-
-    def _gathers_counts(self) -> bool:
-        """Whether processes gather numbers of micro-batches as soon as they have their batches."""
-        trainer, budget = self.trainer, self.trainer.padding.part(SubBatchBudget)
-        return (
-            trainer.accelerator.num_processes > 1
-            and isinstance(budget, MicroBatchBudget)
-            and budget.budget is not None
-            # Steps of a user, and losses of all rows at once, have other collectives first; so has this count.
-            and not may_read_steps(trainer)
-            and not trainer.padding.task.needs_all_rows()
-            and getattr(trainer.args, "include_num_input_tokens_seen", "no") in (False, "no")
-        )

@@ -28,6 +28,10 @@ class RunnerPatch(ForwardPatch):
 
     last_runner: ForwardRunner | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of the model has no backward of its own to recompute, and a runner holds tensors with a graph.
+        return {name: value for name, value in vars(self).items() if name != "last_runner"}
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner
         if runner is not None:

@@ -17,7 +17,7 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 
 from ...core.generation import check_budget, evaluating, generate
-from ..batching.token_budget import SubBatchBudget
+from ..batching.token_budget import TokenBudget
 from ..data.tokenizers import tokenizer_of
 from ..distributed import is_sharded, splitting_parallelism
 from ..parts import Evaluation, Part
@@ -185,7 +185,7 @@ class Generation(Part):
 
     def _within_budget(self, lengths: list[int]) -> list[slice]:
         """Consecutive prompts whose cache fits into `max_tokens_per_batch`, padded as it is; or one prompt."""
-        budget = self.trainer.padding.part(SubBatchBudget).budget
+        budget = self.trainer.padding.part(TokenBudget).budget
         if budget is None or is_sharded(self.trainer):  # whose processes meet in each forward
             return [slice(0, len(lengths))]
         parts, begin = [], 0
