@@ -196,7 +196,7 @@ class TokenBudget(Part):
         step = self.trainer.padding.running
         if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
             images = self._images_of(step.inputs, *self._ids_and_mask(step.inputs)[:1])
-        return within(runner=self._sub_batches(images))
+        return within(runner=self._sub_batches(images or None))
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
         is_planned_together = self._shares_across and is_sharded(self.trainer)
@@ -340,6 +340,8 @@ class TokenBudget(Part):
         """Say once what one big batch would save, in tokens of these batches, which TRL accumulates in a step."""
         handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
         if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:
+            return
+        if not all(isinstance(batch, Mapping) for batch in batches):  # prompts, of which the step generates its batch
             return
         self._has_told_saving = True
         forwards = [forward for batch in batches for forward in task.padded_batches(batch)[:1]]
