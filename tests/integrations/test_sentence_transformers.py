@@ -14,6 +14,7 @@ from kit.observe import entered_tokens
 from kit.processes import logged
 from kit.trainer_runs import assert_same, break_mode, lora, train_beside_plain, trained
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import CNN
 from transformers import BertConfig, BertModel
 
@@ -188,6 +189,75 @@ def test_a_pooling_that_reads_padding_is_refused_by_name(tmp_path):
         with pytest.raises(PaddingRemovalError, match="`LastColumn`"):
             remove_padding(model)
         assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Pooled(torch.nn.Module):
+    """A mean over real tokens, to which a subclass adds what it reads of padding."""
+
+    forward_kwargs = {"task"}
+
+    def forward(self, features, task=None):
+        states, mask = features["token_embeddings"], features["attention_mask"].unsqueeze(-1)
+        mean = (states * mask).sum(1) / mask.sum(1)
+        return features | {"sentence_embedding": mean + self.more(states, features, task)}
+
+    def more(self, states, features, task):
+        return 0
+
+
+class ForQueries(Pooled):
+    def more(self, states, features, task):
+        return states.mean(1) if task == "query" else 0
+
+
+class InTraining(Pooled):
+    def more(self, states, features, task):
+        return states.mean(1) if self.training else 0
+
+
+class WithPromptLength(Pooled):
+    def more(self, states, features, task):
+        return states.mean(1) * features["prompt_length"]
+
+
+class WithImages(Pooled):
+    def more(self, states, features, task):
+        return features["pixel_values"]
+
+
+def routed(*modules):
+    return Router.for_query_document(query_modules=[*modules, Pooled()], document_modules=[Pooled()])
+
+
+READERS = {
+    "a route": (lambda: routed(CNN(32, 32)), "`Router` after it reads"),
+    "a task": (ForQueries, "`ForQueries` after it reads"),
+    "training": (InTraining, "`InTraining` after it reads"),
+    "another feature": (WithPromptLength, "`WithPromptLength` after it reads"),
+    "a feature that is not there": (WithImages, r"`WithImages` after it may read .* KeyError\('pixel_values'\)"),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_module_that_reads_padding_somewhere_is_refused(name, tmp_path):
+    make, text = READERS[name]
+    model = build_embedder(tmp_path, "mean", "right")
+    for control in (Pooled(), routed()):
+        model[1] = control
+        remove_padding(model).remove()
+    model[1] = make()
+    with pytest.raises(PaddingRemovalError, match=text):
+        remove_padding(model)
+    assert model[1].training  # as it was
+
+
+def test_queries_that_are_expanded_by_tokens_without_a_mask_are_refused(tmp_path):
+    model = build_embedder(tmp_path, "mean", "right")
+    model[0].query_expansion = {"strategy": "fixed", "attend": False, "token": None, "length": 8}
+    with pytest.raises(PaddingRemovalError, match="`query_expansion` scores tokens outside of the attention mask"):
+        remove_padding(model)
+    model[0].query_expansion = {"strategy": "fixed", "attend": True, "token": None, "length": 8}
+    remove_padding(model).remove()
 
 
 def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):

@@ -14,9 +14,9 @@ import trl
 from kit.cells import every_second, once_each, slow_but
 from kit.methods import DEFAULTS, make_trainer
 from kit.online_runs import load_policy, save_policy
-from kit.rows import build_prompts
-from kit.trainer_runs import SETTINGS
-from transformers import TrainerCallback
+from kit.rows import build_prompts, build_rows
+from kit.trainer_runs import SETTINGS, build_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import trl_padfix
 from trl_padfix.trainers.packing import RemovePadding
@@ -75,6 +75,36 @@ def test_every_figure_is_trls_to_the_bit(kind, configs, logged):
 @pytest.mark.parametrize("kind", slow_but(["DPO", "GRPO"], KINDS))
 def test_another_learning_rate_does_not_pass(kind, logged):
     assert logged(kind, trl_padfix, trl_padfix, learning_rate=1.001e-3) != logged(kind, trl, trl)
+
+
+STATEFUL = {
+    "recurrent_gemma": dict(
+        lru_width=32, attention_window_size=16, head_dim=8, block_types=["recurrent", "attention"]
+    ),
+    "rwkv": dict(attention_hidden_size=32),
+}
+
+
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_that_run_over_padding_keep_the_side_of_trl(family, tmp_path):
+    """A tokenizer that pads left, and a model that is not exact on that side: TRL pads right, and so do we."""
+
+    def losses(library, **config):
+        torch.manual_seed(0)
+        shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape | STATEFUL[family]))
+        tokenizer = build_tokenizer(padding_side="left")
+        model.resize_token_embeddings(len(tokenizer))
+        args = library.SFTConfig(
+            str(tmp_path), **SETTINGS | dict(max_steps=2, per_device_train_batch_size=4, logging_steps=1) | config
+        )
+        trainer = library.SFTTrainer(model, args, train_dataset=build_rows(8), processing_class=tokenizer)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    theirs = losses(trl)
+    assert losses(trl_padfix) == theirs
+    assert losses(trl_padfix, padding_side="left") != theirs
 
 
 # What a trainer changes on others, it undoes

@@ -2,12 +2,17 @@
 
 import inspect
 import pydoc
+import typing
 from dataclasses import fields
 
 import pytest
 import trl
+from kit.rows import build_rows
+from kit.trainer_runs import build_model, build_tokenizer, lora
 
 import trl_padfix
+from trl_padfix import padding_free_trainer
+from trl_padfix.trainers.base import PaddingFreeMixin
 from trl_padfix.trainers.settings import EvaluationConfig
 
 
@@ -88,12 +93,84 @@ def test_configurations_are_trls_with_our_fields(name):
     assert added == EVERY_FIELD | OWN_FIELDS[name]
 
 
+def answers(function) -> dict:
+    """What a script can ask a function for its parameters."""
+    spec = inspect.getfullargspec(function)
+    arguments = [*spec.args, *filter(None, [spec.varargs, spec.varkw]), *spec.kwonlyargs]
+    code = function.__code__
+    return {
+        "signature": inspect.signature(function),
+        "getfullargspec": (arguments, spec.defaults, spec.kwonlydefaults, spec.annotations),
+        "co_varnames": set(arguments) <= {*code.co_varnames},
+        "co_argcount": code.co_argcount,
+        "defaults": (function.__defaults__, function.__kwdefaults__),
+    }
+
+
+def public(trl_class) -> list[str]:
+    return [
+        name
+        for name, value in inspect.getmembers(trl_class, inspect.isfunction)
+        # A method that TRL decorates answers for its decorator.
+        if (name == "__init__" or not name.startswith("_")) and not hasattr(value, "__wrapped__")
+    ]
+
+
 @pytest.mark.parametrize("name", TRAINERS)
-def test_signatures_show_the_parameters_of_trl(name):
+def test_every_introspection_answers_as_trls(name):
     ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
     assert inspect.signature(ours) == inspect.signature(theirs)
-    assert "train_dataset" in inspect.signature(ours).parameters
     assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
+    assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
+    assert {"__init__", "evaluate", "train", "log"} <= {*public(theirs)}
+    for method in public(theirs):
+        assert answers(getattr(ours, method)) == answers(getattr(theirs, method)), method
+    control = {
+        m
+        for m in public(theirs)
+        if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
+    }
+    assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_configuration_answers_with_the_fields_of_trls_and_ours(name):
+    config = name.replace("Trainer", "Config")
+    ours, theirs = (getattr(module, config) for module in (trl_padfix, trl))
+    for names in (
+        lambda c: {*inspect.signature(c.__init__).parameters},
+        lambda c: {*inspect.getfullargspec(c.__init__).args},
+        lambda c: {*c.__init__.__code__.co_varnames},
+    ):
+        assert names(theirs) | {"padding_free", "attn_implementation"} <= names(ours)
+
+
+def test_the_arguments_that_a_script_finds_arrive(tmp_path):
+    """Scripts for several versions of TRL pass what the signature has; LoRA must not be left out in silence."""
+    rows, tokenizer = build_rows(), build_tokenizer()
+    wanted = dict(peft_config=lora(), eval_dataset=rows, processing_class=tokenizer, tokenizer=tokenizer)
+    trained = []
+    for module in (trl, trl_padfix):
+        known = inspect.getfullargspec(module.SFTTrainer.__init__).args
+        args = module.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+        kwargs = {key: value for key, value in wanted.items() if key in known}
+        trainer = module.SFTTrainer(build_model(), args, train_dataset=rows, **kwargs)
+        assert trainer.eval_dataset is not None
+        assert "tokenizer" not in kwargs
+        trained.append(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
+    assert trained[0] == trained[1] < sum(p.numel() for p in trainer.model.parameters()) / 2
+
+
+def test_a_class_in_the_middle_keeps_its_parameters():
+    class OfUser(trl.DPOTrainer):
+        def evaluate(self, eval_dataset=None, shots=0):
+            return shots
+
+    class Mine(trl_padfix.DPOTrainer, OfUser):
+        pass
+
+    assert "shots" in inspect.signature(Mine.evaluate).parameters
+    assert "shots" in inspect.signature(padding_free_trainer(OfUser).evaluate).parameters
 
 
 def test_a_subclass_with_its_own_parameters_shows_them():

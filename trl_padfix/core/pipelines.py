@@ -6,19 +6,15 @@ They are recognised without an import of sentence-transformers, by the table of 
 
 from __future__ import annotations
 
-import logging
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from .generation import evaluating
-
 
 __all__ = ["ENCODERS", "by_name", "padding_reader", "pipeline_in"]
-
-logger = logging.getLogger(__name__)
 
 ENCODERS = (
     "sentence-transformers unpads encoders itself, with FlashAttention: "
@@ -44,38 +40,67 @@ def by_name(model: nn.Module) -> Callable[..., Any]:
 
 def padding_reader(model: nn.Module) -> str | None:
     """
-    The module of a pipeline whose result depends on the states of padding; `None` if there is none.
+    What reads the states of padding in a pipeline, in words; `None` if nothing does. A packed forward has zeros there.
 
-    A packed forward returns zeros there. Runs the modules after the transformer twice on states of two short rows, and
-    leaves the random state as it is. A module that needs more than states and mask is not probed.
+    Runs the modules after the transformer on states of two short rows, with and without the states of padding: in
+    evaluation and in training, and for each task that a module knows. Buffers, modes and random state stay.
     """
     pipeline = pipeline_in(model)
     if pipeline is None or getattr(pipeline[0], "module_output_name", None) != "token_embeddings":
         return None
+    expansion = getattr(pipeline[0], "query_expansion", None)
+    if expansion and not expansion.get("attend"):
+        return "`query_expansion` scores tokens outside of the attention mask (set its `attend`)"
+    weight = next(pipeline[0].parameters())
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    modules = list(pipeline)[1:]  # a list, because a slice of a pipeline is a new pipeline
+    modes = {part: part.training for module in modules for part in module.modules()}
+    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
     try:
-        weight = next(pipeline[0].parameters())
-        devices = [weight.device] if weight.device.type == "cuda" else []
-        with torch.no_grad(), evaluating(pipeline), torch.random.fork_rng(devices):
-            return _first_difference(pipeline, weight)
-    except Exception as error:
-        logger.info(f"Whether modules read the states of padding was not probed ({type(error).__name__}: {error}).")
-        return None
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            for task, training in itertools.product(_tasks(modules), (False, True)):
+                for module in modules:
+                    module.train(training)
+                if reader := _first_difference(pipeline[0], modules, weight, task):
+                    return reader
+    finally:
+        for part, training in modes.items():
+            part.training = training
+        for buffer, saved in buffers.items():
+            buffer.copy_(saved)
+    return None
 
 
-def _first_difference(pipeline: Any, weight: torch.Tensor) -> str | None:
+def _tasks(modules: list[nn.Module]) -> list[str | None]:
+    """The values of `task` for which a pipeline may compute something else: routes, or queries and documents."""
+    routers = [part for module in modules for part in module.modules() if hasattr(part, "sub_modules")]
+    tasks = [*dict.fromkeys(route for router in routers for route in router.sub_modules)]  # type: ignore[union-attr]
+    if not tasks and any("task" in getattr(module, "forward_kwargs", ()) for module in modules):
+        tasks = ["query", "document"]
+    return tasks if any(router.default_route is None for router in routers) else [None, *tasks]
+
+
+def _first_difference(first: Any, modules: list[Any], weight: torch.Tensor, task: str | None) -> str | None:
     """The first module after which the values of real tokens, or of rows, depend on the states of padding."""
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]], device=weight.device)
-    if getattr(getattr(pipeline[0], "tokenizer", None), "padding_side", "right") == "left":
+    if getattr(getattr(first, "tokenizer", None), "padding_side", "right") == "left":
         mask = mask.flip(1)
-    states = torch.randn(*mask.shape, pipeline[0].get_embedding_dimension(), device=weight.device, dtype=weight.dtype)
-    features = [
-        {"token_embeddings": values, "attention_mask": mask, "input_ids": mask, "modality": "text"}
-        for values in (states, states * mask.unsqueeze(-1))  # what a padded and a packed forward return
-    ]
-    for module in list(pipeline)[1:]:  # a list, because a slice of a pipeline is a new pipeline
-        features = [module(dict(values)) for values in features]
+    states = torch.randn(*mask.shape, first.get_embedding_dimension(), device=weight.device, dtype=weight.dtype)
+    row = {"attention_mask": mask, "input_ids": mask, "modality": "text", "prompt_length": 1}
+    # What a padded and a packed forward return.
+    features: list[Any] = [row | {"token_embeddings": values} for values in (states, states * mask.unsqueeze(-1))]
+    for module in modules:
+        kwargs = {"task": task} if task and "task" in getattr(module, "forward_kwargs", ()) else {}
+        name, computed = f"`{type(module).__name__}` after it", []
+        for values in features:
+            torch.manual_seed(0)  # the same dropout for both
+            try:
+                computed.append(module(dict(values), **kwargs))
+            except Exception as error:
+                return f"{name} may read the states of padding: on two short rows it raised {error!r}"
+        features = computed
         if any(not torch.equal(a, b) for a, b in zip(*(_values(x, mask) for x in features), strict=True)):
-            return type(module).__name__
+            return f"{name} reads the states of padding"
     return None
 
 

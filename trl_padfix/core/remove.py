@@ -130,8 +130,8 @@ def remove_padding(
         prefix_sharing = False
     if (reader := padding_reader(model)) is not None:
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: `{reader}` after it reads the "
-            "states of padding, which a packed forward does not compute: embeddings depend on the padding of a batch. "
+            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reader}. A packed forward does not "
+            "compute these states, and embeddings would depend on the padding of a batch. "
             "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
         )
     if packed_multiple_of is not None and anatomy.whole_rows:

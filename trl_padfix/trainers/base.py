@@ -60,6 +60,7 @@ from .parts import Evaluation, Part, Step, entered
 from .process_errors import ProcessErrors
 from .reference_copy import ReferenceCopy
 from .settings import Settings, trls_configuration
+from .signatures import show_parameters
 from .task import Task
 from .temporary_attributes import temporarily_set
 
@@ -118,20 +119,21 @@ class PaddingFreeMixin:
         # A `compute_loss` of a subclass need not call that of the mixin, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
-        # `inspect.signature`, `help` and notebooks show the parameters of TRL's class. So does pyright, because the
-        # `__init__` of the mixin is hidden from it.
-        package = __name__.partition(".")[0]
-        owner = next(c for c in cls.__mro__ if "__init__" in vars(c) and c.__module__.partition(".")[0] != package)
-        if owner is not object:
-            signature = inspect.signature(owner.__init__)
-            cls.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+        show_parameters(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Here, because Python compares the arguments of `__init__` with its parameters before it runs.
+        parameters = inspect.signature(cls.__init__).parameters
+        unknown = [name for name in kwargs if name not in parameters]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_any and (place := _place_of(unknown, kwargs.get("args"))):
+            raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}{place}")
+        return super().__new__(cls)
 
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            classes = type(self).__mro__
-            bases = classes[classes.index(PaddingFreeMixin) + 1 :]
-            init_kwargs = _by_name([c for c in bases if "__init__" in vars(c)], args, kwargs)
+            init_kwargs = _by_name(self._init_owners(), args, kwargs)
             config = init_kwargs.get("args")
             self.padding = padding = Padding(Settings.of(config, **self.fixed_settings))
             padding.task = self.task_class(self)
@@ -151,6 +153,11 @@ class PaddingFreeMixin:
                 for part in reversed(padding.parts):
                     part.on_init_error()
                 raise
+
+    def _init_owners(self) -> list[type]:
+        """The classes behind the mixin that define an `__init__`, in the order of their calls."""
+        classes = type(self).__mro__
+        return [c for c in classes[classes.index(PaddingFreeMixin) + 1 :] if "__init__" in vars(c)]
 
     def _attach(self) -> None:
         """Attach to the models, once: at the end of `__init__`, or earlier if TRL computes with them there."""

@@ -13,7 +13,7 @@ import trl
 
 from ..core.attention.backends import Implementation
 from .data.turns import check_turn_settings
-from .field_types import help_from_docstring, nearest_field_in_errors
+from .field_types import help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -28,7 +28,6 @@ from .settings import (
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
@@ -120,7 +119,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
@@ -151,7 +149,6 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     pool_last_token: bool = False
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
@@ -178,7 +175,6 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
@@ -211,7 +207,6 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
@@ -237,7 +232,6 @@ class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):

@@ -91,7 +91,7 @@ def _functions(value: Any) -> Iterator[Any]:
     while value is not None:
         value = getattr(value, "__func__", value)  # of a bound method, a `staticmethod`, a `classmethod`
         yield value
-        value = getattr(value, "__wrapped__", None)
+        value = getattr(value, "__wrapped__", getattr(value, "method", None))  # `method`: behind `as_declared`
 
 
 def _is_trusted(value: object) -> bool:

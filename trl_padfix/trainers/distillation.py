@@ -10,7 +10,7 @@ import trl
 
 from ..core.model.find import find_pretrained
 from .checks import require_teacher
-from .field_types import help_from_docstring, nearest_field_in_errors
+from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 from .settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["DistillationConfig", "DistillationTrainer"]
 
 
-@nearest_field_in_errors
 @help_from_docstring
 @dataclass
 class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):

@@ -7,8 +7,6 @@ import json
 import re
 from argparse import ArgumentTypeError
 from dataclasses import fields
-from difflib import get_close_matches
-from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -48,7 +46,6 @@ __all__ = [
     "ParityCheck",
     "Sharing",
     "help_from_docstring",
-    "nearest_field_in_errors",
     "parse_implementation",
 ]
 
@@ -63,24 +60,6 @@ def help_from_docstring(config: Configuration) -> Configuration:
         if field.name in texts and "help" not in field.metadata:
             # `metadata` is read-only, and shared with the class that declares the field: replace it, do not update it.
             field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
-    return config
-
-
-def nearest_field_in_errors(config: Configuration) -> Configuration:
-    """Class decorator: the error on an unknown field has Python's text, and the nearest field that there is."""
-    init, names = config.__init__, list(inspect.signature(config).parameters)
-
-    @wraps(init)
-    def named(self: object, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(names):
-            if near := get_close_matches(name, names, n=1, cutoff=0.75):
-                raise TypeError(
-                    f"{type(self).__name__}.__init__() got an unexpected keyword argument {name!r}. "
-                    f"Is `{near[0]}` meant?"
-                )
-        init(self, *args, **kwargs)
-
-    config.__init__ = named  # what it has of `init` keeps its signature for readers and parsers
     return config
 
 

@@ -215,6 +215,10 @@ class RemovePadding(Part):
             logger.warning(f"Packed rows are left to the model's own attention. {error}")
             return
         handle.leave_padded_calls()
+        logger.info(
+            "The sequences of packed rows are kept apart. Where transformers lets them attend to one another (gpt-oss "
+            "in 5.24), losses differ from TRL's."
+        )
         trainer.padding.handles.append(handle)
 
     def _pads_left(self) -> bool:
@@ -235,12 +239,24 @@ class RemovePadding(Part):
         collator = trainer.data_collator
         if type(collator) in collators:
             values = {f.name: getattr(collator, f.name) for f in fields(collator)}
-            side = self.settings.padding_side or tokenizer_of(trainer.processing_class).padding_side
+            side = self.settings.padding_side or self._padding_side_of_tokenizer()
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):
             trainer.data_collator = replace(
                 collator, for_trainer=True, strict=self.settings.strict, **self._id_limits()
             )
+
+    def _padding_side_of_tokenizer(self) -> str:
+        """The tokenizer's side; TRL's for a model whose states may run over padding at the beginning of a row."""
+        side = tokenizer_of(self.trainer.processing_class).padding_side
+        pretrained = find_pretrained(self.trainer.model)
+        if side == "left" and pretrained._is_stateful:
+            logger.info(
+                f"Rows are padded right, as in TRL: {type(pretrained).__name__} carries states from token to token, "
+                "and padding before a row may change them. `padding_side='left'` pads left all the same."
+            )
+            return "right"
+        return side
 
     def _id_limits(self) -> dict[str, Any]:
         """Limits of token ids for the collator; empty if all rows can be checked before the first step."""

@@ -210,11 +210,11 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(type(self)).bind(*args, **kwargs)
+            bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)
             if Settings.of(bound.arguments.get("args")).expand_turns:
                 check_turn_settings(bound.arguments["args"])
                 for name in ("train", "eval"):
                     datasets = bound.arguments.get(f"{name}_dataset")
                     bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
             with silence_packing_warning():
-                super().__init__(*bound.args, **bound.kwargs)
+                super().__init__(*bound.args[1:], **bound.kwargs)
