@@ -16,11 +16,12 @@ import torch
 import trl
 from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
-from kit.observe import entered_tokens
+from kit.observe import accept_hooks, entered_tokens, has_cache
 from kit.processes import on_gpus
 from kit.rows import build_rows
 from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, figures, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
+from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 from zoo import models
 
@@ -60,7 +61,9 @@ def build_branching(kind: str, prompts: int = 8) -> Dataset:
 
 def make(library: Any, kind: str, folder: Any, *, budget: bool = False, **given: Any) -> Any:
     """A trainer of TRL's or of ours for three steps of eight rows, in ours without padding and within a budget."""
+    # Plain gradient descent: Adam makes a step of any size of the rounding of a gradient that nearly cancels.
     settings: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": GLOBAL_BATCH}
+    settings |= {"optim": "sgd", "learning_rate": 3e-2, "lr_scheduler_type": "constant"}
     if kind in ("SFT", "DPO", "Reward", "KTO"):
         settings |= {"max_length": 26, "train_dataset": build_data(kind)}
     settings |= (FREE | {"max_tokens_per_batch": BUDGETS[kind]}) if budget else {}
@@ -96,7 +99,15 @@ def train_split(trainer: Any) -> Split:
         chunks.append(runner.count)
         check(runner)
 
-    forwards = entered_tokens(trainer.model)
+    forwards: list[int] = []
+    layer = next(m for m in trainer.model.modules() if isinstance(m, nn.ModuleList))[0]
+
+    def count(layer: Any, args: Any, kwargs: Any) -> None:
+        if not has_cache(kwargs):  # no generation
+            forwards.append(args[0].shape[:-1].numel())
+
+    layer.register_forward_pre_hook(count, with_kwargs=True)
+    accept_hooks(trainer.model)
     with patch.object(ChunkRunner, "check", checked):
         return Split(figures_of(trainer), forwards, chunks, trainer)
 

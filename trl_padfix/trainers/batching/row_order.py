@@ -2,9 +2,9 @@
 The order of rows: a permutation of TRL's.
 
 TRL's sampler draws the rows of an epoch, and accelerate gives the processes one batch after another. `group_by_prefix`
-brings rows with a shared prefix into one step and one batch. Under a token budget the batches that processes compute at
-the same time have about equally many tokens. Both only permute the order, by the data and by the order itself: so all
-processes and a resumed run have the same one.
+brings rows with a shared prefix into one step and one batch. Under a token budget the batches that processes compute
+at the same time have about equally many tokens. Both only permute the order, by the data and by the order itself: so
+all processes and a resumed run have the same one.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
 from ..data.image_rows import ImageCounts, select_rows
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
-from .token_costs import RowCosts, batch_costs
+from .token_costs import RowCosts, batch_costs, dataset_costs
 
 
-__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "scored_tokens"]
+__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "packed_chunks", "scored_tokens"]
 
 logger = get_logger(__name__)
 
@@ -99,7 +99,7 @@ class RowSplitter:
         host_ids, host_mask, is_needed = torch.stack([host_ids, host_mask, is_needed]).cpu()
         has_ids = ids.dim() == 2 and mask is not None and images is None
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
-        items = self._items(costs)
+        items = self.pack(costs)
         if images is not None:
             # DDP reduces the gradients of those parameters that the last backward used; those of the vision tower,
             # too.
@@ -114,7 +114,7 @@ class RowSplitter:
             plan = on_host and FlatIndexMaps.of(on_host).to(ids.device)  # in one copy
         return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
 
-    def _items(self, costs: RowCosts) -> list[list[int]]:
+    def pack(self, costs: RowCosts) -> list[list[int]]:
         """The items of each part."""
         if (costs.tokens > self.budget).any():
             logger.warning_once(
@@ -149,6 +149,34 @@ def chunk_batches(
             if isinstance(value, torch.Tensor) and value.dim() > 1 and batch[name].shape[:2] == shape:
                 chunk[name] = value[:, columns]
         chunks.append(chunk)
+    return chunks
+
+
+def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[str, Any]]:
+    """The sequences of one packed row, split like rows: batches of one row each, with the keys of TRL's collator."""
+    shape, host_ids = batch["input_ids"].shape, batch["input_ids"][0].cpu()
+    begins = (batch["position_ids"][0].cpu() == 0).nonzero().flatten()
+    lengths = torch.cat([begins, torch.tensor([shape[1]])]).diff()
+    sequences = host_ids.split(lengths.tolist())
+    costs = dataset_costs([{"ids": ids.numpy()} for ids in sequences], [("ids",)], sharing=splitter.sharing)
+    chunks = []
+    for numbers in map(sorted, splitter.pack(costs)):
+        kept = torch.zeros(len(lengths), dtype=torch.bool).index_fill(0, torch.tensor(numbers), True)
+        columns = kept.repeat_interleave(lengths).nonzero().flatten().to(batch["input_ids"].device)
+        chunk = {
+            name: value[:, columns] if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
+            for name, value in batch.items()
+        }
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[numbers].cumsum(0)])
+        of_sequences = {
+            "cu_seq_lens": bounds.to(columns.device, torch.int32),
+            "max_length": int(lengths[numbers].max()),
+        }
+        chunk |= {f"{name}_{end}": value for name, value in of_sequences.items() for end in "qk"}
+        if "seq_idx" in batch:
+            index = torch.arange(len(numbers), dtype=torch.int32).repeat_interleave(lengths[numbers])
+            chunk["seq_idx"] = index.to(columns.device)[None]
+        chunks.append({name: value for name, value in chunk.items() if name in batch})
     return chunks
 
 

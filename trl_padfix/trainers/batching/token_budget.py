@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -23,6 +23,7 @@ from transformers import Trainer
 
 from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
+from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..backward_hooks import gradient_hook_name, module_hook_names
@@ -44,7 +45,7 @@ from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
-from .row_splits import RowSplitter, chunk_batches, scored_tokens
+from .row_splits import RowSplitter, chunk_batches, packed_chunks, scored_tokens
 from .sub_batches import SubBatches
 from .token_costs import RowCosts, dataset_costs
 
@@ -58,6 +59,16 @@ if TYPE_CHECKING:
 __all__ = ["TokenBudget"]
 
 logger = get_logger(__name__)
+
+
+class _Split(NamedTuple):
+    """Number of chunks of a batch, how it is cut into them, the plan of their shared prefixes, and its images."""
+
+    count: int
+    cut: Callable[[dict[str, Any]], list[dict[str, Any]]]
+    plan: PrefixPlan | None = None
+    images: ImageCounts | None = None
+    is_planned_together: bool = False
 
 
 class TokenBudget(Part):
@@ -239,25 +250,20 @@ class TokenBudget(Part):
         num_items = call.get("num_items_in_batch")
         if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
             return compute(inputs, *args, **kwargs)
-        ids, mask = self._ids_and_mask(inputs)
-        images, per_item = self._images_of(inputs, ids), task.rows_per_item
-        sub_batches = self._sub_batches(images)
-        if not (are_cut_by_rows(inputs, len(ids), per_item) and sub_batches.can_split(inputs, len(ids))):
+        split = self._split(inputs)
+        if split is None or (split.count == 1 and trainer.accelerator.num_processes == 1):
             return compute(inputs, *args, **kwargs)
-        gather = gather_object if is_sharded(trainer) else None
-        split = self._splitter(self._shares_across, gather).split(
-            ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images
+        runner, metrics = (
+            ChunkRunner(split.count, split.plan, with_head=split.is_planned_together),
+            ChunkMetrics(trainer),
         )
-        if len(split.rows) == 1 and trainer.accelerator.num_processes == 1:
-            return compute(inputs, *args, **kwargs)
-        runner, metrics = ChunkRunner(len(split.rows), split.plan, with_head=gather is not None), ChunkMetrics(trainer)
         with (
-            task.around_chunks(inputs, sub_batches) as inputs,
+            task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
             temporarily_set(self, "_chunks", runner),
             within(runner=runner),
         ):
             total: Any = 0.0
-            for i, chunk in enumerate(chunk_batches(inputs, split, per_item, images)):
+            for i, chunk in enumerate(split.cut(inputs)):
                 is_last = i == runner.count - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
@@ -270,6 +276,23 @@ class TokenBudget(Part):
         metrics.log()
         return total
 
+    def _split(self, inputs: dict[str, Any]) -> _Split | None:
+        """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
+        task, (ids, mask), shards = self.trainer.padding.task, self._ids_and_mask(inputs), is_sharded(self.trainer)
+        if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
+            if shards:  # processes have other numbers of sequences in their rows
+                return None
+            chunks = packed_chunks(inputs, self._splitter(shares_across=False))
+            return _Split(len(chunks), lambda batch: chunks)
+        images, per_item = self._images_of(inputs, ids), task.rows_per_item
+        can_split = self._sub_batches(images).can_split(inputs, len(ids))
+        if not (can_split and are_cut_by_rows(inputs, len(ids), per_item)):
+            return None
+        splitter = self._splitter(self._shares_across, gather_object if shards else None)
+        rows = splitter.split(ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images)
+        cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
+        return _Split(len(rows.rows), cut, rows.plan, images, shards)
+
     def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = self.trainer.padding.task.padded_batches(batch)[0]
         return forward["input_ids"], forward.get("attention_mask")
@@ -279,7 +302,7 @@ class TokenBudget(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
             return False
-        if self._why_all_rows() is not None or not task.padded_batches(inputs):
+        if self._why_all_rows() is not None or not any("input_ids" in x for x in task.padded_batches(inputs)):
             return False
         return task.chunk_weight(inputs, inputs, num_items) is not None
 
