@@ -232,7 +232,7 @@ def train_experts(folder: Path) -> dict[str, Any]:
 
 
 def train_on_images(folder: Path) -> dict[str, Any]:
-    """DPO and SFT, whose rows all have images, or of which some have; where parameters are sharded, TRL's beside it."""
+    """DPO and SFT, TRL's and ours, with an image in every row, or in some of them."""
     config: dict[str, Any] = {"per_device_train_batch_size": IMAGE_BATCH // int(os.environ["WORLD_SIZE"])}
     logged: dict[str, Any] = {}
     if on_gpus():

@@ -90,15 +90,8 @@ CASES = {
     "Distillation, forward": Case("Distillation", {"beta": 0.0, "temperature": 0.7}),
 }
 PUSHED = (
-    "SFT",
-    "SFT, experts",
-    "DPO, sigmoid",
-    "DPO, aot",
-    "Reward",
-    "KTO",
-    "GRPO, bnpo",
-    "GRPO, high entropy",
-    "RLOO",
+    *("SFT", "SFT, packed", "SFT, experts", "DPO, sigmoid", "DPO, aot", "Reward", "KTO"),
+    *("GRPO, bnpo", "GRPO, high entropy", "RLOO"),
 )
 """Cases of every push; the others run at night."""
 ACCUMULATION = {1: {}, 3: {"gradient_accumulation_steps": 3}}

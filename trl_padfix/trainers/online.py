@@ -133,7 +133,11 @@ class OnlineTask(Task):
         accumulation_steps = trainer.args.gradient_accumulation_steps
         steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
         fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
-        shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
+        settings = trainer.padding.settings
+        # Under a budget a batch is TRL's to the row; one big batch shares all prefixes of a step.
+        shares_prefixes = (
+            trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
+        )
         has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # RLOO of TRL 1.0 has no such loss
         return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 

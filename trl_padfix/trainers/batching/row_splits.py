@@ -119,8 +119,8 @@ class RowSplitter:
         if (costs.tokens > self.budget).any():
             logger.warning_once(
                 f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
-                f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the budget, "
-                "or lower `max_length`. Said once."
+                f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the "
+                "budget, or lower `max_length`. Said once."
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget
         by_length = split_by_length(costs, self.short)
@@ -168,10 +168,8 @@ def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[
             for name, value in batch.items()
         }
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[numbers].cumsum(0)])
-        of_sequences = {
-            "cu_seq_lens": bounds.to(columns.device, torch.int32),
-            "max_length": int(lengths[numbers].max()),
-        }
+        bounds, longest = bounds.to(columns.device, torch.int32), int(lengths[numbers].max())
+        of_sequences = {"cu_seq_lens": bounds, "max_length": longest}
         chunk |= {f"{name}_{end}": value for name, value in of_sequences.items() for end in "qk"}
         if "seq_idx" in batch:
             index = torch.arange(len(numbers), dtype=torch.int32).repeat_interleave(lengths[numbers])

@@ -180,7 +180,7 @@ def select_rows(
 
 
 def are_cut_by_rows(batch: Mapping[str, Any], count: int, rows_per_item: int) -> bool:
-    """Whether each value of a batch of `count` rows has an entry for each row or item, is an image, or a plain value."""
+    """Whether all values of a batch of `count` rows are images, plain values, or have one for each row or item."""
     entries = {count, count // rows_per_item}
     return all(
         len(value) in entries if isinstance(value, list) else value.dim() == 0 or len(value) in entries
