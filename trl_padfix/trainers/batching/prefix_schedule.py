@@ -136,10 +136,11 @@ class ChunkRunner:
         self.schedules: dict[Any, PrefixSchedule] = {}
         self.calls: Counter[Any] = Counter()
 
-    def start(self, index: int) -> None:
-        """Make this chunk the running one."""
+    def start(self, index: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Make this chunk, with these ids and mask, the running one."""
         self.index = index
         self.calls.clear()
+        self.set_inputs(ids, mask)
 
     def set_inputs(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """

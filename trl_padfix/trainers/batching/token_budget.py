@@ -267,8 +267,7 @@ class TokenBudget(Part):
                 is_last = i == runner.count - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
-                runner.start(i)
-                runner.set_inputs(*self._ids_and_mask(chunk))
+                runner.start(i, *self._ids_and_mask(chunk))
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
                 with sync_gradients_in_last(trainer, model, is_last), metrics.chunk(num_items_of):
                     total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
