@@ -19,7 +19,7 @@ from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens, has_cache
 from kit.processes import on_gpus
 from kit.rows import build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_tokenizer, figures, words
+from kit.trainer_runs import ELSEWHERE, SETTINGS, build_model, build_tokenizer, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
@@ -74,7 +74,12 @@ def figures_of(trainer: Any) -> torch.Tensor:
     """Train, and return all that was logged of the steps, and the trained weights."""
     trainer.train()
     weights = [p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad]
-    return torch.cat([figures(trainer.state.log_history).flatten(), *weights])
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    names = sorted({name for log in logs for name in log if not any(part in name for part in ELSEWHERE)})
+    assert len(logs) == STEPS
+    assert {"loss", "grad_norm"} <= set(names)
+    logged = torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
+    return torch.cat([logged.flatten(), *weights])
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, factor: float = 1.0) -> None:

@@ -82,9 +82,8 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
                     runner.check()
             average(found := take_gradients(model))
             width = max(ids.shape[1] for ids, _ in batches)
-            joined = (
-                torch.cat([pad(x, (0, width - x.shape[1])) for x in column]) for column in zip(*batches, strict=True)
-            )
+            columns = zip(*batches, strict=True)
+            joined = (torch.cat([pad(x, (0, width - x.shape[1])) for x in column]) for column in columns)
             again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
             yield {
                 "attention": attention,

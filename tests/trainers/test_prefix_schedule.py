@@ -266,13 +266,15 @@ def test_chunks_that_are_written_to_compute_their_prefixes_again(which):
     ids, mask = batch("right")
     model, found = build("qwen2").train(), []
     for with_plan in (True, False):
-        with planned(model, ids, mask, PARTS["nested"]) as (runner, batches):
-            with contextlib.nullcontext() if with_plan else within(runner=None):
-                for i, given in enumerate(batches):
-                    runner.start(i, *given)
-                    given[which == "mask"][:, 1] = 0 if which == "mask" else 30
-                    score(model, *given).sum().backward()
-                runner.check()
+        with (
+            planned(model, ids, mask, PARTS["nested"]) as (runner, batches),
+            contextlib.nullcontext() if with_plan else within(runner=None),
+        ):
+            for i, given in enumerate(batches):
+                runner.start(i, *given)
+                given[which == "mask"][:, 1] = 0 if which == "mask" else 30
+                score(model, *given).sum().backward()
+            runner.check()
         assert not runner.schedules
         found.append(take_gradients(model))
     assert_same_gradients(*found)
