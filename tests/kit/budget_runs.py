@@ -161,7 +161,7 @@ TEMPLATE = (
 )
 
 
-def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
+def make_recorded(folder: Any, rows: int, *, ours: bool = True, **config: Any) -> Any:
     """GRPO on two recorded tasks of three trials, both of them in each step of six rows."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     trials = [
@@ -178,7 +178,7 @@ def make_recorded(folder: Any, rows: int, *, ours: bool = True) -> Any:
     given |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
     given |= {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
     given |= {"processing_class": tokenizer, "rollout_func": recorded}
-    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, **given)
+    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, **given | config)
 
 
 # -- several processes
