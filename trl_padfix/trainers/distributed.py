@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, gather, gather_object
@@ -164,18 +164,19 @@ def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
 
 
-def raise_on_all(error: Exception | None = None) -> NoReturn:
+def raise_on_all(error: Exception | None) -> None:
     """
-    Raise an error on all processes, each of which must call this: `error` where it occurred, elsewhere its text.
+    Raise the `error` of one process on all, each of which must call this; nothing if none has one.
 
     Raises:
-        RuntimeError: On processes without an `error` of their own.
+        RuntimeError: On processes without an `error` of their own, with the text of the other's.
     """
     texts = gather_object([error and f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ class RewardTask(PairTask):
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     takes_images = False
     layout_policy = True
+    generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     sequences = (("chosen_ids",), ("rejected_ids",))
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
