@@ -56,7 +56,7 @@ def test_chunks_that_share_prefixes_go_on_padded_and_so_does_the_evaluation(name
     assert any("was registered as a hook of a Embedding" in text for text in our_warnings(caplog))
     monkeypatch.setattr(PaddingRemoval, "has_changed", False)
     with pytest.raises((UnpackableCallError, ParityError), match=r"was registered as a hook|parity FAILED"):
-        run(name, by_column, True, prefix_sharing=True)
+        run(name, by_column, True, prefix_sharing=True, parity_check=True)
 
 
 def test_padded_on_the_left_they_are_numbered_as_packed_ones(run, monkeypatch):

@@ -6,6 +6,7 @@ import os
 from itertools import product
 
 import pytest
+import trl
 from datasets import load_dataset
 from kit import budget_runs
 from kit.cells import slow_but
@@ -13,6 +14,7 @@ from kit.methods import METHODS
 from kit.observe import entered_tokens
 from kit.trainer_runs import MODES, assert_same, figures
 
+import trl_padfix
 from trl_padfix import DPOConfig, padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.tools.tiny import train_tokenizer

@@ -218,12 +218,12 @@ class TokenBudget(Part):
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
         assert budget is not None
         shards = is_sharded(trainer)
-        parallel = handle and handle.context_parallel
+        group_size: int = handle.context_parallel.size if handle and handle.context_parallel else 1
         return RowSplitter(
             budget,
             sharing=bool(handle and handle.prefix_sharing),
             shares_across=shares_across,
-            short=budget / parallel.group.size if parallel and parallel.group.size > 1 else float("inf"),
+            short=budget / group_size if group_size > 1 else float("inf"),
             # Processes that shard a model meet in every forward, so all need equally many.
             sync_count=(lambda count: max_over_processes(trainer, count)) if shards else None,
             gather=gather,

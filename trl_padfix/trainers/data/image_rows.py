@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def find_images(batch: Mapping[str, Any], ids: torch.Tensor, config: Any) -> Ima
     counts = _images_by_tokens(tokens, patches)
     if counts is None and sum(runs) == len(patches):  # images of different sizes, apart from one another
         counts = runs
-    return counts and {"num_images": counts}
+    return None if counts is None else {"num_images": counts}
 
 
 def _images_by_tokens(tokens: Sequence[int], patches: Sequence[int]) -> list[int] | None:
@@ -81,17 +81,11 @@ def _images_by_tokens(tokens: Sequence[int], patches: Sequence[int]) -> list[int
     Each token stands for equally many patches: rows of `[4, 0, 8]` tokens and images of `[16, 16, 16]` patches have
     `[1, 0, 2]` images. `None` if an image would belong to two rows.
     """
-    if not sum(tokens) or sum(patches) % sum(tokens):
+    ends = {end * sum(tokens): number for number, end in enumerate([0, *accumulate(patches)])}
+    found = [ends.get(end * sum(patches)) for end in [0, *accumulate(tokens)]]
+    if not sum(tokens) or None in found:
         return None
-    per_token, ends, counts = sum(patches) // sum(tokens), [0, *accumulate(patches)], []
-    begin = end = 0
-    for row_tokens in tokens:
-        end += row_tokens * per_token
-        if end not in ends:
-            return None
-        counts.append(ends.index(end) - begin)
-        begin += counts[-1]
-    return counts
+    return [end - begin for begin, end in pairwise(number for number in found if number is not None)]
 
 
 def without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
