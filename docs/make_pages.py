@@ -19,7 +19,6 @@ from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
 FOLDER = Path(__file__).parent
-REFUSED = {"kto": {"loss_reduction"}}  # a field of its configuration, and an error
 ATTENTION = (  # a flag of TRL's model configuration
     'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
     "or for a vision model a name for each part. Refused before weights load if it cannot run."
@@ -42,8 +41,7 @@ def options() -> str:
     for method in METHODS:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
-            if name not in REFUSED.get(method, ()):
-                methods.setdefault(name, []).append(METHODS[method])
+            methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
         "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
@@ -70,11 +68,8 @@ def options() -> str:
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
-        "`logits/rejected`) are means over all tokens of a step; TRL's are means over means of micro-batches. With "
-        "`prefix_sharing` and gradient accumulation `entropy` and `kl` of GRPO, RLOO and distillation are means over "
-        "other micro-batches than TRL's. `num_input_tokens_seen` counts the padding of micro-batches, of which "
-        "there is less.\n"
+        "With `prefix_sharing` and gradient accumulation, and no `max_tokens_per_batch`, `entropy` and `kl` of GRPO, "
+        "RLOO and distillation are means over other micro-batches than TRL's.\n"
     )
     return page
 
