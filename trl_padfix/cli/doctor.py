@@ -102,12 +102,6 @@ def _model(model: ModelReport) -> list[tuple[str, str]]:
     for (module, how, why), names in groups.items():
         count = "" if len(names) == 1 else f" and {len(names) - 1} more"
         lines.append(("layers", f"{names[0]}{count} ({module}): {how}{f', {why}' if why else ''}"))
-    if model.sharding != "no sizes":
-        lines.append(("shards", f"DistributedConfig: {model.sharding}; pp_size is refused"))
-    if model.rows_share:
-        lines.append(("rows", f"{model.rows_share:.0%} of the decoder's work runs on rows, the rest is packed"))
-    if model.checks_padding_side:
-        lines.append(("side", "this transformers refuses padded batches on FlashAttention 2; packed ones pass"))
     return lines
 
 

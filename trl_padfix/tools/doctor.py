@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -51,11 +50,8 @@ class ModelReport:
     family: str  # `model_type`
     architecture: str  # class that it is loaded as
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
-    checks_padding_side: bool  # whether this transformers raises the `padding_side` error for it
     mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
     images: str = "no images"  # how batches with images run, and with which attention
-    sharding: str = "no sizes"  # sizes of transformers' `DistributedConfig` that the model has a plan for
-    rows_share: float = 0.0  # share of the decoder's work, by its weights, that runs on rows and not on packed tokens
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
             model = build(config, attn_implementation="eager")
     except Exception as error:
         why = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
-        return ModelReport(name, config.model_type, cls.__name__, why, False)
+        return ModelReport(name, config.model_type, cls.__name__, why)
     anatomy = Anatomy.of(model)
     why = refusal(anatomy)
     mixers = () if why else anatomy.mixers.mixers
@@ -172,11 +168,8 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         family=config.model_type,
         architecture=type(model).__name__,
         refusal=why,
-        checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
         images=_images(anatomy.multimodal),
-        sharding=_sharding(model),
-        rows_share=_rows_share(anatomy.decoder, mixers),
     )
 
 
@@ -187,27 +180,6 @@ def _images(composite: PreTrainedModel | None) -> str:
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
         return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
-
-
-def _sharding(model: PreTrainedModel) -> str:
-    """Sizes of a `DistributedConfig` for which the model has a plan, and what they have to divide."""
-    config = model.config.get_text_config()
-    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for n in (getattr(config, name, None) for name in names) if n), 1)
-    divided = {"fsdp": "", "tp": f" (divides {key_heads} key heads)", "ep": f" (divides {experts} experts)"}
-    planned = [f"{name}_size{of}" for name, of in divided.items() if getattr(model, f"_{name}_plan", None)]
-    return ", ".join(planned) or "no sizes"
-
-
-def _rows_share(decoder: nn.Module, mixers: tuple[Any, ...] | list[Any]) -> float:
-    """Share of the decoder's work that runs on padded rows, by the weights of its modules."""
-    # A token costs two operations for each weight; embeddings are looked up and cost none.
-    weights = sum(p.numel() for p in decoder.parameters())
-    weights -= sum(p.numel() for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-    whole = any(mixer.mode == "whole rows" for mixer in mixers)
-    rows = sum(p.numel() for mixer in mixers if mixer.mode == "rows" for p in mixer.module.parameters())
-    return 1.0 if whole else rows / max(weights, 1)
 
 
 def describe_system() -> dict[str, Any]:
