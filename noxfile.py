@@ -3,7 +3,7 @@ Every pair of transformers and TRL that the package is tested with, each in an e
 
     nox                      the parity suite on every pair; on the oldest the failure stories too
     nox --tags oldest        the oldest pair of the core and the oldest of the trainers
-    nox -s "stacks(trl-1.9.2)"
+    nox -s "stacks(trl-1.10.0)"
     nox -s lowest            the lowest declared version of every dependency
     nox -s stories           the failure stories alone
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
@@ -40,7 +40,7 @@ TESTS = ("pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "requests")
 # PEFT of the time for the TRL of the time; later ones are made for later versions of transformers.
 PEFT = {"0.17.0": "peft<0.18"}
 
-# The lowest transformers that TRL 1.0 admits.
+# The lowest transformers that TRL 1.10 admits.
 TRL_ADMITS = "transformers==4.56.2"
 
 TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run

@@ -29,7 +29,7 @@ from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.user_errors import explain_errors
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
-from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume, saying_what_is_safe
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
@@ -123,9 +123,8 @@ def run(model: str, dataset: DatasetDict, script_args, training_args, model_args
         quantization_config=trl.get_quantization_config(model_args),
         peft_config=trl.get_peft_config(model_args),
     )
-    with saying_what_is_safe(training_args.output_dir):
-        trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from trl_padfix.cli.launch import main, make_parser, parse, warn_of_unused_lora
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
-from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume
 
 
 ROOT = Path(__file__).parents[2]
@@ -128,9 +128,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(asked, recipe, unbroken,
     value = str(tmp_path / "checkpoint-2") if asked == "path" else asked
     flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", value]
     main("dpo", [*RESUMED, *flags])
-    assert ("checkpoint-3, which is half-written (`model.safetensors` is cut short)" in caplog.text) == (
-        asked != "path"
-    )
+    assert ("checkpoint-3, which is incomplete: `model.safetensors` is cut short" in caplog.text) == (asked != "path")
     expected, found = final_weights(unbroken), final_weights(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert [log["step"] for log in logs_of(tmp_path) if "loss" in log] == [1, 2, 3, 4]
@@ -156,7 +154,7 @@ run("dpo", sys.argv[2:])
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
+def test_a_full_disk_is_named(recipe, unbroken, tmp_path):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
     size = (unbroken / "checkpoint-2" / "model.safetensors").stat().st_size
     flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
@@ -166,8 +164,6 @@ def test_a_full_disk_is_named_with_what_is_safe(recipe, unbroken, tmp_path):
     assert "Traceback" not in result.stderr
     assert "`ulimit -f`" in message
     assert str(tmp_path) in message
-    assert f"The newest whole checkpoint is {tmp_path / 'checkpoint-2'}" in message
-    assert "MiB are free" in message
     assert checkpoint_to_resume("latest", tmp_path) == str(tmp_path / "checkpoint-2")  # nothing stands in the way
 
 

@@ -85,10 +85,12 @@ def one_process(folder):
     return cache(lambda method, mode="": train(method, "LoRA" * mode.startswith("LoRA"), folder))
 
 
+WHOLE_LAYERS = [name for name, sizes in SIZES.items() if "tp_size" not in sizes]
 CELLS = [
-    *product(SIZES, METRICS, ["sharing"]),
-    # Under tensor parallelism a budget is refused.
-    *product([name for name, sizes in SIZES.items() if "tp_size" not in sizes], METRICS, ["budget"]),
+    *product(SIZES, ["SFT", "DPO", "Reward"], ["sharing"]),
+    # Under tensor parallelism generation and a budget are refused.
+    *product(WHOLE_LAYERS, ["GRPO"], ["sharing"]),
+    *product(WHOLE_LAYERS, METRICS, ["budget"]),
     # A prefix of a sharded model is a forward of the whole model, which would balance its experts.
     *product(["FSDP2", "EP"], ["DPO", "GRPO"], ["router logits"]),
     *product(["FSDP2"], ["SFT", "DPO"], ["LoRA, sharing", "LoRA, budget"]),

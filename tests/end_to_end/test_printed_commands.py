@@ -64,7 +64,7 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 NOT_RUN = {  # and only checked word by word
     r"pip install ": "brings packages from an index",
     r"(pytest|nox) ": "the tests, which CI runs",
-    r"(accelerate launch|trl-padfix (dpo|sft|distillation|async-grpo)) .*_tiny\.yaml": "test_recipes.py",
+    r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
     r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
     r"accelerate launch .*train\.py": "test_guides.py",
     r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",

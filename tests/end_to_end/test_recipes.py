@@ -135,39 +135,6 @@ def test_published_rollouts_are_trained_on(method, tmp_path):
 
 
 @SLOW
-def test_the_tiny_recipe_of_asynchronous_grpo_starts_its_own_server(tmp_path):
-    pytest.importorskip("aiohttp")
-    result = launch_recipe(
-        "async_grpo", "--config", "recipes/async_grpo_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "2",
-        "--save_strategy", "steps", "--save_steps", "2",
-    )  # fmt: skip
-    for row in ("padding not computed", "repeated prefix not computed"):
-        assert row in result.stdout
-    first, last = (log for log in logs_of(tmp_path) if "loss" in log)
-    # Before the first update the probabilities of the server are those of the trainer; after it they are older ones.
-    assert first["ratio"] == pytest.approx(1, abs=1e-4)
-    assert first["kl"] == pytest.approx(0, abs=1e-5)
-    assert last["kl"] > 1e-5
-    assert 0 < first["rewards/letters"] < 1
-    assert all(log["padfix/shared_fraction"] > 0.3 for log in (first, last))
-    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"model.safetensors"}  # no weights of the server
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--top_k", "5"], "the server that this training starts on the CPU samples by `temperature` alone"),
-        (["--vllm_server_base_url", "http://there:8000"], "A `tiny_model` is served by the training itself"),
-    ],
-)
-def test_what_the_server_of_a_tiny_model_cannot_do_is_an_error(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = ["--config", "recipes/async_grpo_tiny.yaml", "--output_dir", str(tmp_path / "run"), "--use_cpu", "true"]
-    with pytest.raises(ValueError, match=message):
-        main("async-grpo", [*config, *flags])
-
-
-@SLOW
 def test_the_tiny_recipe_of_images_lowers_the_held_out_loss(tmp_path):
     launch_recipe(
         "sft_vlm", "--config", "recipes/sft_vlm_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "4",
@@ -197,7 +164,7 @@ def test_the_recipe_of_images_parses(monkeypatch):
 def test_every_recipe_is_run_by_one_of_our_commands():
     scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
     assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
-    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation", "async"}
+    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation"}
 
 
 def test_the_index_names_every_recipe_and_every_way_to_launch():
@@ -249,11 +216,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else SLOW)
-        for name in TRAINED
-        if "_vl" not in name and "async" not in name
-    ],
+    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name],
 )
 def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -1,7 +1,6 @@
-"""Trackers and model cards: what others see of a training."""
+"""Trackers: what others see of a training."""
 
 import pytest
-import trl
 from kit.methods import make_trainer
 from kit.trainer_runs import MODES, build_pairs
 
@@ -13,11 +12,11 @@ OURS = {"padfix/pad_fraction", "padfix/shared_fraction", "perf/tokens_per_second
 
 @pytest.fixture
 def train(tmp_path):
-    """Two steps of DPO and an evaluation, and a checkpoint."""
+    """Two steps of DPO and an evaluation."""
 
-    def run(library=trl_padfix, **settings):
+    def run(**settings):
         rows = {"train_dataset": build_pairs(12, prompt=(2, 8), common=3), "eval_dataset": build_pairs(3, common=3)}
-        trainer = make_trainer(library, "DPO", tmp_path, max_steps=2, eval_strategy="epoch", **rows, **settings)
+        trainer = make_trainer(trl_padfix, "DPO", tmp_path, max_steps=2, eval_strategy="epoch", **rows, **settings)
         trainer.train()
         return trainer
 
@@ -45,25 +44,3 @@ def test_tensorboard_shows_our_metrics(train, tmp_path, monkeypatch):
     shown = EventAccumulator(str(next((tmp_path / "events").rglob("events.*")).parent)).Reload()
     for name, values in logged(trainer).items():
         assert [event.value for event in shown.Scalars(name)] == pytest.approx(values)
-
-
-@pytest.mark.parametrize(
-    ("mode", "tags", "says"),
-    [
-        ("padded", [], "padded"),
-        ("padding-free", ["padding-free"], "padding-free, attention `sdpa`"),
-        ("prefix sharing", ["padding-free", "prefix-sharing"], "padding-free and prefix-sharing, attention `sdpa`"),
-    ],
-)
-def test_the_model_card_is_trls_with_our_tags_mode_and_version(mode, tags, says, train, tmp_path):
-    from huggingface_hub import ModelCard
-
-    train(trl, save_strategy="steps", save_steps=2)
-    theirs = ModelCard.load(tmp_path / "README.md")
-    train(save_strategy="steps", save_steps=2, **MODES[mode])
-    ours = ModelCard.load(tmp_path / "README.md")
-    line = f"- trl_padfix: {trl_padfix.__version__} ({says})\n"
-    assert line in ours.text
-    assert ours.text.replace(line, "") == theirs.text
-    assert {"trl", "dpo"} <= set(theirs.data.tags)
-    assert set(ours.data.tags) == {*theirs.data.tags, "trl_padfix", *tags}
