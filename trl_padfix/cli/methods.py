@@ -18,7 +18,7 @@ OPTION_GROUPS = {
     "memory": ("max_tokens_per_batch", "activation_checkpointing", "activation_checkpointing_kwargs"),
     "evaluation": (
         "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
-        "eval_generation_samples", "generation_rows_shown",
+        "eval_generation_samples",
     ),
     "several GPUs": ("packed_multiple_of",),
 }  # fmt: skip
