@@ -241,8 +241,8 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
             f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    has_whole_rows = call.cp_layout is not None and call.cp_layout.whole_rows
-    layout = call.cp_layout.local_layout if has_whole_rows else call.layout
+    split = call.cp_layout
+    layout = split.local_layout if split is not None and split.whole_rows else call.layout
     return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, layout))
 
 
