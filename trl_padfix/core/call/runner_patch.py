@@ -29,8 +29,7 @@ class RunnerPatch(ForwardPatch):
     last_runner: ForwardRunner | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the model has no backward of its own to recompute, and a runner holds tensors with a graph.
-        return {name: value for name, value in vars(self).items() if name != "last_runner"}
+        return vars(self) | {"last_runner": None}  # a copy of the model has no graph to recompute
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner

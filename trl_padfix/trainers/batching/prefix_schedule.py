@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ...core.call.batch_metadata import BatchVersion
+from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import within

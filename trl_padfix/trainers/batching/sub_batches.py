@@ -19,7 +19,7 @@ from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ...core.call.batch_metadata import BatchVersion
+from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates
 from ...core.context import context, within
