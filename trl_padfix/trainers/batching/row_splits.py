@@ -111,8 +111,8 @@ class RowSplitter:
         plan = None
         if self.shares_across and has_ids and len(rows) > 1:
             parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
-            on_host = plan_shared_prefixes(parts, self.budget, self.gather)
-            plan = on_host and FlatIndexMaps.of(on_host).to(ids.device)  # in one copy
+            unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
+            plan = unmoved and FlatIndexMaps.of(unmoved).to(ids.device)  # in one copy
         return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
