@@ -194,29 +194,27 @@ def main(path: str, what: str) -> dict[str, Any]:
 
 
 def train_on_rows(folder: Path) -> dict[str, Any]:
-    """Each trainer, and again from its checkpoint; then rows grouped by prefix."""
+    """Each trainer, TRL's and ours, and ours again from its checkpoint; then rows grouped by prefix."""
     shared_prefixes.MIN_SAVED_TOKENS = 1  # so that prefixes of a few tokens are computed once, too
     per_device = GLOBAL_BATCH // int(os.environ["WORLD_SIZE"])
-    config = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2} | LAUNCHED
-    checkpoints: list[str | None] = [None, "checkpoint-5"]
-    if on_gpus():  # as FSDP shards
-        config, checkpoints = config | {"use_cpu": False, "save_strategy": "no"}, [None]
+    config: dict[str, Any] = {"per_device_train_batch_size": per_device // 2, "gradient_accumulation_steps": 2}
+    config |= LAUNCHED | ({"use_cpu": False, "save_strategy": "no"} if on_gpus() else {})  # as FSDP shards
     logged: dict[str, Any] = {}
     for kind in ("DPO", "SFT", "Reward", "KTO"):
-        for checkpoint in checkpoints:
-            trainer = make(trl_padfix, kind, folder / kind, budget=True, **config)
-            trainer.train(resume_from_checkpoint=checkpoint and str(folder / kind / checkpoint))
+        for library, checkpoint in ((trl, None), (trl_padfix, None), (trl_padfix, "checkpoint-5")):
+            if checkpoint and on_gpus():
+                continue
+            path = folder / f"{kind}-{library.__name__}"
+            trainer = make(library, kind, path, budget=library is trl_padfix, **config)
+            trainer.train(resume_from_checkpoint=checkpoint and str(path / checkpoint))
             logged.setdefault(kind, []).append(trainer.state.log_history)
     for kind in ("DPO", "SFT"):
         given = config | {"max_steps": 4, "save_strategy": "no", "group_by_prefix": True, "prefix_sharing": True}
-        data = {"train_dataset": build_branching(kind)}
-        trainer = make(trl_padfix, kind, folder / "grouped", budget=True, **given | data)
-        trainer.train()
-        logged.setdefault(f"grouped {kind}", []).append(trainer.state.log_history)
-    if not on_gpus():
-        recorded = make_recorded(folder / "recorded", 3)
-        recorded.train()
-        logged["recorded"] = recorded.state.log_history
+        for tokens in (None, BUDGETS[kind]):
+            data = {"train_dataset": build_branching(kind), "max_tokens_per_batch": tokens}
+            trainer = make(trl_padfix, kind, folder / "grouped", budget=True, **given | data)
+            trainer.train()
+            logged.setdefault(f"grouped {kind}", []).append(trainer.state.log_history)
     return logged
 
 

@@ -47,10 +47,10 @@ EVERY = {
         "get_eval_dataloader",
         "get_test_dataloader",
     ),
-    *("_get_num_items_in_batch", "_prepare_inputs", "get_batch_samples"),
+    *("_get_num_items_in_batch", "get_batch_samples"),
     *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save"),
 }
-GENERATING = {"_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
+GENERATING = {"_prepare_inputs", "_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
 OWN = {
     "DPOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
     "KTOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},

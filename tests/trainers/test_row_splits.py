@@ -97,7 +97,7 @@ def test_columns_of_padding_are_left_out_and_those_that_are_scored_are_not(side)
     # On the left one column of padding stays: it predicts the first token, if that has a label.
     assert widths(batch) == [7 if side == "left" else 6, 9]
     scored_padding = labels.clone()
-    scored_padding[0, 0 if side == "left" else -1] = 5
+    scored_padding[0, 1 if side == "left" else -1] = 5
     assert widths(batch | {"labels": scored_padding}) == [9, 9]
     assert scored_tokens(batch | {"KL_input_ids": ids}) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
-from kit.budget_runs import assert_same, build_experts, figures_of, make, train_split
+from kit.budget_runs import assert_same, build_branching, build_experts, figures_of, make, train_split
+from kit.cells import slow_but
+from kit.processes import logged
 from kit.rows import build_pairs
-from kit.trainer_runs import lora
+from kit.trainer_runs import figures, lora
 from peft import TaskType
 
 import trl_padfix
@@ -151,3 +154,56 @@ def test_a_split_batch_has_the_numbers_of_the_whole_one(name, accumulation, thei
     assert max(wrongly.chunks) > 1
     with pytest.raises(AssertionError):
         assert_same(wrongly.figures, theirs(name, accumulation), factor=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", slow_but(["multi_gpu"], ["multi_gpu", "fsdp2"]))
+def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
+    """Rows are permuted over processes, so that they have even tokens; each of TRL's batches is split by itself."""
+    found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
+    for kind in ("DPO", "SFT", "Reward", "KTO"):
+        theirs, ours, *resumed = found[kind]
+        # TRL logs extremes, and means of those of processes, by batches, whose rows are other ones here.
+        left_out = ("reward", "accuracy", "margin") if kind == "Reward" else ()
+        assert_same(figures(ours, left_out), figures(theirs, left_out))
+        for history in resumed:
+            assert_same(figures(history, ("num_tokens",))[5:], figures(ours, ("num_tokens",))[5:])
+    for kind in ("DPO", "SFT"):
+        whole, split = found[f"grouped {kind}"]
+        assert_same(figures(split), figures(whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", slow_but(["multi_gpu"], ["multi_gpu", "fsdp2"]))
+def test_two_processes_have_trls_numbers_on_images(strategy, tmp_path):
+    found = logged(strategy, tmp_path, "kit.budget_runs", "images")
+    for name, histories in found.items():
+        if not name.endswith("chunks"):
+            theirs, ours = histories
+            assert_same(figures(ours), figures(theirs))
+            assert max(found[f"{name}, chunks"], default=1) > 1
+
+
+def test_what_one_big_batch_would_save_is_said_once(tmp_path, caplog):
+    given = {"gradient_accumulation_steps": 5, "prefix_sharing": True, "train_dataset": build_branching("SFT")}
+    with caplog.at_level("INFO", logger="trl_padfix"):
+        make(trl_padfix, "SFT", tmp_path, budget=True, **given).train()
+    (said,) = (record.getMessage() for record in caplog.records if "One batch of all its rows" in record.getMessage())
+    assert "A step has 5 batches" in said
+    assert "`per_device_train_batch_size=40`" in said
+    apart, joined = (int(n) for n in re.findall(r"(?:computes|compute) (\d+) ", said)[:2])
+    assert joined < apart
+
+
+def test_a_row_beyond_the_budget_is_computed_by_itself_with_a_warning(tmp_path, caplog):
+    with caplog.at_level("WARNING", logger="trl_padfix"):
+        ours = train_split(make(trl_padfix, "DPO", tmp_path, budget=True, max_tokens_per_batch=20))
+    assert_same(ours.figures, figures_of(make(trl, "DPO", tmp_path)))
+    assert max(ours.chunks) == 8
+    assert "more tokens than `max_tokens_per_batch=20`" in caplog.text
+
+
+@pytest.mark.parametrize("config", [{"neftune_noise_alpha": 5}, {"max_tokens_per_batch": 0}])
+def test_what_a_budget_cannot_be_is_an_error(config, tmp_path):
+    with pytest.raises(ValueError, match=r"`neftune_noise_alpha=5` adds noise|must be a number of tokens, got 0"):
+        make(trl_padfix, "SFT", tmp_path, budget=True, **config)

@@ -265,9 +265,9 @@ class PaddingFreeMixin:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         with self.padding.part(ContextParallel).gathering_from_all():
-            return super()._get_num_items_in_batch(*args, **kwargs)
+            return super()._get_num_items_in_batch(batch_samples, device)
 
     # -- evaluation and log
 

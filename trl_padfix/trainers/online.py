@@ -184,10 +184,11 @@ class OnlineTrainer(PaddingFreeMixin):
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
         if self._buffered_inputs is buffered:
             return inputs
+        self.padding.part(TokenBudget).tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
+        if not task.may_regroup():
+            return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
-        if task.may_regroup():
-            self._buffered_inputs = group_prompts(self._buffered_inputs, window)
-        self.padding.part(TokenBudget).tell_saving(self._buffered_inputs[:window])
+        self._buffered_inputs = group_prompts(self._buffered_inputs, window)
         return self._buffered_inputs[self._step % len(self._buffered_inputs)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
+from ...core.call.batch_cache import on_host
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
 from ..data.image_rows import ImageCounts, select_rows
@@ -79,7 +80,7 @@ class RowSplitter:
         images: ImageCounts | None = None,
     ) -> SplitRows:
         """
-        Split a batch with one copy to the host, the only wait for the device.
+        Split a batch by its values on the host.
 
         Args:
             ids (`torch.Tensor` of shape `(B, L)`):
@@ -93,11 +94,11 @@ class RowSplitter:
             images ([`ImageCounts`], *optional*):
                 Images of each row. Rows with equal ids may have different images, so they share nothing.
         """
-        host_ids = ids if ids.dim() == 2 else ids.new_zeros(ids.shape[:2], dtype=torch.long)
-        host_mask = torch.ones_like(host_ids) if mask is None else mask.to(host_ids.dtype)
-        is_needed = torch.ones_like(host_ids) if scored is None else host_mask | scored.to(host_ids.dtype)
-        host_ids, host_mask, is_needed = torch.stack([host_ids, host_mask, is_needed]).cpu()
         has_ids = ids.dim() == 2 and mask is not None and images is None
+        host_ids, host_mask, host_scored = on_host(ids if ids.dim() == 2 else None, mask, scored)
+        host_ids = torch.zeros(ids.shape[:2], dtype=torch.long) if host_ids is None else host_ids
+        host_mask = torch.ones_like(host_ids) if host_mask is None else host_mask
+        is_needed = torch.ones_like(host_ids) if scored is None else host_mask.bool() | host_scored.bool()
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
         items = self.pack(costs)
         if images is not None:
@@ -110,8 +111,8 @@ class RowSplitter:
         plan = None
         if self.shares_across and has_ids and len(rows) > 1:
             parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
-            on_host = plan_shared_prefixes(parts, self.budget, self.gather)
-            plan = on_host and FlatIndexMaps.of(on_host).to(ids.device)  # in one copy
+            unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
+            plan = unmoved and FlatIndexMaps.of(unmoved).to(ids.device)  # in one copy
         return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
@@ -180,11 +181,13 @@ def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[
 
 def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
-    Mask of the tokens that a loss over labels or completions scores, `(B, L)`.
+    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never those of the first column.
 
     `None` if such a loss is not all that reads the rows: then no column may be left out.
     """
     if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
         return None
     scored = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
-    return scored if scored is not None and scored.shape == batch["input_ids"].shape else None
+    if scored is None or scored.shape != batch["input_ids"].shape:
+        return None
+    return scored.bool() & (torch.arange(scored.shape[1], device=scored.device) > 0)
