@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 REFUSED = {"kto": {"loss_reduction"}}  # a field of its configuration, and an error
 ATTENTION = (  # a flag of TRL's model configuration
     'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
-    "or for a vision model a name for each part. Refused before weights load if it cannot run."
+    "or for a vision model a name for each part."
 )
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
@@ -69,12 +69,7 @@ def options() -> str:
         "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
-        "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
-        "`logits/rejected`) are means over all tokens of a step; TRL's are means over means of micro-batches. With "
-        "`prefix_sharing` and gradient accumulation `entropy` and `kl` of GRPO, RLOO and distillation are means over "
-        "other micro-batches than TRL's. `num_input_tokens_seen` counts the padding of micro-batches, of which "
-        "there is less.\n"
+        "| `perf/tokens_per_second` | real tokens per second of the training step |\n"
     )
     return page
 
