@@ -135,7 +135,7 @@ WIDTH = 86
 def test_comments_of_code_are_within_the_width_of_the_page():
     found = 0
     for page in PAGES:
-        if page.name in ("api.md", "troubleshooting.md"):  # examples from docstrings; lines that raise, with their error
+        if page.name in ("api.md", "troubleshooting.md"):  # docstrings; lines that raise, with their error
             continue
         for block in re.findall(r"^```(?:python|bash)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
             commented = [line for line in block.splitlines() if re.search(r"(^|\s)# ", line)]
