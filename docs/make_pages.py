@@ -79,7 +79,7 @@ def options() -> str:
 def llms() -> str:
     """The pages in the order of the navigation, each with its headings, for language models."""
     folder = Path(__file__).parent
-    text = "# trl_padfix\n\n> Train with TRL and compute only real, distinct tokens: change the import, keep the rest.\n\n"
+    text = "# trl_padfix\n\n> Train with TRL and compute only real, distinct tokens; the losses are TRL's.\n\n"
     for line in (folder.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
         title, _, page = line.strip(" -").partition(": ")
         if not page:

@@ -32,8 +32,8 @@ INTRODUCTION = f"""\
 {WITH_IMAGES}
 Image-text-to-text types of transformers 5.24, on rows with one image, two or none, some with the same ids and another
 image, padded left and right. "Exact" includes the gradients of the vision tower. *As padded*: packed is within 1e-4 of
-the model's own padded batch, which differs from its rows alone. A type that was *not run* is still checked by rules and
-by the parity check.
+the model's own padded batch, which differs from its rows alone. A type that was *not run* is still checked by the
+rules and by the parity check.
 
 Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`; do not edit."""
 

@@ -147,11 +147,11 @@ def test_comments_of_code_are_within_the_width_of_the_page():
 def test_the_page_of_errors_is_short():
     page = (DOCS / "troubleshooting.md").read_text()
     entries = [row for row in re.findall(r"^\| (.*) \|$", page, re.MULTILINE) if not row.startswith("printed |")]
-    assert 40 <= len(entries) <= 60
+    assert 30 <= len(entries) <= 60
     assert all(row.count(" | ") == 2 for row in entries)
 
 
-MOST_WORDS, MOST_PAGES, MOST_ENTRIES = 11_000, 24, 22
+MOST_WORDS, MOST_PAGES, MOST_ENTRIES = 13_000, 24, 22
 
 
 def test_the_site_is_short_and_its_navigation_has_few_entries_for_users():
