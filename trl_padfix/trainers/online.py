@@ -133,7 +133,8 @@ class OnlineTask(Task):
         steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
         fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
         shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
+        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 
 
 class OnlineLayouts(PrecomputedLayouts):
