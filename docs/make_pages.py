@@ -1,5 +1,5 @@
 """
-Writes the page that is made from the code: the options from the fields of the configurations.
+Writes what is made: the page of options, from the fields of the configurations, and `llms.txt`, from the pages.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -8,11 +8,13 @@ Writes the page that is made from the code: the options from the fields of the c
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import trl
+from copied_pages import ELSEWHERE
 
 import trl_padfix
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
@@ -21,7 +23,7 @@ from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
     'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
-    "or for a vision model a name for each part. Refused before weights load if it cannot run."
+    "or for a vision model a name for each part."
 )
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
@@ -74,7 +76,21 @@ def options() -> str:
     return page
 
 
-PAGES = {"options.md": options}
+def llms() -> str:
+    """The pages in the order of the navigation, each with its headings, for language models."""
+    folder = Path(__file__).parent
+    text = "# trl_padfix\n\n> Train with TRL and compute only real, distinct tokens; the losses are TRL's.\n\n"
+    for line in (folder.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
+        title, _, page = line.strip(" -").partition(": ")
+        if not page:
+            text += f"\n## {title.rstrip(':')}\n\n"
+        elif page not in ELSEWHERE:
+            headings = re.findall(r"^## (.*)$", (folder / page).read_text(), re.MULTILINE)
+            text += f"- [{title}]({page}){': ' if headings else ''}{'; '.join(headings)}\n"
+    return text
+
+
+PAGES = {"llms.txt": llms, "options.md": options}
 
 
 def _default(field) -> str:

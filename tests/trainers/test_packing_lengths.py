@@ -121,7 +121,7 @@ def test_a_length_that_cannot_be_is_an_error_of_the_configuration(given, says, t
     ("multiple", "pairs", "sharing"), [(64, 8, False), (64, 8, True), (128, 16, True), (256, 32, True)]
 )
 def test_filler_is_a_small_share_of_real_pairs(multiple, pairs, sharing):
-    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/memory.md, and few lengths."""
+    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/speed.md, and few lengths."""
     rows = load_dataset("json", data_files=HH_RLHF, split="train").select(range(1600))
     texts = [*rows["chosen"], *rows["rejected"]]
     tokenizer = train_tokenizer(texts, 8192)

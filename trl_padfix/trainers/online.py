@@ -130,7 +130,8 @@ class OnlineTask(Task):
         shares_prefixes = (
             trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         )
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
+        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 
 
 class OnlineTrainer(PaddingFreeMixin):
