@@ -145,9 +145,9 @@ def tolerance(size: float, *, terms: int, depth: int, dtype: torch.dtype = torch
     The largest difference that rounding explains between two computations of one number.
 
     An operation on numbers of `size` rounds by at most `u * size`, `u = eps / 2`. The errors of `terms` summands add
-    up to `sqrt(terms)` of that, those of `depth` such sums behind one another to `sqrt(depth)` times as much (Higham and
-    Mary, "A new approach to probabilistic rounding error analysis", 2019). Another order of summation, another kernel
-    or another number of threads is within it.
+    up to `sqrt(terms)` of that, those of `depth` such sums behind one another to `sqrt(depth)` times as much (Higham
+    and Mary, "A new approach to probabilistic rounding error analysis", 2019). Another order of summation, another
+    kernel or another number of threads is within it.
     """
     return DEVIATIONS * torch.finfo(dtype).eps / 2 * size * math.sqrt(terms * depth)
 
