@@ -113,15 +113,14 @@ def first_labels_have_no_prediction(case: Case, adapter: Adapter, family: str) -
 
 
 def shapes(case: Case, adapter: Adapter, family: str) -> list[Difference]:
-    """One row, many, equal ones, a very long one among short ones, a row of one token, a row without labels."""
-    batches = [
-        rows(11),
-        rows(*[3, 5, 4, 7, 2, 6] * 3),
-        rows(8, 8, 8, 8),
-        rows(50, 3, 4, 2),
-        [*rows(7, 1, 9)],
-        [row.unlabelled() if n == 1 else row for n, row in enumerate(rows(6, 10, 5))],
-    ]
+    """One row, many, equal ones, a very long one among short ones."""
+    batches = rows(11), rows(*[3, 5, 4, 7, 2, 6] * 3), rows(8, 8, 8, 8), rows(50, 3, 4, 2)
+    return [found for batch in batches for found in each_row_alone(replace(case, rows=batch), adapter, family)]
+
+
+def without_labels(case: Case, adapter: Adapter, family: str) -> list[Difference]:
+    """A row of one token, which predicts nothing, and a row whose labels are all ignored."""
+    batches = rows(7, 1, 9), [row.unlabelled() if n == 1 else row for n, row in enumerate(rows(6, 10, 5))]
     return [found for batch in batches for found in each_row_alone(replace(case, rows=batch), adapter, family)]
 
 
@@ -211,7 +210,9 @@ CASES = [
     Case("row alone", "Loss and gradients are those of the rows one by one.", each_row_alone, "no borders"),
     Case("first label", "Nothing predicts the first token of a row: not the last token of the row before.",
          first_labels_have_no_prediction, "labels at borders"),
-    Case("shapes", "One row, many, equal, very uneven, of one token, without a label.", shapes, "no borders"),
+    Case("shapes", "One row, many, equal ones, very uneven ones.", shapes, "no borders"),
+    Case("rows without labels", "A row of one token, and one whose labels are all ignored.", without_labels,
+         "no borders"),
     Case("shared prefix", "Rows begin with the same tokens: each has its own next token, its share of the gradient.",
          each_row_alone, "wrong fork", rows=rows(12, 9, 14, 7, begin=[5, 6, 7, 8, 4])),
     Case("accumulation", "The mean over accumulated micro-batches is that over all labels.", accumulated,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager
-from pathlib import Path
-
 import torch
 from transformers import DataCollatorWithFlattening, PreTrainedModel
 
-from conformance.adapter import Adapter, NotRun, backward, one_at_a_time
+from conformance.adapter import Adapter, NotRun, backward, flash_stand_in, one_at_a_time
 from conformance.arbiter import IGNORED, Row, Step
 
 
@@ -55,7 +51,7 @@ class Flash(PositionIds):
     """The same with transformers' FlashAttention-2 code, on functions that compute on a CPU what the kernels do."""
 
     def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
-        with self._stand_in():
+        with flash_stand_in():
             if not model._supports_flash_attn:
                 raise NotRun("transformers has no FlashAttention for this model.")
             if model.config.model_type in ("gpt2", "gpt_oss"):
@@ -64,15 +60,6 @@ class Flash(PositionIds):
                 )
             model.set_attn_implementation("flash_attention_2")
             return super().step(model, batches)
-
-    def _stand_in(self) -> AbstractContextManager:
-        tests = Path(__file__).parents[2] / "tests"
-        if not (tests / "simulated_gpu").is_dir():
-            raise NotRun("The functions that stand in for flash-attn are not beside this folder.")
-        sys.path.insert(0, str(tests))
-        from simulated_gpu.flash_stand_in import flash_attention_stand_in
-
-        return flash_attention_stand_in()
 
 
 _flash = Flash("transformers-flattening-flash", "flash_attention_2")
