@@ -5,6 +5,7 @@ Does your packing leak?
     python conformance/run.py trl-sft-packing-bfd      one of them
     python conformance/run.py adapters/in_trl.py       all of a file, also of one of yours
     python conformance/run.py NAME --model qwen3_next  the cases of rows on another family
+    python conformance/run.py NAME --case sinks
     python conformance/run.py NAME --json report.json
 
 The exit code is 0 only if nothing leaked.
@@ -77,14 +78,14 @@ def outcome(case: Case, adapter: Adapter, family: str) -> dict[str, Any]:
     }
 
 
-def report(adapter: Adapter, families: list[str]) -> dict[str, Any]:
+def report(adapter: Adapter, families: list[str], only: str | None) -> dict[str, Any]:
     """Run all cases, and print their table."""
     print(f"{adapter.name}: {adapter.setting}\n{adapter.versions()}\n")
     print(f"{'case':26} {'model':13} {'outcome':8} {'loss off':>9} {'gradient':>9}")
     rows = []
     for family in families:
         for case in CASES:
-            if family != families[0] and case.family:
+            if (family != families[0] and case.family) or only not in (None, case.name):
                 continue
             rows.append(row := outcome(case, adapter, family))
             figures = f"{row['loss']:9.1e} {row['gradient']:9.1e}" if "loss" in row else row["reason"]
@@ -100,6 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", nargs="?", help="a name, or a file with a list ADAPTERS")
     parser.add_argument("--model", default="qwen3", choices=[*FAMILIES, "all"], help="family for the cases of rows")
+    parser.add_argument("--case", choices=[case.name for case in CASES], help="this case alone")
     parser.add_argument("--json", type=Path, help="where to write the report")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -109,7 +111,7 @@ def main() -> int:
         print("\n".join(f"{adapter.name:32} {adapter.setting}" for adapter in adapters or found("")))
         return 2
     families = [*FAMILIES] if given.model == "all" else [given.model]
-    reports = [report(adapter, families) for adapter in adapters]
+    reports = [report(adapter, families, given.case) for adapter in adapters]
     if given.json:
         given.json.write_text(json.dumps(reports, indent=1) + "\n")
     leaks = [(r["adapter"], row["case"]) for r in reports for row in r["cases"] if row["outcome"] == "LEAK"]

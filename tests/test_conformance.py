@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +14,10 @@ from conformance.adapters.in_trl_padfix import ADAPTERS
 from conformance.arbiter import CONTROL
 from conformance.cases import CASES
 from conformance.leaks import LEAKS
+from conformance.table import table
 
 
+ROOT = Path(__file__).parents[1]
 OURS = {adapter.name: adapter for adapter in ADAPTERS}
 BATCH_LENGTH = ("dynamic RoPE", "long RoPE")
 """Here the package keeps what transformers computes of the padded batch: frequencies of its longest row."""
@@ -37,3 +42,13 @@ def test_the_package_passes(case, names: tuple[str, ...]) -> None:
             break
     leaks = any(difference.leaks for difference in found)
     assert leaks == (case.name in BATCH_LENGTH)
+
+
+def test_the_page_has_the_figures_of_the_report() -> None:
+    reports = json.loads((ROOT / "conformance" / "report.json").read_text())
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    for shown in tables:
+        names = shown.splitlines()[0].strip("| ").split(" | ")
+        assert shown.strip() == table([report for report in reports if report["adapter"] in names])
+    assert len(tables) == 2

@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine with its loss for SFT, as its workers build it; on the CPU as `simulated_gpu.verl_on_cpu` has it."""
+"""verl's FSDP2 engine with its loss for SFT, as its workers build it; on the CPU by `simulated_gpu.verl_on_cpu`."""
 
 from __future__ import annotations
 
