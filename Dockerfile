@@ -7,7 +7,6 @@ WORKDIR /trl_padfix
 RUN pip install --no-cache-dir torch ${PIP_OPTIONS}
 COPY pyproject.toml README.md LICENSE ./
 COPY trl_padfix trl_padfix
-COPY recipes recipes
 RUN pip install --no-cache-dir ".[cli,trl,peft]"
 ENTRYPOINT ["trl-padfix"]
 CMD ["doctor"]

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from trl_padfix import prefix_sharing_layout, remove_padding
 from trl_padfix.core.attention import attention
 from trl_padfix.core.attention.segments import sum_by_token
 from trl_padfix.core.attention.varlen import torch_varlen_is_complete
-from trl_padfix.core.call.batch_metadata import ForwardMetadata, KnownBatch, share_layouts
-from trl_padfix.core.call.layout_of import LayoutInputs
-from trl_padfix.core.layout.build import padding_free_layout, prefix_sharing_layout
-from trl_padfix.core.remove import remove_padding
 
 
 __all__ = ["Check", "check_device"]
@@ -122,12 +119,13 @@ class _Figures:
                     from trl_padfix.core.attention.compiled import compile_layers
 
                     compile_layers(handle, backend=backend)
-            if mode == "leaking":
-                one_row = padding_free_layout(mask.reshape(1, -1))  # all rows as one: each attends to those before it
-                wrong = ForwardMetadata(replace(one_row, batch_shape=tuple(mask.shape)))
-                stack.enter_context(share_layouts([KnownBatch.of(LayoutInputs(ids, mask), wrong)], deferred_checks=[]))
+            # "leaking": all rows as one, so that each attends to those before it.
+            shape = (1, -1) if mode == "leaking" else ids.shape
             with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "autocast"):
-                logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+                logits = model(
+                    input_ids=ids.reshape(shape), attention_mask=mask.reshape(shape), use_cache=False
+                ).logits.float()
+            logits = logits.reshape(*ids.shape, -1)
             logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
             logps = logps * (mask[:, 1:] * mask[:, :-1])
             # Another weight for each token: errors of two tokens cannot cancel in the gradient.

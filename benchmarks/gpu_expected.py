@@ -2,39 +2,176 @@
 Least time of a step on a device by a roofline: its operations at the speeds of the data sheet.
 
     PYTHONPATH=tests python benchmarks/gpu_expected.py    # a table of devices, counted on a simulated one
-    python benchmarks/gpu_expected.py --cpu               # beside measured steps on this CPU, with the operations of
-                                                          # TRL's step that exceed their least time most
 
 Each operation is one launch. Device and host work at the same time:
 
     time = max(sum of max(flops / peak, bytes / bandwidth), launches * launch cost)
 
 No step can be faster, so tokens per second are an upper bound. Real kernels reach 0.5 to 0.8 of a peak. Caches, waits
-and the work of the host between launches are left out.
+and the work of the host between launches are left out. Operations are counted on any device, the simulated GPU of the
+tests included; nothing is timed for a figure.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from statistics import median
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
-from gpu_counts import Operation, OperationCounter, count_operations
-from gpu_plan import SPREAD, plan_of
+from bench import VARIANTS, BenchStep, Settings, Variant, attached, decoder_inputs, prepare, profiled, select_rows
+from gpu_plan import plan_of
 from gpu_table import NAMES, line_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from trl_padfix.tools.bench.building import prepare
-from trl_padfix.tools.bench.data import select_rows
-from trl_padfix.tools.bench.peak import Peak
-from trl_padfix.tools.bench.settings import VARIANTS, BenchSettings
-from trl_padfix.tools.bench.steps import attached
+import trl_padfix
 
 
-__all__ = ["DEVICES", "Device", "expected_seconds", "known_device", "on_simulated_device"]
+__all__ = [
+    "DEVICES", "Device", "Operation", "OperationCounter", "count_launches", "count_operations", "expected_seconds",
+    "known_device", "launches_and_waits", "on_simulated_device",
+]  # fmt: skip
+
+PACKAGE = Path(trl_padfix.__file__).parent
+
+GATHERS = frozenset(["embedding", "gather", "index", "index_select"])
+"""Operations that read as many elements as they write, however large their first argument is."""
+
+NO_KERNELS = frozenset(
+    ["_reshape_alias", "_unsafe_view", "detach", "empty", "empty_like", "empty_strided", "is_same_size", "lift_fresh",
+     "new_empty", "new_empty_strided", "resize_", "set_"]
+)  # fmt: skip
+"""Operations that launch no kernel, although their schema marks them as no view."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation, counted as one kernel launch."""
+
+    name: str
+    flops: float  # of matrix products; elementwise arithmetic is bounded by its bytes
+    bytes: int  # read and written
+    is_half: bool  # whether an argument is bfloat16 or float16
+
+
+class OperationCounter(TorchDispatchMode):
+    """Records the operations within the block, on whatever device they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if not (func.is_view or name in NO_KERNELS):
+            inputs = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            outputs = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+            moved = outputs * 2 if name in GATHERS else inputs + outputs  # a gather reads what it writes
+            size = sum(x.numel() * x.element_size() for x in moved)
+            is_half = any(x.dtype in (torch.bfloat16, torch.float16) for x in inputs)
+            self.operations.append(Operation(name, _flops(name, args), size, is_half))
+        return output
+
+
+def _flops(name: str, args: tuple[Any, ...]) -> float:
+    """Floating-point operations of a matrix product or an attention; 0 for others."""
+    if name in ("_varlen_attn", "_varlen_attn_backward"):
+        query, cu_q, cu_k = (args[0], *args[3:5]) if name == "_varlen_attn" else (args[1], *args[6:8])
+        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
+        # Causal, aligned at the end: q queries attend to k - q + 1, ..., k keys.
+        pairs = sum(q * k - q * (q - 1) / 2 for q, k in lengths)
+        # Forward: 2 products (QK, PV) of 2 flops per pair and channel. Backward: 5 products.
+        return (4 if name == "_varlen_attn" else 10) * pairs * query.shape[1] * query.shape[2]
+    if name.startswith("_scaled_dot_product"):
+        is_backward = "backward" in name
+        query, key = args[1:3] if is_backward else args[:2]
+        return (10 if is_backward else 4) * query.numel() * key.shape[-2]
+    if name.rstrip("_") in ("mm", "bmm", "addmm", "baddbmm"):
+        a, b = args[1:3] if "add" in name else args[:2]
+        return 2 * a.numel() * b.shape[-1]
+    return 0.0
+
+
+def count_operations(
+    step: BenchStep, variant: Variant, place: Callable[[Any], Any] = lambda batch: batch
+) -> tuple[list[Operation], int]:
+    """
+    Count the operations of a step of a variant on its first batch.
+
+    Args:
+        step ([`BenchStep`]):
+            Step to run.
+        variant ([`Variant`]):
+            Variant to attach.
+        place (`Callable`, *optional*):
+            Function that moves a batch to the device.
+
+    Returns:
+        `tuple[list[Operation], int]`: The operations, optimizer included, and the real tokens of the batch.
+    """
+    host = _first_batch(step)
+    real = int(decoder_inputs(host)["attention_mask"].sum())
+    batch = place(step.to_device(host))
+    with attached(step, variant), OperationCounter() as counter:
+        step.forward_and_backward(batch)
+    step.trainer.optimizer.zero_grad()
+    # AdamW reads weight, gradient and 2 moments, and writes all but the gradient: 4 + 3.
+    trained = sum(p.numel() * p.element_size() for p in step.trainer.model.parameters() if p.requires_grad)
+    counter.operations.append(Operation("optimizer", 0.0, 7 * trained, False))
+    return counter.operations, real
+
+
+def count_launches(step: BenchStep, variant: Variant) -> dict[str, int]:
+    """Count the kernel launches and the waits of the host in a step on CUDA, optimizer left out."""
+    host = _first_batch(step)
+    batch = step.to_device(host)  # before the debug mode: this copy is a wait that no training has
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with (
+        attached(step, variant),
+        warnings.catch_warnings(record=True) as caught,
+        profiled(activities=activities) as profile,
+    ):
+        warnings.simplefilter("always")  # by default a warning of the same line is recorded once
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step.forward_and_backward(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    step.trainer.optimizer.zero_grad()
+    return launches_and_waits([event.name() for event in profile.profiler.kineto_results.events()], caught)
+
+
+def launches_and_waits(events: Iterable[str], caught: Iterable[warnings.WarningMessage]) -> dict[str, int]:
+    """
+    Counts of a step on CUDA.
+
+    Args:
+        events (`Iterable[str]`):
+            Names that the profiler recorded.
+        caught (`Iterable[warnings.WarningMessage]`):
+            Warnings of torch's debug mode for synchronisations.
+
+    Returns:
+        `dict[str, int]`: `launches`, `synchronisations`, and `own_synchronisations`: those that a line of this package
+        causes.
+    """
+    waits = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    own = [w for w in waits if w.filename.startswith(str(PACKAGE))]
+    return {
+        "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in events),
+        "synchronisations": len(waits),
+        "own_synchronisations": len(own),
+    }
+
+
+def _first_batch(step: BenchStep) -> dict[str, torch.Tensor]:
+    return step.collate(list(range(step.settings.batch_rows)))
 
 
 @dataclass(frozen=True)
@@ -46,7 +183,6 @@ class Device:
     bandwidth: float  # TB/s of its memory
     launch: float  # microseconds of the host per kernel
     source: str  # page of the vendor
-    overlaps: bool = True  # whether the host continues while the device computes
 
     def seconds(self, operation: Operation) -> float:
         """Least time of an operation without its launch: the longer of arithmetic and memory traffic."""
@@ -81,7 +217,7 @@ def expected_seconds(operations: Iterable[Operation], device: Device) -> float:
     """Least time of operations on a device."""
     operations = list(operations)
     computing, launching = sum(map(device.seconds, operations)), len(operations) * device.launch / 1e6
-    return max(computing, launching) if device.overlaps else computing + launching
+    return max(computing, launching)
 
 
 def known_device(name: str) -> Device | None:
@@ -91,7 +227,7 @@ def known_device(name: str) -> Device | None:
 
 
 def on_simulated_device(
-    settings: BenchSettings, data: str | None, *, shapes_only: bool = True
+    settings: Settings, data: str | None, *, shapes_only: bool = True
 ) -> dict[str, tuple[list[Operation], int]]:
     """
     Operations of a step of each variant and the real tokens of its batch, counted without a GPU.
@@ -103,7 +239,7 @@ def on_simulated_device(
 
     # The model is built on the CPU. Only the step runs on the simulated device.
     on_cpu = replace(settings, device="cpu", steps=1, warmup=0)
-    step = prepare(select_rows(data, on_cpu, spread=SPREAD)[0], on_cpu)
+    step = prepare(select_rows(data, on_cpu)[0], on_cpu)
     step.settings = replace(settings, device="cuda:0")
     with simulated_cuda(shapes_only=shapes_only), mock.patch.object(type(step.trainer.accelerator), "device", CUDA):
         place_models(step.trainer)
@@ -128,63 +264,8 @@ def _table() -> Iterator[str]:
             ])  # fmt: skip
 
 
-def _beside_cpu() -> Iterator[str]:
-    """Measured steps on this CPU beside their least time at its measured peaks; then TRL's step by operation."""
-    settings = BenchSettings(trainer="dpo", pairs=4, steps=1, warmup=0, shape="small", device="cpu", memory=False)
-    step = prepare(select_rows("lengths:96/64", settings, spread=SPREAD)[0], settings)
-    device, rows = _this_cpu(), list(range(4))
-    yield from (line_of(["variant", "expected s", "measured s", "ratio"]), line_of(["---"] * 4))
-    for name in step.settings.variants:
-        operations, _ = count_operations(step, VARIANTS[name])
-        with attached(step, VARIANTS[name]):
-            seconds = median(step.run(rows, VARIANTS[name])["seconds"] for _ in range(5))
-        expected = expected_seconds(operations, device)
-        yield line_of([NAMES[name], f"{expected:.3f}", f"{seconds:.3f}", f"{expected / seconds:.2f}"])
-    speeds = (
-        f"{device.single * 1e3:.0f} GFLOP/s, {device.bandwidth * 1e3:.1f} GB/s, {device.launch:.1f} us an operation"
-    )
-    yield from ("", f"{torch.get_num_threads()} threads, float32: {speeds}.", "")
-    with OperationCounter() as forward_and_backward:
-        step.forward_and_backward(step.to_device(step.collate(rows)), {}, VARIANTS["trl"])
-    with OperationCounter() as optimizer:
-        step.trainer.optimizer.step()
-    by_name = {"optimizer": optimizer.operations}
-    for operation in forward_and_backward.operations:
-        by_name.setdefault(operation.name, []).append(operation)
-    yield from (line_of(["TRL's step", "operations", "expected s", "measured s", "beyond"]), line_of(["---"] * 5))
-    lines = []
-    for name, operations in by_name.items():
-        expected, measured = sum(map(device.seconds, operations)), sum(o.seconds for o in operations)
-        lines.append((measured - expected, name, len(operations), expected, measured))
-    for beyond, name, count, expected, measured in sorted(lines, reverse=True)[:12]:
-        yield line_of([f"`{name}`", f"{count:,}", f"{expected:.3f}", f"{measured:.3f}", f"{beyond:.3f}"])
-
-
-def _this_cpu() -> Device:
-    """Measured peaks of this CPU: matrix product, copy of a large tensor, operation on a small tensor."""
-    peak = Peak("cpu", [torch.float32])
-    peak.measure(times=5)
-    target, source, small = torch.ones(2**25), torch.ones(2**25), torch.ones(8, requires_grad=True)
-    # Into memory that exists already: new memory would be handed out page by page, at a fifth of the speed.
-    bandwidth = 2 * target.numel() * 4 / _fastest(lambda: target.copy_(source)) / 1e12
-    launch = _fastest(lambda: [small * 2 for _ in range(1000)]) * 1e3  # seconds of 1000 operations: us of one
-    return Device(peak.tflops, peak.tflops, bandwidth, launch, "measured", overlaps=False)
-
-
-def _fastest(run: Callable[[], object], times: int = 5) -> float:
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="beside measured steps on this CPU")
-    options = parser.parse_args()
-    for line in _beside_cpu() if options.cpu else _table():
+    for line in _table():
         print(line, flush=True)
 
 

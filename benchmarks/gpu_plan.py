@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trl_padfix.tools.bench.settings import BenchSettings
+from bench import Settings
 
 
-__all__ = ["BUDGET", "SPREAD", "Cell", "plan_of"]
+__all__ = ["BUDGET", "Cell", "plan_of"]
 
 BUDGET = 24 * 60
 """Default time limit of a report, in seconds."""
@@ -21,11 +21,11 @@ COMPILED = (*UNCOMPILED, "prefix_sharing_compiled")
 
 @dataclass(frozen=True)
 class Cell:
-    """One benchmark of a report: `trl-padfix bench` with these settings."""
+    """One benchmark of a report: `benchmarks/bench.py` with these settings."""
 
     name: str
-    settings: BenchSettings
-    data: str | None  # random pairs, `lengths:PROMPT/COMPLETION`, if the report is given no data; `None` for GRPO
+    settings: Settings
+    data: str | None  # random pairs, `lengths:...`, if the report is given no data; `None` for GRPO
     needs: tuple[str, ...] = ()  # modules that must be installed
     seconds: float = 60.0  # estimated time, model and compilation included; with less time left it is not begun
 
@@ -79,7 +79,7 @@ def _cell(
     lengths: str = "192/128",
     seconds: float,
 ) -> Cell:
-    settings = BenchSettings(
+    settings = Settings(
         trainer=trainer, variants=variants, pairs=pairs, prompt_length=512, completion_length=128, steps=8, warmup=2,
         shape=shape, device="cuda", dtype=dtype, max_length=8192, lora=lora, gradient_checkpointing=checkpointing,
         liger=liger,
@@ -90,7 +90,7 @@ def _cell(
     return Cell(
         name=f"{' '.join(filter(None, words))}, {', '.join(filter(None, details))}",
         settings=settings,
-        data=None if trainer == "grpo" else f"lengths:{lengths}",
+        data=None if trainer == "grpo" else f"lengths:{lengths}/{SPREAD}",
         needs=(*(["peft"] if lora else []), *(["liger_kernel"] if liger else [])),
         seconds=seconds,
     )
@@ -107,4 +107,4 @@ def _as_toy(cell: Cell) -> Cell:
         steps=1, warmup=0, shape="tiny", device="cpu", lora=min(cell.settings.lora, 2), memory=False, max_length=64,
     )  # fmt: skip
     # 0 seconds: a toy cell is begun however little time is left.
-    return replace(cell, settings=settings, data=cell.data and "lengths:12/6", seconds=0.0)
+    return replace(cell, settings=settings, data=cell.data and f"lengths:12/6/{SPREAD}", seconds=0.0)

@@ -28,19 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import VARIANTS, BenchStep, Settings, Variant, WrongNumbersError, measure, prepare, select_rows
 from gpu_checks import Check, check_device
-from gpu_counts import count_launches, count_operations
-from gpu_expected import expected_seconds, known_device
-from gpu_plan import BUDGET, SPREAD, Cell, plan_of
+from gpu_expected import count_launches, count_operations, expected_seconds, known_device
+from gpu_plan import BUDGET, Cell, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
 from trl_padfix.files import output_obstacle, write_whole
-from trl_padfix.tools.bench.building import prepare
-from trl_padfix.tools.bench.data import load_examples, parse_lengths, select_rows
-from trl_padfix.tools.bench.measure import measure
-from trl_padfix.tools.bench.settings import VARIANTS, Variant, WrongNumbersError
-from trl_padfix.tools.bench.steps import BenchStep
 from trl_padfix.versions import installed_version
 
 
@@ -135,9 +130,9 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     # On a slow device a cell ends at its deadline with fewer steps, so that others have time left.
     deadline = time.monotonic() + min(seconds_left, max(2 * cell.seconds, 30.0))
     try:
-        rows, name = select_rows(source, settings, spread=SPREAD, split="test")
+        rows, name = select_rows(source, settings)
         step = prepare(rows, settings)
-        results = [asdict(result) for result in measure(step, deadline).checked()]
+        results = [asdict(result) for result in measure(step, deadline)]
         if settings.device == "cuda":
             results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
     except TimeoutError:
@@ -218,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit status: 1 if a check or a cell is wrong or failed."""
     parser = argparse.ArgumentParser(description="Check and measure a GPU, or print the table of a report.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same plan at toy size")
-    parser.add_argument("--data", help="preference pairs, as for `trl-padfix bench`; by default random ones")
+    parser.add_argument("--data", help="preference pairs, as for `bench.py`; by default random ones")
     parser.add_argument("--budget", type=float, default=BUDGET / 60, help="minutes in all; by default %(default)g")
     parser.add_argument("--json", type=Path, default=Path("gpu-report.json"), help="file to write")
     parser.add_argument("--compile-backend", default="inductor", help="of compiled layers")
@@ -239,8 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--json: {reason}")
     try:
         # Data that cannot be read must be an error here, not one in every cell.
-        if options.data is not None and parse_lengths(options.data) is None:
-            load_examples(options.data)
+        if options.data is not None:
+            select_rows(options.data, Settings())
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
     plan = plan_of(toy=options.device == "cpu", backend=options.compile_backend)

@@ -17,7 +17,7 @@ NAMES = {
     "prefix_sharing_compiled": "prefix sharing, compiled layers",
 }
 _COLUMNS = (
-    "step", "variant", "tokens/s", "expected", "x TRL", "token limit", "share of limit", "MFU", "peak GiB", "launches",
+    "step", "variant", "tokens/s", "expected", "x TRL", "token limit", "share of limit", "peak GiB", "launches",
     "waits (ours)",
 )  # fmt: skip
 
@@ -67,7 +67,6 @@ def _figures(variant: dict[str, Any]) -> list[str]:
         f"{variant['speedup']:.2f}x",
         f"{variant['token_limit']:.2f}x",
         f"{variant['speedup'] / variant['token_limit']:.2f}",
-        f"{variant['mfu']:.0%}",
         "-" if variant["peak_gib"] is None else f"{variant['peak_gib']:.1f}",
         f"{variant['launches']:,}" if counted else "not counted",
         waits,

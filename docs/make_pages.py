@@ -1,6 +1,5 @@
 """
-Writes the pages that are made from the code: the options from the fields of the configurations, and troubleshooting
-from the known errors.
+Writes the page that is made from the code: the options from the fields of the configurations.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -9,7 +8,6 @@ from the known errors.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -17,12 +15,15 @@ from pathlib import Path
 import trl
 
 import trl_padfix
-from trl_padfix.cli.methods import METHODS, SCRIPTS
-from trl_padfix.tools.known_errors import KNOWN_ERRORS
+from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
 FOLDER = Path(__file__).parent
 REFUSED = {"kto": {"loss_reduction"}}  # a field of its configuration, and an error
+ATTENTION = (  # a flag of TRL's model configuration
+    'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
+    "or for a vision model a name for each part. Refused before weights load if it cannot run."
+)
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
 
@@ -38,8 +39,7 @@ def options() -> str:
     """The page of options."""
     by_name: dict[str, tuple[str, str]] = {}
     methods: dict[str, list[str]] = {}
-    stable = [method for method in METHODS if method not in SCRIPTS]  # the others have pages of their own
-    for method in stable:
+    for method in METHODS:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
             if name not in REFUSED.get(method, ()):
@@ -49,15 +49,21 @@ def options() -> str:
         "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
         "(`--padding_free true`).\n"
     )
-    for name, (default, help_text) in by_name.items():
-        trainers = "all trainers" if len(methods[name]) == len(stable) else ", ".join(methods[name])
-        page += f"\n## `{name}`\n\n*`{default}`; {trainers}.* {' '.join(help_text.split())}\n"
+    by_name["attn_implementation"] = ("None", ATTENTION)
+    methods["attn_implementation"] = [*METHODS]
+    group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
+    first = next(iter(OPTION_GROUPS))
+    ordered = sorted(by_name, key=lambda name: [*OPTION_GROUPS].index(group_of.get(name, first)))
+    group = ""
+    for name in ordered:
+        default, help_text = by_name[name]
+        if group != group_of.get(name, first):
+            group = group_of.get(name, first)
+            page += f"\n## {group[0].upper()}{group[1:]}\n"
+        trainers = "all trainers" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
+        page += f"\n### `{name}`\n\n*`{default}`; {trainers}.* {' '.join(help_text.split())}\n"
     page += (
-        "\n## `attn_implementation`\n\n"
-        '*`None`; all trainers.* Attention implementation of the model: a name, `"auto"` for a '
-        "FlashAttention that is installed, or else `sdpa`, or for a vision model a name for each part. Refused before "
-        "weights load if it cannot run.\n\n"
-        "## Logged beside TRL's metrics\n\n"
+        "\n## Logged beside TRL's metrics\n\n"
         "With `eval_` before the name in evaluation:\n\n"
         "| metric | |\n|---|---|\n"
         "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
@@ -73,34 +79,13 @@ def options() -> str:
     return page
 
 
-def troubleshooting() -> str:
-    """The page of known errors."""
-    page = "# Troubleshooting\n\n" + MADE
-    page += (
-        f'The first remedy of each of {len(KNOWN_ERRORS)} errors. `trl-padfix doctor --explain "TEXT"` prints cause, '
-        "all remedies and source, for a whole traceback too (`--explain -`). For a bug report add "
-        "`trl-padfix doctor --json doctor.json`.\n"
-    )
-    doing = ""
-    for error in KNOWN_ERRORS:
-        if error.doing != doing:  # the list is in the order of the groups
-            doing = error.doing
-            page += f"\n## {doing}\n"
-        page += f"\n### {error.name}\n\n{_first_sentence(error.fix)}\n"
-    return page
-
-
-PAGES = {"options.md": options, "troubleshooting.md": troubleshooting}
+PAGES = {"options.md": options}
 
 
 def _default(field) -> str:
     if field.default is not MISSING:
         return str(field.default)
     return str(field.default_factory()) if field.default_factory is not MISSING else "required"
-
-
-def _first_sentence(text: str) -> str:
-    return re.split(r"(?<=\.)\s+(?=[A-Z`])", text)[0]
 
 
 def main() -> None:

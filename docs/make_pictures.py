@@ -36,7 +36,6 @@ MEASURED = {
     "dpo-hh-rlhf-16-pairs-cpu": "DPO, 16 pairs, HH-RLHF",
     "dpo-tree-4x8-600-80-cpu": "DPO, 16 pairs of rollouts",
     "grpo-8-completions-cpu": "GRPO, 8 completions",
-    "grpo-8x8-passes-cpu": "GRPO, 64 completions, 3 passes",
 }
 """Files of `bench/` in the picture of the page on speed."""
 
@@ -47,10 +46,7 @@ STOREYS = {
         {
             "doctor": "this machine",
             "stats": "your data",
-            "parity": "your model",
-            "bench": "its speed",
-            "plan": "its memory",
-            "report": "a run",
+            "tiny": "models to try",
         },
     ),
     "integrations": (

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer, set_seed
 
 import trl_padfix
 from trl_padfix import build_tiny
-from trl_padfix.cli.recipe_run import ReportCallback
 from trl_padfix.cli.user_errors import explain_errors
 
 
@@ -76,7 +75,6 @@ def main(method, arguments):
         recorded = trl_padfix.RecordedRollouts(rollouts, **inputs)
         inputs |= {"train_dataset": recorded.prompts, "rollout_func": recorded, "reward_funcs": recorded.rewards}
     trainer = getattr(trl_padfix, f"{method.upper()}Trainer")(model, args=training, **inputs)
-    trainer.add_callback(ReportCallback())
     trainer.train()
     trainer.save_model()
 

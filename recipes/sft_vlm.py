@@ -26,11 +26,10 @@ from PIL import ImageDraw
 from transformers import set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.cli.recipe_run import ReportCallback
 from trl_padfix.cli.user_errors import explain_errors
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
-from trl_padfix.trainers.checkpoints.checkpoints import checkpoint_to_resume, saying_what_is_safe
+from trl_padfix.trainers.checkpoints import checkpoint_to_resume
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
@@ -107,7 +106,7 @@ def main(script_args, training_args, model_args, dataset_args) -> None:
 
 
 def run(model: str, dataset: DatasetDict, script_args, training_args, model_args) -> None:
-    """Train and save a model; the callback prints first and last metrics."""
+    """Train and save a model."""
     evaluates = training_args.eval_strategy != "no"
     checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     training_args.attn_implementation = model_args.attn_implementation
@@ -121,13 +120,11 @@ def run(model: str, dataset: DatasetDict, script_args, training_args, model_args
         args=training_args,
         train_dataset=dataset[script_args.dataset_train_split],
         eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
-        callbacks=[ReportCallback()],
         quantization_config=trl.get_quantization_config(model_args),
         peft_config=trl.get_peft_config(model_args),
     )
-    with saying_what_is_safe(training_args.output_dir):
-        trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model(training_args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

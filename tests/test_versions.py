@@ -53,29 +53,21 @@ def test_transformers_outside_the_bounds_is_refused_with_versions_and_remedy(ins
 @pytest.mark.parametrize("name", ["DPOTrainer", "DPOConfig", "DataCollatorForPreference"])
 def test_trl_outside_the_bounds_is_refused_and_the_core_is_not(installed, name, version):
     installed(trl=version)
-    with pytest.raises(ImportError, match=re.escape("pip install 'trl<2,>=1.0'")) as error:
+    with pytest.raises(ImportError, match=re.escape("pip install 'trl<2,>=1.10'")) as error:
         getattr(trl_padfix, name)
     assert (version or "none is installed") in str(error.value)
     assert callable(trl_padfix.remove_padding)
 
 
-@pytest.mark.parametrize(
-    ("name", "bounds", "version"),
-    [
-        ("KTOTrainer", "<2,>=1.9.2", "1.0.0"),
-        ("AsyncGRPOTrainer", "<1.18,>=1.16", "1.15.0"),
-        ("AsyncGRPOTrainer", "<1.18,>=1.16", "1.18.0"),
-    ],
-)
-def test_some_trainers_have_narrower_bounds_than_the_others(name, bounds, version, installed):
-    installed(trl=version)
-    with pytest.raises(ImportError, match=re.escape(f"needs trl {bounds}, and {version} is installed")):
-        getattr(trl_padfix, name)
+def test_some_trainers_have_narrower_bounds_than_the_others(installed):
+    installed(trl="1.10.0")
+    with pytest.raises(ImportError, match=re.escape("needs trl <2,>=1.16, and 1.10.0 is installed")):
+        _ = trl_padfix.DistillationTrainer
     versions.require("trl", "DPOTrainer")
 
 
 def test_every_name_that_the_installed_trl_admits_can_be_imported():
-    pytest.importorskip("trl", minversion="1.0")
+    pytest.importorskip("trl", minversion="1.10")
     version = metadata.version("trl")
     for name in trl_padfix._HOME:
         if version in versions.NEWER.get(name, versions.BOUNDS["trl"]):
@@ -90,21 +82,21 @@ find, gone = PathFinder.find_spec, {"requests", "aiohttp"}
 PathFinder.find_spec = staticmethod(lambda name, *args: None if name in gone else find(name, *args))
 from trl_padfix import *
 assert not gone & {*sys.modules}
-print(SFTTrainer.__module__, AsyncGRPOTrainer.__module__)
+print(SFTTrainer.__module__)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(metadata.version("trl") not in versions.NEWER["AsyncGRPOTrainer"], reason="of TRL 1.16 and 1.17")
+@pytest.mark.skipif(metadata.version("trl") not in versions.BOUNDS["trl"], reason="no trainers of this TRL")
 def test_the_star_import_needs_no_package_that_trl_does_not_ask_for():
     ran = subprocess.run([sys.executable, "-c", STAR], capture_output=True, text=True)
-    assert ran.stdout.split() == ["trl_padfix.trainers.sft", "trl_padfix.experimental.async_grpo"], ran.stderr
+    assert ran.stdout.split() == ["trl_padfix.trainers.sft"], ran.stderr
 
 
 def test_the_star_import_has_the_names_that_the_installed_versions_admit(installed):
     names = {*trl_padfix._HOME, "__version__"}
-    installed(trl="1.18.0")
-    assert names - {*trl_padfix.__all__} == {"AsyncGRPOConfig", "AsyncGRPOTrainer"}
+    installed(trl="1.10.0")
+    assert names - {*trl_padfix.__all__} == {"DistillationConfig", "DistillationTrainer"}
     installed(trl=None)
     assert {"remove_padding", "pack"} < {*trl_padfix.__all__}
     exec("from trl_padfix import *", imported := {})
@@ -138,7 +130,7 @@ def test_tested_pairs_lie_within_the_bounds_oldest_first():
     for stack in versions.TESTED:
         assert stack.transformers in versions.BOUNDS["transformers"]
     with_trainers = [s for s in versions.TESTED if s.trl in versions.BOUNDS["trl"]]
-    assert with_trainers[0].trl == "1.0.0"
+    assert with_trainers[0].trl == "1.10.0"
 
 
 def test_pyproject_admits_every_tested_pair():
@@ -157,7 +149,7 @@ def test_what_an_older_version_needs_goes_with_it():
 
 
 @pytest.mark.parametrize(
-    ("version", "is_newer"), [("1.16.3", False), ("1.9.2", False), ("1.17.0", True), ("1.18.0", True)]
+    ("version", "is_newer"), [("1.16.3", False), ("1.10.0", False), ("1.17.0", True), ("1.18.0", True)]
 )
 def test_a_trl_that_is_newer_than_the_tested_one_is_named_with_the_way_back(installed, version, is_newer):
     installed(trl=version)

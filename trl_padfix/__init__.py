@@ -22,7 +22,6 @@ _MODULES = {
     "core.handle": ["PaddingRemoval", "PaddingStats"],
     "core.remove": ["remove_padding"],
     "core.split_rows": ["split_rows"],
-    "core.tiled_mlp": ["tile_mlps"],
     "core.parity.check": ["check_parity"],
     "core.parity.report": ["ParityError", "ParityReport"],
     "core.generation": ["generate", "left_align"],
@@ -36,6 +35,7 @@ _MODULES = {
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.distillation": ["DistillationConfig", "DistillationTrainer"],
     "trainers.dpo": ["DPOTrainer"],
+    "trainers.dry_run": ["dry_run"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
     "trainers.reward": ["RewardTrainer"],
@@ -43,7 +43,6 @@ _MODULES = {
     "trainers.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
-    "experimental.async_grpo": ["AsyncGRPOConfig", "AsyncGRPOTrainer"],
     "integrations.callback": ["PaddingRemovalCallback"],
     "tools.initial_model": ["build_tiny"],
 }
@@ -59,8 +58,6 @@ if TYPE_CHECKING:
     from .core.parity.report import ParityError, ParityReport
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
-    from .core.tiled_mlp import tile_mlps
-    from .experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from .integrations.callback import PaddingRemovalCallback
     from .tools.initial_model import build_tiny
     from .trainers.base import padding_free_trainer
@@ -75,6 +72,7 @@ if TYPE_CHECKING:
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.distillation import DistillationConfig, DistillationTrainer
     from .trainers.dpo import DPOTrainer
+    from .trainers.dry_run import dry_run
     from .trainers.grpo import GRPOTrainer
     from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
     from .trainers.reward import RewardTrainer
@@ -105,7 +103,7 @@ def _require(name: str) -> None:
     """Check the versions that a public name needs."""
     if not _HOME[name].startswith("core.layout."):  # layouts need torch only
         require("transformers", name)
-    if _HOME[name].startswith(("trainers.", "experimental.")):
+    if _HOME[name].startswith("trainers."):
         require("trl", name)
 
 

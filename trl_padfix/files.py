@@ -12,13 +12,8 @@ from pathlib import Path
 
 
 __all__ = [
-    "UnwritableError", "folder_obstacle", "is_missing_path", "output_obstacle", "why_unwritable", "write_whole",
-    "write_whole_folder",
+    "folder_obstacle", "is_missing_path", "output_obstacle", "why_unwritable", "write_whole", "write_whole_folder",
 ]  # fmt: skip
-
-
-class UnwritableError(OSError):
-    """A file could not be written; the message says which, why, and what is safe."""
 
 
 _WHY = {

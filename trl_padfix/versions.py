@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Stack(NamedTuple):
-    """Versions that are tested together; with a TRL before 1.0, only `remove_padding` is."""
+    """Versions that are tested together; with a TRL before 1.10, only `remove_padding` is."""
 
     transformers: str
     trl: str
@@ -31,26 +31,18 @@ class Stack(NamedTuple):
 
 TESTED = (
     Stack("4.52.4", "0.17.0"),
-    Stack("4.57.6", "1.0.0"),
-    Stack("5.0.0", "1.9.2"),
+    Stack("4.57.6", "1.10.0"),
     Stack("5.24.0", "1.16.0"),
 )
 """Every pair that `nox` builds and tests, oldest first."""
 
 
-BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.0,<2")}
+BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.10,<2")}
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
 
-NEWER = {
-    **{name: SpecifierSet(">=1.9.2,<2") for name in ("KTOTrainer", "DataCollatorForUnpairedPreference")},
-    **{name: SpecifierSet(">=1.16,<2") for name in ("DistillationTrainer", "DistillationConfig", "experimental")},
-    **{name: SpecifierSet(">=1.16,<1.18") for name in ("AsyncGRPOTrainer", "AsyncGRPOConfig")},
-}
-"""
-Narrower bounds on TRL. Its KTO and distillation trainers were experimental before, with other interfaces. TRL 1.18
-makes asynchronous GRPO stable, with other modules and fields than those that `experimental/async_grpo.py` overrides.
-"""
+NEWER = dict.fromkeys(("DistillationTrainer", "DistillationConfig", "experimental"), SpecifierSet(">=1.16,<2"))
+"""Narrower bounds on TRL, whose distillation trainer was experimental before, with another interface."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}

@@ -1,4 +1,4 @@
-"""Random bad inputs and flags: a message and exit code 2 (or a result), nothing written, within 20 seconds."""
+"""Random bad inputs and flags: a message and an exit code (or a result), nothing written, within 20 seconds."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ FORMS = {
     "chat": {"messages": [{"role": "user", "content": "alpha"}, {"role": "assistant", "content": "beta"}]},
 }
 VALUES = [None, 3, -1.5, "", [], {}, True, "\u0000", "\ud83d\ude00", "x" * 5000, [None], {"role": "user"}, [[]]]
-FLAGS = ["--max-length", "--batch-size", "--seed", "--world-size", "--accumulation", "--split", "--rows", "--pairs",
-         "--json", "--plot", "--nonsense", "--steps", "--dtype", "--attn", "--device"]  # fmt: skip
+FLAGS = ["--max-length", "--batch-size", "--split", "--trainer", "--json", "--plot", "--nonsense", "--dtype", "--attn"]
 WORDS = ["0", "-1", "1e9", "999999999999", "nan", "", "abacus", "/nowhere/x.json", ".", "2,0", "float8", "💥"]
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
     form = chance.choice(list(FORMS))
-    command = chance.choice(["stats", "stats", "stats", "parity", "bench", "doctor", "dpo", "sft"])
+    command = chance.choice(["stats", "stats", "stats", "doctor", "dpo", "sft"])
     flags = []
     for _ in range(chance.choice([0, 0, 1, 2])):
         flags += [chance.choice(FLAGS)] + ([chance.choice(WORDS)] if chance.random() < 0.9 else [])
@@ -81,12 +80,8 @@ def damaged(case: dict[str, Any], folder: Path) -> Path:
 
 def attempt(case: dict[str, Any], folder: Path) -> str:
     path, model = damaged(case, folder), str(models() / "good")
-    is_yaml = path.suffix == ".yaml"
     command = {
         "stats": ["stats", str(path), "--tokenizer", model],
-        "parity": ["parity", "--model", model, *(["--config"] if is_yaml else ["--data"]), str(path)],
-        "bench": ["bench", "--shape", "tiny", "--steps", "1", "--warmup", "0", "--pairs", "2", "--no-memory",
-                  "--data", str(path)],
         "doctor": ["doctor", "--model", model if case["damage"] == "none" else str(path)],
         # To the end of the parser: what comes after is a training.
         "dpo": ["dpo", "--config", str(path), "--num_processes", "none"],
@@ -109,10 +104,8 @@ def attempt(case: dict[str, Any], folder: Path) -> str:
     said = (command[:1], result.exit_code, result.output[-600:], repr(result.exception))
     assert result.exception is None or isinstance(result.exception, SystemExit), said
     assert "Traceback" not in result.output, said
-    # 1: "cannot run", and rows of one length, which say nothing about padding.
-    says_so = command[0] == "doctor" or "There was no padding to compare" in result.output
-    assert result.exit_code in ((0, 1, 2) if says_so else (0, 2)), said
-    if result.exit_code == 2:
+    assert result.exit_code in (0, 1, 2), said
+    if result.exit_code and command[0] != "doctor":
         assert len(result.output.strip()) > 20, said
         assert listing(folder) == before, "something was written"
         return REFUSED

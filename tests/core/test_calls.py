@@ -10,13 +10,11 @@ import pytest
 import torch
 import transformers
 from kit.cells import MATRIX
+from kit.tolerance import rounding
 from zoo.models import CONFIGS, batch, build
 
 from trl_padfix import remove_padding
 from trl_padfix.core.model import patching, views
-
-
-TOLERANCE = 1e-5
 
 
 def models_of(sharing: str) -> list[transformers.PreTrainedModel]:
@@ -49,7 +47,7 @@ def wrong_calls(models: list[transformers.PreTrainedModel], times: int) -> tuple
             try:
                 with torch.no_grad():
                     found = model(ids, attention_mask=mask).logits
-                if (found - expected)[mask.bool()].abs().max() > TOLERANCE:
+                if (found - expected)[mask.bool()].abs().max() > rounding(expected):
                     wrong.append(1)
             except Exception as error:
                 errors.append(error)
@@ -119,7 +117,7 @@ def disturbs_a_padded_forward(models: list[transformers.PreTrainedModel]) -> boo
             done.set()
             thread.join()
             hook.remove()
-    return bool((found - expected)[mask.bool()].abs().max() > TOLERANCE)
+    return bool((found - expected)[mask.bool()].abs().max() > rounding(expected))
 
 
 @pytest.mark.parametrize("sharing", ["one model", "a shared config"])

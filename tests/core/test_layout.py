@@ -9,8 +9,6 @@ from zoo.gpu_models import pairs
 from zoo.models import drawn_batches
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
-from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.core.parallel.layout import ContextParallelLayout
 
 
 _ = 0  # padding, where a literal shows ids
@@ -127,15 +125,6 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
     assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
     assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
-    with pytest.warns(DeprecationWarning, match="use `Layout.packed_index_of`"):
-        assert padding_free_layout(MASK).packed_positions_of(index).tolist() == [12, 6, 0, 15]
-
-
-def test_keys_of_other_tokens_than_the_packed_ones_are_columns_of_the_dense_mask():
-    """Process 0 of 2 has the tokens 0, 1 and 4 of a row of five; its keys are in rank order: 0, 1, 4, 2, 3."""
-    layout = padding_free_layout(torch.ones(1, 5))
-    local = ContextParallelLayout(layout, Group(None, 0, 2), "keys").local_layout
-    assert local.dense_mask().int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import every_pair, every_second
+from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from zoo.model_numbers import SHARING, TOLERANCE, assert_same_numbers, gradients, padded_numbers, weighted_sum
+from zoo.model_numbers import SHARING, assert_same_numbers, gradients, padded_numbers, weighted_sum
 from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import check_parity, packed_layout, remove_padding
@@ -136,7 +137,7 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
     with torch.no_grad():
         for row, column in ((0, slice(0, 3)), (0, slice(3, 6)), (1, slice(0, 2)), (1, slice(2, 6))):
             alone = model(ids[row : row + 1, column]).logits[0]
-            torch.testing.assert_close(got[row, column], alone, atol=TOLERANCE, rtol=0)
+            assert_close(got[row, column], alone, terms=64, depth=24)
 
 
 @SHARING
@@ -162,9 +163,9 @@ def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
         row = torch.nn.functional.pad(got[name][0], (1, 0))
         begins = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))[:-1]
         rest = torch.ones_like(row, dtype=torch.bool).index_fill_(0, begins, False)
-        torch.testing.assert_close(row[rest], expected[name][where], atol=TOLERANCE, rtol=0)
+        assert_close(row[rest], expected[name][where], terms=64, depth=24)
         assert not row[~rest].any()
-    torch.testing.assert_close(got["loss"], expected["loss"], atol=TOLERANCE, rtol=0)
+    assert_close(got["loss"], expected["loss"], terms=64, depth=24)
 
 
 def test_a_mask_beside_bounds_is_left_to_the_model():
@@ -184,7 +185,7 @@ def test_embeddings_are_packed_and_not_shared():
     expected = padded_numbers("qwen2", model, ids, mask)
     with remove_padding(model, prefix_sharing=True) as handle:
         call["inputs_embeds"] = call["inputs_embeds"].detach()
-        assert (numbers(model, call, ids, mask)[0] - expected[0]).abs().max() <= TOLERANCE
+        assert_close(numbers(model, call, ids, mask)[0], expected[0], terms=64, depth=24)
     assert handle.stats.packed_tokens == handle.stats.real_tokens == int(mask.sum())
 
 

@@ -211,11 +211,6 @@ def test_each_mixer_runs_in_its_mode(family, ways):
         assert handle.mixers.counts() == ways
 
 
-def test_the_old_name_of_a_mixers_mode_still_works():
-    with remove_padding(build("llama")) as handle, pytest.warns(DeprecationWarning, match=r"use `Mixer\.mode`"):
-        assert handle.mixers.mixers[0].how == handle.mixers.mixers[0].mode == "packed"
-
-
 @pytest.mark.parametrize(
     ("family", "sharing", "how"),
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit.cells import slow_but
 from kit.processes import ROOT, run_processes
-from kit.split_runs import ATTENTION, MODELS
+from kit.split_runs import MODELS
 from zoo.families import build as build_family
 from zoo.models import build
 
@@ -19,13 +19,7 @@ from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_paddin
 from trl_padfix.core.attention.segments import attend_by_segment
 from trl_padfix.core.heads import LocalLabels
 from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.core.parallel.layout import (
-    MAX_SHARE,
-    ROWS,
-    ContextParallelConfig,
-    ContextParallelLayout,
-    ranges_of_rows,
-)
+from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
 from trl_padfix.core.parallel.mixers import with_context_parallel
 
 
@@ -57,10 +51,10 @@ def misses(case: dict[str, Any]) -> list[str]:
 def test_every_process_gets_what_the_padded_computation_gives(processes, models):
     """Losses, log-probabilities, logits and gradients, with shared prefixes and checkpointing and without."""
     cases = launched(processes, models)
-    assert len(cases) == 48 * len(models)
+    assert len(cases) == 24 * len(models)
     assert [(case["case"], misses(case)) for case in cases if misses(case)] == []
     reports = [case["parity"] for case in cases if case["parity"]]
-    assert len(reports) == 8 * len(models)
+    assert len(reports) == 4 * len(models)
     assert all(report["ok"] and report["gradient"] is not None for report in reports), reports
     for case in cases:
         assert len(case["tokens"]) == processes
@@ -84,9 +78,8 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", slow_but(["heads"], ATTENTION))
-def test_compiled_layers_exchange_their_tokens_in_one_graph(attention):
-    (case,) = launched(2, ["aot_eager", attention], run="split_compiled")
+def test_compiled_layers_exchange_their_tokens_in_one_graph():
+    (case,) = launched(2, ["aot_eager"], run="split_compiled")
     assert (case["graphs"], case["breaks"], case["uncompiled"]) == (1, 0, {})  # for batches of five shapes
     assert case["log-probabilities"] < 1e-5
     assert case["gradients"] < 1e-5
@@ -97,7 +90,7 @@ def test_compiled_layers_exchange_their_tokens_in_one_graph(attention):
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_wrong_slice_of_compiled_layers_is_seen():
-    (case,) = launched(2, ["eager", "heads"], "cp_layout", run="split_compiled")
+    (case,) = launched(2, ["eager"], "cp_layout", run="split_compiled")
     assert case["log-probabilities"] > 0.01
     assert case["gradients"] > 0.01
 
@@ -115,7 +108,7 @@ def test_a_wrong_slice_of_compiled_layers_is_seen():
 def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processes, models):
     """Also of micro-batches that have no tokens of their own, and share fewer than there are processes."""
     cases = launched(processes, models, run="split_prefixes")
-    assert len(cases) == 24 * len(models)
+    assert len(cases) == 12 * len(models)
     assert any(case["filler"] for case in cases)
     for case in cases:
         assert case["values"] < 2e-5, case
@@ -129,10 +122,8 @@ def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processe
 @pytest.mark.parametrize("broken", slow_but(["prefixes"], ["prefixes", "exit"]))
 def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
     cases = launched(2, ["qwen2"], broken, run="split_prefixes")
-    for attention in ATTENTION:
-        same = [case for case in cases if case["attention"] == attention]
-        assert max(case["gradients"] for case in same) > 0.01
-        assert (max(case["values"] for case in same) > 0.01) is (broken == "prefixes")
+    assert max(case["gradients"] for case in cases) > 0.01
+    assert (max(case["values"] for case in cases) > 0.01) is (broken == "prefixes")
 
 
 @pytest.mark.matrix
@@ -148,12 +139,8 @@ def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
 def test_rows_with_images_are_split(processes, families):
     """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""
     cases = launched(processes, families, run="split_images")
-    assert len(cases) == 6 * len(families)
+    assert len(cases) == 3 * len(families)
     for case in cases:
-        # With two processes the rows of even lengths stay whole, so no keys are gathered.
-        if case["case"] in [["gemma3", rows, "keys"] for rows in ("long", "even")[: processes // 2]]:
-            assert "tokens of an image see later ones" in case["error"]
-            continue
         assert case["logits"] < 2e-5, case
         assert case["gradients"] < 1e-4, case
         assert case["padded"] == 0
@@ -183,28 +170,27 @@ EVEN = layout_of([*range(1, 13)], [1, 2, 3, 30, 31], [*range(40, 52)], [40, 41, 
 """Two trees of 14 tokens and a row of 14: even for three processes."""
 
 
-def cp_layout_of(layout: Any, processes: int, how: str) -> list[ContextParallelLayout]:
-    return [ContextParallelLayout(layout, Group(None, rank, processes), how) for rank in range(processes)]
+def cp_layout_of(layout: Any, processes: int, whole_rows: bool = False) -> list[ContextParallelLayout]:
+    return [ContextParallelLayout(layout, Group(None, rank, processes), whole_rows) for rank in range(processes)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes", "how"), [*((LAYOUT, n, how) for n in (2, 3, 5) for how in ATTENTION), (EVEN, 3, ROWS)]
+    ("layout", "processes", "whole"), [(LAYOUT, 2, False), (LAYOUT, 3, False), (LAYOUT, 5, False), (EVEN, 3, True)]
 )
-def test_every_token_is_computed_by_one_process(layout, processes, how):
+def test_every_token_is_computed_by_one_process(layout, processes, whole):
     tokens = torch.arange(layout.packed_tokens)
-    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(layout, processes, how)]
+    parts = [cp_layout.local(tokens) for cp_layout in cp_layout_of(layout, processes, whole)]
     assert torch.cat(parts).sort().values.equal(tokens)
-    assert [len(part) for part in parts] == cp_layout_of(layout, processes, how)[0].tokens_per_rank
-    for rank, cp_layout in enumerate(cp_layout_of(layout, processes, how)):
+    assert [len(part) for part in parts] == cp_layout_of(layout, processes, whole)[0].tokens_per_rank
+    for rank, cp_layout in enumerate(cp_layout_of(layout, processes, whole)):
         assert (cp_layout.rank_of(parts[rank]) == rank).all()
         assert cp_layout.local_index(parts[rank]).equal(torch.arange(len(parts[rank])))
 
 
-@pytest.mark.parametrize("how", ATTENTION)
-def test_a_label_is_scored_where_its_token_is_computed(how):
+def test_a_label_is_scored_where_its_token_is_computed():
     """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
     layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
-    for cp_layout in cp_layout_of(layout, 2, how):
+    for cp_layout in cp_layout_of(layout, 2):
         assert set(LocalLabels(places, places, cp_layout).index.tolist()) == set(
             cp_layout.local(layout.packed_index).tolist()
         )
@@ -216,68 +202,47 @@ def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return x.transpose(1, 2), None
 
 
-@pytest.mark.parametrize(
-    ("layout", "processes", "how"),
-    [*((LAYOUT, processes, "keys") for processes in (2, 3, 5)), (EVEN, 3, ROWS)],
-    ids=["2 processes", "3 processes", "5 processes", "whole rows"],
-)
 @pytest.mark.parametrize("window", [None, 4])
-def test_local_queries_see_the_keys_that_they_see_in_the_full_row(layout, processes, how, window):
+def test_whole_rows_see_the_keys_that_they_see_in_the_full_row(window):
     draw = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, 2, layout.packed_tokens, 8, generator=draw) for _ in range(3))
+    query, key, value = (torch.randn(1, 2, EVEN.packed_tokens, 8, generator=draw) for _ in range(3))
     arguments: Any = {"sliding_window": window}
-    whole = attend_by_segment(attend, SimpleNamespace(), query, key, value, layout, arguments, is_eager=False)
-    parts = cp_layout_of(layout, processes, how)
-    gathered = [torch.cat([part.local(x, 2) for part in parts], dim=2) for x in (key, value)]
-    for part in parts:
-        kv = gathered if how == "keys" else [part.local(x, 2) for x in (key, value)]
-        states = part.local(query, 2), *kv
+    full = attend_by_segment(attend, SimpleNamespace(), query, key, value, EVEN, arguments, is_eager=False)
+    for part in cp_layout_of(EVEN, 3, whole_rows=True):
+        states = [part.local(x, 2) for x in (query, key, value)]
         own = attend_by_segment(attend, SimpleNamespace(), *states, part.local_layout, arguments, is_eager=False)
-        torch.testing.assert_close(own, part.local(whole, 1))
+        torch.testing.assert_close(own, part.local(full, 1))
+        assert not torch.allclose(own, part.local(full.roll(1, 1), 1))
 
 
 def test_only_rows_that_are_even_are_left_whole():
     one, short = layout_of([*range(1, 31)]), layout_of([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11])
     assert ranges_of_rows(one, 2) is ranges_of_rows(short, 3) is None
     with remove_padding(build("qwen2")) as handle:
-        handle.set_context_parallel(ContextParallelConfig(Group(None, 0, 2), "keys"))
-        assert [handle.cp_layout_of(layout).comm for layout in (one, short, EVEN)] == ["keys", ROWS, "keys"]
-        handle.set_context_parallel(ContextParallelConfig(Group(None, 0, 3), "keys"))
-        assert handle.cp_layout_of(EVEN).comm == ROWS
-
-
-def test_gathered_keys_cost_every_process_the_same_attention():
-    """A token of a long row sees all tokens before it: with one range per process the last one has the most work."""
-    layout = layout_of([1 + n % 50 for n in range(4096)])
-
-    def largest_share(how: str) -> float:
-        positions = [cp_layout.local(layout.positions + 1).sum().item() for cp_layout in cp_layout_of(layout, 8, how)]
-        return max(positions) / (sum(positions) / 8)
-
-    # Of tokens; the heads that they are exchanged for are even.
-    assert largest_share("heads") == pytest.approx(1.875, rel=1e-3)
-    assert largest_share("keys") == pytest.approx(1, rel=1e-3)
+        handle.set_context_parallel(Group(None, 0, 2))
+        assert [handle.cp_layout_of(layout).whole_rows for layout in (one, short, EVEN)] == [False, True, False]
+        handle.set_context_parallel(Group(None, 0, 3))
+        assert handle.cp_layout_of(EVEN).whole_rows
 
 
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():
-    for cp_layout in cp_layout_of(LAYOUT, 5, "heads"):
+    for cp_layout in cp_layout_of(LAYOUT, 5):
         convolution = with_context_parallel("causal_conv1d_fn", lambda hidden_states, weight: None, cp_layout)
         with pytest.raises(PaddingRemovalError, match=r"4 heads .or channels. cannot be shared by 5 processes"):
             convolution(torch.zeros(1, 4, 8), torch.zeros(4, 3))
 
 
 @pytest.mark.parametrize(
-    ("family", "processes", "attention", "error", "says"),
+    ("family", "processes", "error", "says"),
     [
-        ("qwen2", 8, "heads", ValueError, "4 attention heads, and 8 processes.*'keys'"),
-        ("qwen2", 2, "tokens", ValueError, "`attention` is 'heads' or 'keys', got 'tokens'"),
-        ("bloom", 2, "heads", PaddingRemovalError, "computed on whole rows.*without context parallelism"),
-        ("mamba", 2, "heads", PaddingRemovalError, "need all channels"),
+        ("qwen2", 8, ValueError, "4 attention heads, and 8 processes"),
+        ("bloom", 2, PaddingRemovalError, "computed on whole rows.*without context parallelism"),
+        ("mamba", 2, PaddingRemovalError, "need all channels"),
     ],
 )
-def test_what_cannot_be_split_is_refused(family, processes, attention, error, says, monkeypatch):
+def test_what_cannot_be_split_is_refused(family, processes, error, says, monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(None, 0, processes)))
     model = build(family) if family == "qwen2" else build_family(family)
     with remove_padding(model) as handle, pytest.raises(error, match=f"(?s){says}"):
-        split_rows(handle, attention=attention)
+        split_rows(handle)
     assert handle.context_parallel is None

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import tree_race
 from kit.rollouts import (
     VOCABULARY,
     build_samples,
@@ -127,19 +126,6 @@ def test_the_text_of_a_vision_model_in_a_tree():
     assert handle.stats.packed_tokens == distinct_tokens(samples)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert difference(by_tree, by_rows) <= 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", tree_race.CONFIGS)
-def test_another_package_for_trees_agrees(family):
-    pytest.importorskip("tree_recurrence")
-    race = tree_race.Race(family, tree_race.draw_samples(prompt=80, answer=12, count=4))
-    for loss_off, gradients_off in race.check().values():
-        assert max(loss_off, gradients_off) <= 1e-5
-    assert race.computed < race.tokens < race.raw
-    race.row["input_ids"][75] ^= 1  # a token of the prompt
-    for _, gradients_off in race.check().values():
-        assert gradients_off > 1e-2
 
 
 # -- what describes no tree, or more than a tree

@@ -84,12 +84,11 @@ def local_names(owner: Any, name: str) -> bool:
 
 def of_trainers(name: str, why: str, fits: Callable, *methods: str, needs: str = "") -> list[Upstream]:
     """The same name in the trainers of several methods."""
-    versions = {"KTO": "trl>=1.9.2", "Distillation": "trl>=1.16"}
-    return [Upstream(name, f"trl.{m}Trainer", why, fits, needs or versions.get(m, "trl>=1.0")) for m in methods]
+    versions = {"Distillation": "trl>=1.16"}
+    return [Upstream(name, f"trl.{m}Trainer", why, fits, needs or versions.get(m, "trl>=1.10")) for m in methods]
 
 
 MASKS = "transformers.masking_utils"
-ASYNC = "trl.experimental.async_grpo"
 MODELS = "transformers.models"
 
 TRANSFORMERS = [
@@ -97,9 +96,6 @@ TRANSFORMERS = [
              "switches the attention of a forward without the checks of the setter, and puts it back", says),
     Upstream("_attn_implementation", "transformers.PretrainedConfig", "which attention a model runs with",
              lambda owner, name: isinstance(getattr(owner, name), property)),
-    Upstream("_name_or_path", "transformers.PretrainedConfig",
-             "the name that TRL loads the reference by; empty for a model that was made from a configuration",
-             lambda owner, name: getattr(owner(), name) == ""),
     Upstream("_set_signature_columns_if_needed", "transformers.Trainer", "finds the columns that are kept", has),
     Upstream("_signature_columns", "transformers.Trainer", "the columns of a dataset that are kept",
              partial(is_set, "")),
@@ -195,13 +191,7 @@ TRANSFORMERS = [
     ),
 ]  # fmt: skip
 
-SELECTIVE = "trl.models.selective_activation_checkpointing"
-
 TRL = [
-    Upstream("_aten_attention_ops", SELECTIVE, "the operators whose outputs selective checkpointing keeps", has,
-             needs="trl>=1.16"),
-    Upstream("_is_sac_wrapped", SELECTIVE, "marks a model that TRL has made checkpoint selectively", says,
-             needs="trl>=1.16"),
     *of_trainers("_metrics", "what TRL logs, by mode",
                  partial(is_set, '{"train": defaultdict(list), "eval": defaultdict(list)}'),
                  "DPO", "SFT", "Reward", "KTO", *ONLINE),
@@ -219,10 +209,9 @@ TRL = [
     *of_trainers("_buffered_inputs", "the micro-batches of a generation", partial(is_set, "["), *GENERATING),
     *of_trainers("_step", "which micro-batch comes next", partial(is_set, "0"), *GENERATING),
     *of_trainers("_is_vision_dataset", "whether the rows have images", partial(is_set, '"image" in'), "DPO", "SFT"),
-    *of_trainers("_entropy_bonus_enabled", "whether rows may change micro-batches", partial(is_set, ""), "GRPO",
-                 needs="trl>=1.9.2"),
+    *of_trainers("_entropy_bonus_enabled", "whether rows may change micro-batches", partial(is_set, ""), "GRPO"),
     *of_trainers("aux_loss_enabled", "a loss over the experts of a whole forward", partial(is_set, ""), "DPO", "SFT",
-                 *ONLINE, needs="trl>=1.9.2"),
+                 *ONLINE),
     *of_trainers("_prepare_dataset", "overridden: checks rows before TRL tokenizes them",
                  takes("dataset", "processing_class", "args", "dataset_name"), "DPO", "Reward", "KTO"),
     *of_trainers("_prepare_dataset", "overridden: checks rows before TRL tokenizes them",
@@ -237,11 +226,11 @@ TRL = [
                  *GENERATING),
     *(
         Upstream(name, f"trl.scripts.{method}", "is called, and finds our classes in `trl`", has, needs)
-        for method, needs in {"dpo": "trl>=1.0", "kto": "trl>=1.9.2", "distillation": "trl>=1.16"}.items()
+        for method, needs in {"dpo": "trl>=1.10", "kto": "trl>=1.10", "distillation": "trl>=1.16"}.items()
         for name in ("main", "make_parser")
     ),
     Upstream("resolve_accelerate_config_argument", "trl.cli.accelerate_config",
-             "a name of `--accelerate_config` as a file", takes("launch_args"), "trl>=1.0"),
+             "a name of `--accelerate_config` as a file", takes("launch_args"), "trl>=1.10"),
     Upstream("fused_lm_head", "trl.trainer.utils.add_fused_lm_head",
              "the keyword that asks the model for log-probabilities instead of logits", says, "trl>=1.10"),
     Upstream("shift_labels", "trl.trainer.utils", "labels that need no shift: those of the packed row", says,
@@ -254,29 +243,15 @@ TRL = [
              takes("gate_logits", "num_experts", "top_k", "attention_mask")),
     *(
         Upstream(f"{name}_pixel_values_by_grid", "trl.trainer.utils",
-                 "rows that change places take their images along", takes("batch"), "trl>=1.0")
+                 "rows that change places take their images along", takes("batch"), "trl>=1.10")
         for name in ("split", "unsplit")
     ),
     Upstream("flash attention variant", "trl.trainer.sft_trainer",
              "TRL's warning that packing needs FlashAttention, which is filtered out by these words", says,
              "trl<1.16"),
-    *(
-        Upstream(name, f"{ASYNC}.async_rollout_worker.AsyncRolloutWorker", why, partial(is_set, ""), "trl>=1.16")
-        for name, why in {
-            "_loop_kwargs": "holds the model that the rollouts come from, to compare it with the policy",
-            "_stop_event_mp": "tells the process of the rollouts to end; it is not set where that has ended",
-            "_process": "the process of the rollouts, whose end is noticed while a batch is waited for",
-        }.items()
-    ),
-    Upstream("_lora_sync", f"{ASYNC}.AsyncGRPOTrainer", "whether adapters alone are sent",
-             partial(is_set, ""), "trl>=1.16"),
 ]  # fmt: skip
 
 OTHERS = [
-    Upstream("_opoverload", "torch._library.custom_ops.CustomOpDef", "the operator that selective checkpointing keeps",
-             says),
-    Upstream("_varlen_attn", "torch.nn.attention.varlen", "the operator of packed attention, which it keeps too", says,
-             needs="torch>=2.11"),
     Upstream("_scaled_dot_product_flash_attention_for_cpu", "torch.ops.aten", "gives the log-sum-exp that joins parts",
              has),
     Upstream("_scaled_dot_product_flash_attention_for_cpu_backward", "torch.ops.aten", "takes that of all parts", has),
@@ -376,7 +351,7 @@ def test_a_name_that_is_gone_is_found_by_its_name():
         ("log", takes("prompt")),
     ):
         with pytest.raises(AssertionError, match="is not what it was"):
-            test_the_name_is_there_and_fits(Upstream(name, "trl.DPOTrainer", "nothing", fits, "trl>=1.0"))
+            test_the_name_is_there_and_fits(Upstream(name, "trl.DPOTrainer", "nothing", fits, "trl>=1.10"))
 
 
 def test_no_private_name_is_left_out():

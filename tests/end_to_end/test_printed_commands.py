@@ -3,9 +3,12 @@
 import os
 import re
 import shlex
+from contextlib import redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
+import bench
 import pytest
 import typer
 from datasets import load_dataset
@@ -36,37 +39,36 @@ STAND_FOR = {  # what a reader puts in
     r"(--model|--tokenizer|--model_name_or_path) ID": r"\1 model",
     r"\b(FILE|run\.yaml)\b(?! --model)": "figures",
     r"--config (FILE|figures)": "--config recipes/dpo_tiny.yaml",
-    r"plan MODEL": "plan model",
-    r"--gpus N --memory GB": "--gpus 2 --memory 80",
     r"nproc-per-node N": "nproc-per-node 2",
     r"<a CPU index>": "INDEX",
     r"\btrain\.py": "recipes/dpo.py",  # the script of the DPO guide
-    r'"TEXT( OF THE ERROR)?"|(?<=--explain )-$': '"CUDA out of memory"',
     r"\$\(\(.+?\)\)|\$[A-Z_]+": "2",  # SLURM's
     r"(--resume_from_checkpoint) latest": r"\1 false",  # nothing was trained here
 }
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     r"Qwen/Qwen2\.5-[\w.]+-Instruct": "model",
-    r"parity --config recipes/dpo_qwen2\.5_0\.5b\.yaml": "parity --config recipes/dpo_tiny.yaml --rows 2",
     r"--device cuda --dtype \w+ --shape 0\.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
-    r"--compile\b": "--compile --compile-backend aot_eager",
     r"[\w-]*test\.jsonl\.gz": "pairs.jsonl",
     r"lengths:\d+/\d+": "lengths:20/6",
     r"tree:\d+x\d+/\d+/\d+": "tree:4x4/12/6",
-    r"--trainer grpo": "--trainer grpo --shape tiny --prompt-length 20 --completion-length 8",
+    r"(?<=bench\.py)(?!.*--device)": " --device cpu",
+    r"--shape (small|hybrid)|(?<=bench\.py)(?!.*--shape)": " --shape tiny",
+    r"(?<=bench\.py)(?!.*--warmup)": " --warmup 1",
+    r"(?<=bench\.py)(?!.*--pairs)": " --pairs 2",
+    r"(?<=bench\.py)(?!.*--steps)": " --steps 2",
+    r"--max-length \d{5}": "--max-length 2048",
     r"--(steps|pairs|batch-size) \d+": r"--\1 2",
     r"--train-tokenizer \d+": "--train-tokenizer 300",
-    r"(?<=bench)(?!.*--shape)": " --shape tiny",
 }
 NOT_RUN = {  # and only checked word by word
     r"pip install ": "brings packages from an index",
     r"(pytest|nox) ": "the tests, which CI runs",
-    r"(accelerate launch|trl-padfix (dpo|sft|distillation|async-grpo)) .*_tiny\.yaml": "test_recipes.py",
+    r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
     r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
     r"accelerate launch .*train\.py": "test_guides.py",
     r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
-    r"python (docs/bench|benchmarks)/|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
+    r"python benchmarks/gpu|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
     r"python (docs/\w+\.py|recipes/data/|tests/)": "writes files of the repository; `--check` is run by .ci/run",
     r"python -m trl_padfix": "as `trl-padfix`; test_llamafactory.py runs the plug-in where its stack is",
 }
@@ -82,12 +84,14 @@ def filled(command: str, *tables: dict[str, str]) -> str:
 def is_run(command: str) -> bool:
     """Whether it is more than the name of a command, and none of those that are not run."""
     words = command.split()
+    if words[:2] == ["python", "benchmarks/bench.py"]:
+        return len(words) > 2
     named = words[0] == "trl-padfix" and (len(words) < 3 or (len(words) == 3 and words[2].startswith("-")))
     return not named and not any(re.match(pattern, command) for pattern in NOT_RUN)
 
 
 RUN = {command: tiny for command in COMMANDS if is_run(tiny := filled(command, STAND_FOR, TINY))}
-FAST = ("doctor", "plan model --gpus 2", "recipe", "bench --data equal")
+FAST = ("doctor", "recipe", "bench.py --device cpu --data equal")
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,11 @@ def here(tiny_model, tmp_path_factory):
 
 def run(command: str, here, monkeypatch) -> str:
     monkeypatch.chdir(here)
+    if command.startswith("python benchmarks/bench.py"):
+        with redirect_stdout(StringIO()) as printed:
+            bench.main(shlex.split(command)[2:])
+        assert "equal in all variants" in printed.getvalue()
+        return printed.getvalue()
     result = trl_padfix_command(*shlex.split(command)[1:], env={"HF_HUB_OFFLINE": "1"})
     assert result.exit_code == 0, f"{command}\n{result.output}"
     return result.output
@@ -119,7 +128,7 @@ def run(command: str, here, monkeypatch) -> str:
         ("if None:\n    %pip install --quiet x  # on Colab", "pip install --quiet x"),
         ("$ HF_HUB_OFFLINE=1 trl-padfix dpo --config a", "HF_HUB_OFFLINE=1 trl-padfix dpo --config a"),
         ("#   trl-padfix dpo --config a", "trl-padfix dpo --config a"),
-        ("Measure it: trl-padfix bench --data a.b", "trl-padfix bench --data a.b"),
+        ("Measure it: python bench.py --data a.b", "python bench.py --data a.b"),
         ("srun bash -c 'accelerate launch --num_machines $N \\\n  a.py'", "accelerate launch --num_machines $N a.py"),
     ],
 )
@@ -265,13 +274,12 @@ def test_every_word_of_a_command_is_known(command, here, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        "trl-padfix bench --stepps 1",
         "trl-padfix stats --jsonn",
-        "trl-padfix benchh --data equal",
+        "trl-padfix statss --data equal",
         "trl-padfix dpo --learning_rat 1 --nonsense 2",
         "accelerate launch --cpuu recipes/dpo.py",
         "accelerate launch recipes/dpoo.py --max_steps 1",
-        "python docs/bench/once.py --repeets 5",
+        "python benchmarks/bench.py --stepps 5",
         "pip install -e '.[clii]'",
         "pytest -m slowly",
         "nox -s storys",
@@ -294,30 +302,7 @@ def test_a_command_runs(command, here, monkeypatch):
     run(command, here, monkeypatch)
 
 
-PRINTING = [  # tools that end in a command
-    "trl-padfix stats chats.jsonl --train-tokenizer 300 --world-size 2 --batch-size 2",
-    "trl-padfix stats recipes/data/airline/rollouts.jsonl.gz --expand-turns --train-tokenizer 300 --batch-size 4",
-    "trl-padfix stats chats.jsonl --tokenizer model --max-length 512 --world-size 2 --batch-size 2",
-    "trl-padfix stats tree:4x4/12/6 --trainer sft --shape tiny",
-    "trl-padfix plan model --gpus 8 --memory 80",
-    "trl-padfix plan model --gpus 8 --memory 80 --method dpo --lora 16",
-    "trl-padfix doctor",
-]
-
-
-@pytest.mark.parametrize("command", slow_but([PRINTING[0], PRINTING[5]], PRINTING))
-def test_what_a_tool_prints_to_be_typed_next_runs(command, here, monkeypatch):
-    printed = [*dict.fromkeys(of_text(run(command, here, monkeypatch)))]
-    assert printed or "doctor" in command
-    for next_one in printed:
-        check(next_one)
-        if next_one.startswith("trl-padfix bench"):
-            output = run(f"{next_one} --quick", here, monkeypatch)
-            assert "equal in all variants" in output
-            assert ("Conversations were rendered" in output) == ("chats" in command or "rollouts" in command)
-
-
-RUN_HERE = {"launch.py", "plan_command.py", "stats.py", "unknown_fields.py", "verdict.py"}
+RUN_HERE = {"launch.py", "train.py", "config_file.py"}
 
 
 def test_messages_with_something_put_in_are_pip_lines_or_come_from_a_tool_that_is_run():

@@ -238,17 +238,6 @@ def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    strategies([("fsdp2", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), CHECKPOINTS])),
-)
-def test_mlps_in_tiles_give_the_trajectory_of_one_process(strategy, more, together, one_process):
-    ours = together("dpo", strategy, *PACKED, *more, "--mlp_tile_tokens", "16")
-    assert_same(ours, one_process("dpo"), *METRICS["dpo"])
-    assert_packed(ours)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("strategy", "more"),
     strategies([("multi_gpu", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
 )
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
@@ -313,16 +302,11 @@ SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins",
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("method", "attention"),
-    slow_but([("dpo", "keys")], [("dpo", "keys"), ("sft", "heads"), ("reward", "heads"), ("kto", "keys")]),
-)
-def test_processes_that_share_packed_rows_give_the_trajectory_of_one(
-    method, attention, together, one_process, tmp_path
-):
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft", "reward", "kto"]))
+def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, together, one_process, tmp_path):
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
-    args, theirs = (*SPLIT, *rows, "--cp_attention", attention), one_process(method, *rows)
+    args, theirs = (*SPLIT, *rows), one_process(method, *rows)
     ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
     assert_same(ours, theirs, *SHARED[method])
     assert_packed(ours)

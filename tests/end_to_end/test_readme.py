@@ -106,11 +106,11 @@ def test_the_path_has_every_command_in_order_and_leaves_none_out_in_vain():
 
 def test_the_path_goes_on_with_what_is_printed_and_stops_where_a_command_fails(capsys):
     prints = {
-        "trl-padfix stats DATA": "Measure it: trl-padfix bench --data DATA",
-        "trl-padfix bench --data DATA": "`trl-padfix stats DATA` and `trl-padfix doctor --model Qwen/Qwen3-0.6B`",
+        "trl-padfix stats DATA": "Measure it: python benchmarks/bench.py --data DATA",
+        "python benchmarks/bench.py --data DATA": "`trl-padfix stats DATA`, `trl-padfix doctor --model Qwen/Qwen3`",
     }
     assert readme_path.follow(["trl-padfix stats DATA"], prints.__getitem__) == list(prints)
-    assert f"doctor --model Qwen/Qwen3-0.6B\n(left out: {readme_path.HUB})" in capsys.readouterr().out
+    assert f"doctor --model Qwen/Qwen3\n(left out: {readme_path.HUB})" in capsys.readouterr().out
     assert readme_path.run_in_shell("echo fine") == "fine\n"
     with pytest.raises(SystemExit, match="no_such_command --now: exit code 127"):
         readme_path.run_in_shell("no_such_command --now")

@@ -1,7 +1,6 @@
 """The recipes, as a user runs them."""
 
 import importlib
-import json
 import os
 import re
 import shlex
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import trl_padfix
 from trl_padfix.cli.launch import main, parse
-from trl_padfix.cli.recipe_run import to_dialogues
 
 
 ROOT = Path(__file__).parents[2]
@@ -46,17 +44,11 @@ def tiny_run(tmp_path_factory):
 
 
 @SLOW  # CI runs this recipe as the README has it, too
-def test_the_tiny_recipe_ends_with_a_table_and_a_picture(tiny_run):
+def test_the_tiny_recipe_trains_without_padding(tiny_run):
     output, result = tiny_run
-    for row in ("held-out reward accuracy", "padding not computed", "repeated prefix not computed", "real tokens/s"):
-        assert row in result.stdout
-    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    report = json.loads((output / "report.json").read_text())
-    assert report["configuration"]["prefix_sharing"] is True
-    assert report["versions"]["trl"] == trl.__version__
-    assert report["metrics"]["eval_loss"]["first"] == pytest.approx(0.6931, abs=1e-3)
     assert "it/s" in result.stderr  # the progress bar
     history = logs_of(output)
+    assert next(entry["eval_loss"] for entry in history if "eval_loss" in entry) == pytest.approx(0.6931, abs=1e-3)
     assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
     assert any("eval_padfix/shared_fraction" in entry for entry in history)
 
@@ -77,29 +69,14 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
 @SLOW
 @pytest.mark.matrix
 def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
-    result = launch_recipe(
+    launch_recipe(
         "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
         "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "12",
     )  # fmt: skip
-    for row in ("held-out token accuracy", "padding not computed", "repeated prefix not computed"):
-        assert row in result.stdout
-    assert "reward" not in result.stdout
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     history = logs_of(tmp_path)
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
     assert losses[-1] < losses[0] - 1
     assert all(entry["padfix/pad_fraction"] > 0.3 for entry in history if "loss" in entry)
-
-
-def test_the_recipe_of_sft_learns_what_is_chosen():
-    data = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
-    assert set(to_dialogues(data).column_names) == {"prompt", "completion"}
-    assert to_dialogues(data)[0]["completion"] == data[0]["chosen"]
-    texts = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
-    assert to_dialogues(texts).to_list() == [{"text": "a"}]
-    chats = Dataset.from_dict({name: [[{"role": "user", "content": name}]] for name in ("chosen", "rejected")})
-    assert to_dialogues(chats)[0] == {"messages": [{"role": "user", "content": "chosen"}]}
-    assert to_dialogues(to_dialogues(chats)).column_names == ["messages"]
 
 
 @pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "sft_vlm" not in " ".join(words)])
@@ -112,7 +89,7 @@ def test_every_recipe_parses_with_the_method_of_its_command(name, monkeypatch):
         method, args = command[1], [*command[2:], "--use_cpu", "true", "--bf16", "false"]
     else:
         method, args = re.search(r"recipes/(\w+)\.py", " ".join(command))[1], recipe
-    (script, training, _, mixture), launch = parse(method, args)
+    (script, training, _, mixture, _), launch = parse(method, args)
     assert name.startswith(method.replace("-", "_"))
     assert training.padding_free
     assert bool(script.dataset_name) != bool(mixture.datasets)
@@ -133,8 +110,6 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
     few = ["--max_steps", "1", "--eval_strategy", "no", "--eval_on_start", "false", "--logging_steps", "1"]
     few += ["--use_cpu", "true", "--disable_tqdm", "true", "--warmup_steps", "0"]
     main(method, ["--config", config, "--output_dir", output, *few])
-    report = json.loads((tmp_path / "ours" / "report.json").read_text())
-    assert not (tmp_path / "ours" / "curves.png").exists()  # one point is no curve
     plain = {name: value for name, value in yaml.safe_load(Path(config).read_text()).items() if name not in OURS}
     (tmp_path / "plain.yaml").write_text(yaml.safe_dump(plain))
     theirs = importlib.import_module(f"trl.scripts.{method}")
@@ -146,7 +121,6 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
     before = AutoModelForCausalLM.from_pretrained(f"{output}/initial_model").state_dict()
     distance = sum((ours[name] - trained[name]).abs().sum() for name in ours)
     assert distance < 0.05 * sum((before[name] - trained[name]).abs().sum() for name in ours)
-    assert report["metrics"]["loss"]["first"] > 0
 
 
 @pytest.mark.matrix
@@ -155,53 +129,17 @@ def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, t
 def test_published_rollouts_are_trained_on(method, tmp_path):
     few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
     batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]
-    run_script("recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path))
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["metrics"]["padfix/shared_fraction"]["first"] > 0.1
+    result = run_script("recipes/rollouts.py", method, *few, *batch, "--output_dir", str(tmp_path))
+    assert float(re.search(r"'padfix/shared_fraction': '?([\d.]+)", result.stdout)[1]) > 0.1
     assert (tmp_path / "model.safetensors").exists()
 
 
 @SLOW
-def test_the_tiny_recipe_of_asynchronous_grpo_starts_its_own_server(tmp_path):
-    pytest.importorskip("aiohttp")
-    result = launch_recipe(
-        "async_grpo", "--config", "recipes/async_grpo_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "2",
-        "--save_strategy", "steps", "--save_steps", "2",
-    )  # fmt: skip
-    for row in ("padding not computed", "repeated prefix not computed"):
-        assert row in result.stdout
-    first, last = (log for log in logs_of(tmp_path) if "loss" in log)
-    # Before the first update the probabilities of the server are those of the trainer; after it they are older ones.
-    assert first["ratio"] == pytest.approx(1, abs=1e-4)
-    assert first["kl"] == pytest.approx(0, abs=1e-5)
-    assert last["kl"] > 1e-5
-    assert 0 < first["rewards/letters"] < 1
-    assert all(log["padfix/shared_fraction"] > 0.3 for log in (first, last))
-    assert {path.name for path in tmp_path.glob("*.safetensors")} == {"model.safetensors"}  # no weights of the server
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--top_k", "5"], "the server that this training starts on the CPU samples by `temperature` alone"),
-        (["--vllm_server_base_url", "http://there:8000"], "A `tiny_model` is served by the training itself"),
-    ],
-)
-def test_what_the_server_of_a_tiny_model_cannot_do_is_an_error(flags, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config = ["--config", "recipes/async_grpo_tiny.yaml", "--output_dir", str(tmp_path / "run"), "--use_cpu", "true"]
-    with pytest.raises(ValueError, match=message):
-        main("async-grpo", [*config, *flags])
-
-
-@SLOW
 def test_the_tiny_recipe_of_images_lowers_the_held_out_loss(tmp_path):
-    result = launch_recipe(
+    launch_recipe(
         "sft_vlm", "--config", "recipes/sft_vlm_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "4",
         "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
     )  # fmt: skip
-    for row in ("held-out loss", "padding not computed", "real tokens/s"):
-        assert row in result.stdout
     history = logs_of(tmp_path)
     assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
     losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
@@ -226,7 +164,7 @@ def test_the_recipe_of_images_parses(monkeypatch):
 def test_every_recipe_is_run_by_one_of_our_commands():
     scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
     assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
-    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation", "async"}
+    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation"}
 
 
 def test_the_index_names_every_recipe_and_every_way_to_launch():
@@ -278,11 +216,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else SLOW)
-        for name in TRAINED
-        if "_vl" not in name and "async" not in name
-    ],
+    [pytest.param(name, marks=[] if name in QUICK else SLOW) for name in TRAINED if "_vl" not in name],
 )
 def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -313,4 +247,4 @@ def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
     path = tmp_path / "hh.yaml"
     path.write_text(yaml.safe_dump(config))
     result = launch_recipe(recipe, "--config", str(path))
-    assert "padding not computed" in result.stdout
+    assert "padfix/pad_fraction" in result.stdout

@@ -70,14 +70,12 @@ def test_the_trap_works(trap, tmp_path):
 
 COMMANDS = [
     "doctor --model models/good",
-    "stats good.jsonl --tokenizer models/good --world-size 2",
-    "parity --model models/good --data uneven.jsonl --rows 2 --no-gradients --attn sdpa",
-    "bench --shape tiny --pairs 1 --steps 1 --warmup 0 --data lengths:4/4 --no-memory",
+    "stats good.jsonl --tokenizer models/good",
     "dpo --help",
 ]
 
 
-NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.bench.measure", "trl_padfix.tools.stats"]
+NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.stats"]
 TRAINING = "--model_name_or_path models/good --dataset_name good_folder --save_strategy steps --max_steps 1 "
 TRAINING += "--max_length 16 --use_cpu true --bf16 false --report_to none --padding_free true "
 TRAINING += "--gradient_checkpointing false"
@@ -114,7 +112,7 @@ def test_but_a_name_of_the_hub_does(material):
     command = ["stats", "nobody/at-all", "--tokenizer", "models/good"]
     code = f"sys.argv[1:] = {command!r}\nfrom trl_padfix.cli.app import app\napp(prog_name='trl-padfix')"
     done = guarded(code, material)
-    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.returncode == 1, done.stderr[-3000:]
     assert "NETWORK" in done.stderr
 
 
@@ -134,14 +132,13 @@ def model_with_code(material: Path, folder: Path, trap: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["stats", "parity", "doctor", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["stats", "doctor", pytest.param("sft", marks=pytest.mark.slow)])
 def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monkeypatch):
     model = str(model_with_code(material, tmp_path / "model", trap))
     data = str(material / "good.jsonl")
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # nor is the user asked
     flags = {
-        "stats": [data, "--tokenizer", model, "--world-size", "2"],
-        "parity": ["--model", model, "--data", data],
+        "stats": [data, "--tokenizer", model],
         "doctor": ["--model", model],
         "sft": ["--model_name_or_path", model, "--dataset_name", str(material / "good_folder"), *ONE_STEP,
                 "--output_dir", str(tmp_path / "out")],
@@ -151,17 +148,13 @@ def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monke
     assert command == "stats" or result.exit_code != 0  # a tokenizer of a known kind is read without the code
 
 
-@pytest.mark.parametrize("command", ["parity", pytest.param("sft", marks=pytest.mark.slow)])
-def test_a_pickle_in_place_of_weights_is_not_executed(command, material, trap, tmp_path):
+@pytest.mark.slow
+def test_a_pickle_in_place_of_weights_is_not_executed(material, trap, tmp_path):
     model = shutil.copytree(material / "models" / "good", tmp_path / "model")
     (model / "model.safetensors").unlink()
     torch.save(Bomb(trap), model / "pytorch_model.bin")
-    flags = {
-        "parity": ["--model", str(model), "--data", str(material / "good.jsonl")],
-        "sft": ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), *ONE_STEP,
-                "--output_dir", str(tmp_path / "out")],
-    }[command]  # fmt: skip
-    assert trl_padfix_command(command, *flags).exit_code != 0
+    flags = ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), *ONE_STEP]
+    assert trl_padfix_command("sft", *flags, "--output_dir", str(tmp_path / "out")).exit_code != 0
     assert not trap.exists()
 
 
@@ -173,14 +166,13 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("kind", YAMLS)
-@pytest.mark.parametrize("command", ["stats", "parity", "dpo"])
-def test_a_yaml_executes_nothing(kind, command, trap, tmp_path):
+def test_a_yaml_executes_nothing(kind, trap, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(YAMLS[kind].format(trap=trap))
-    flags = [str(path), "--train-tokenizer", "300"] if command == "stats" else ["--config", str(path)]
-    result = trl_padfix_command(command, *flags)
-    assert result.exit_code == 2, result.exception
-    assert "could not determine a constructor" in result.output
+    result = trl_padfix_command("dpo", "--config", str(path))
+    assert result.exit_code == 1
+    said = f"{result.output} {result.exception}"
+    assert any(text in said for text in ("could not determine a constructor", "holds no mapping", "neither a field"))
     assert not trap.exists()
 
 
@@ -190,8 +182,8 @@ def test_a_chat_template_executes_nothing(material, trap, tmp_path):
     (model / "chat_template.jinja").write_text(reach % trap)
     data = tmp_path / "chat.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
-    result = trl_padfix_command("stats", str(data), "--tokenizer", str(model), "--world-size", "2")
-    assert result.exit_code == 2, result.exception
+    result = trl_padfix_command("stats", str(data), "--tokenizer", str(model))
+    assert result.exit_code == 1
     assert not trap.exists()
 
 
@@ -200,7 +192,7 @@ def test_code_in_the_folder_of_a_dataset_is_not_run(trap, tmp_path):
     data.mkdir()
     (data / "data.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
     (data / "train.jsonl").write_text('{"text": "alpha"}\n' * 3)
-    trl_padfix_command("stats", str(data), "--train-tokenizer", "300", "--world-size", "2")
+    trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
     assert not trap.exists()
 
 
@@ -208,7 +200,7 @@ def test_text_that_looks_like_code_is_text(trap, tmp_path):
     data = tmp_path / "data.jsonl"
     texts = [f"__import__('os').system('touch {trap}')", f"$(touch {trap})", "{{ 7 * 7 }}", "[bold]x[/nowhere]"]
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300", "--world-size", "2")
+    result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
     assert result.exit_code == 0, result.exception
     assert not trap.exists()
 

@@ -72,7 +72,6 @@ EVERY_PUSH = [
     "Reward",
     "KTO, precomputed",
 ]
-EVERY_PUSH += ["Distillation, accumulation", "GRPO, budget", "RLOO"]
 
 
 @pytest.mark.parametrize("name", slow_but(EVERY_PUSH, TRAININGS))
@@ -90,13 +89,7 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
     for found in ours:
         assert_same(found["run"].trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
         # Of gradients that nearly cancel Adam makes steps of what rounding leaves, the learning rate being 1e-3.
-        atol = 1e-4 if method.name in ("GRPO", "RLOO", "Distillation") else 3e-5
-        assert_same(found["weights"], theirs.weights(), atol=atol)
-        if name == "GRPO, accumulation":  # ours in one process has the same micro-batches, and TRL's are the control
-            means = found["run"].trajectory(*method.means)
-            assert_same(means, one_process(name, ours=True).trajectory(*method.means), atol=1e-5)
-            with pytest.raises(AssertionError):
-                assert_same(means, theirs.trajectory(*method.means), atol=1e-5)
+        assert_same(found["weights"], theirs.weights(), atol=3e-5)
     counts = [found["counts"] for found in ours]
     if name.endswith("whole rows"):  # the split is switched off: a trajectory does not tell
         with pytest.raises(AssertionError):

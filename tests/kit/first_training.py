@@ -1,4 +1,4 @@
-"""A training with what the package needs and no more; arguments: where it is installed, and an output folder."""
+"""A training with what the package needs and no more; arguments: where it is installed, an output folder, pairs."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 if __name__ == "__main__":
     folder = Path(trl_padfix.__file__).parent
     assert str(folder).startswith(sys.argv[1]), folder
-    data = load_dataset("json", data_files=str(folder / "recipes/data/preferences/train.jsonl"), split="train[:8]")
+    data = load_dataset("json", data_files=sys.argv[3], split="train[:8]")
     tokenizer = train_tokenizer((m["content"] for row in data for m in row["prompt"] + row["chosen"]), 512)
     args = trl_padfix.DPOConfig(
         output_dir=sys.argv[2],

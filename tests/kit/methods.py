@@ -41,7 +41,6 @@ from kit.trainer_runs import (
     run,
     watch_inputs,
 )
-from packaging.version import Version
 from peft import TaskType
 from transformers import PrinterCallback
 
@@ -299,8 +298,6 @@ LOSSES = {
     f"{loss} loss": (SCATTERED | {"num_iterations": 2, "loss_type": loss}, dict)
     for loss in ("grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 }
-if Version(trl.__version__) < Version("1.10"):  # which trains padding otherwise
-    LOSSES["luspo loss"][0].update(importance_sampling_level="sequence", beta=0.0)
 DISTILLATION = {name: SAMPLED[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
     "forward divergence, colder": (FOUR | {"beta": 0.0, "temperature": 0.7, "pad_to_multiple_of": 8}, dict),
     "a wider teacher": (FOUR, lambda: {"teacher_model": build_model(seed=1, hidden_size=64, initializer_range=0.1)}),

@@ -64,18 +64,12 @@ def of_strings(path: Path) -> Iterator[str]:
 
 def everywhere() -> dict[str, list[str]]:
     """Every command that is printed, and where."""
-    import yaml  # not needed to find the commands of one text
-
     found: dict[str, set[str]] = {}
     package = ROOT / "trl_padfix"
     texts = [path for pattern in (*PAGES, *SCRIPTS) for path in ROOT.glob(pattern) if path.name not in HISTORY]
     sources = [(path, of_text(path.read_text())) for path in texts]
     sources += [(path, of_notebook(path)) for path in ROOT.glob("notebooks/*.ipynb")]
     sources += [(path, of_strings(path)) for path in package.rglob("*.py")]
-    errors = yaml.safe_load((package / "tools/known_errors.yaml").read_text())
-    sources.append(
-        (package / "tools/known_errors.yaml", of_text("\n".join(str(e) for group in errors.values() for e in group)))
-    )
     for path, commands in sources:
         for command in commands:
             found.setdefault(command, set()).add(str(path.relative_to(ROOT)))

@@ -1,7 +1,7 @@
 """
 Compiled decoder layers of two processes that share every row, against the padded forward of one process.
 
-[`main`] prints a line of JSON for each communication: the largest differences, and the graphs that were compiled.
+[`main`] prints a line of JSON: the largest differences, and the graphs that were compiled.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def batch_of(n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, (torch.arange(ids.shape[1]) < lengths).long()
 
 
-def run(attention: str, backend: str) -> dict[str, Any]:
+def run(backend: str) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     padded, model = build().train(), build().train()
     entered = entered_tokens(model)
-    split_rows(handle := remove_padding(model, prefix_sharing=True), attention=attention)
+    split_rows(handle := remove_padding(model, prefix_sharing=True))
     uncompiled = compile_layers(handle, backend=backend)
     losses, gradients = [], []
     for ids, mask in map(batch_of, range(5)):
@@ -49,7 +49,6 @@ def run(attention: str, backend: str) -> dict[str, Any]:
         gradients.append(float((got[1] / dist.get_world_size() - want[1]).norm() / want[1].norm()))
     counters = torch._dynamo.utils.counters
     return {
-        "attention": attention,
         "uncompiled": uncompiled,
         "log-probabilities": max(losses),
         "gradients": max(gradients),
@@ -59,10 +58,9 @@ def run(attention: str, backend: str) -> dict[str, Any]:
     }
 
 
-def main(backend: str, *communications: str) -> None:
+def main(backend: str) -> None:
     dist.init_process_group("gloo")
     break_it(os.environ.get("BROKEN", ""))
-    for attention in communications:
-        found = run(attention, backend)
-        if dist.get_rank() == 0:
-            print(json.dumps(found), flush=True)
+    found = run(backend)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)

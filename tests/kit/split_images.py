@@ -1,7 +1,7 @@
 """
 Rows with images that several processes compute together, against the padded forward of one process.
 
-[`main`] prints a line of JSON for each family and communication: the largest difference of a logit and of a gradient
+[`main`] prints a line of JSON for each family and batch: the largest difference of a logit and of a gradient
 (the mean over processes, relative to the parameter's or to 1 % of the largest one), and the tokens that entered.
 """
 
@@ -14,17 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from kit.observe import entered_tokens
-from kit.split_runs import ATTENTION, average, break_it, difference, take_gradients, tell
+from kit.split_runs import average, break_it, difference, take_gradients, tell
 from torch import nn
 from zoo.vision_families import Row, build_vision, collate
 
-from trl_padfix import PaddingRemovalError, remove_padding, split_rows
+from trl_padfix import remove_padding, split_rows
 
 
-__all__ = ["PREPARED"]
-
-PREPARED = ("gemma3",)
-"""Families in which the tokens of an image see each other."""
+__all__: list[str] = []
 
 BATCHES = {
     "long": [Row((5, 6, -1, 7, 8, 9, 10, 11, 12, 13)), Row((5, 6, -1, 7, 14)), Row((15, -2, 16))],
@@ -40,17 +37,14 @@ def step(model: nn.Module, call: dict[str, torch.Tensor]) -> tuple[torch.Tensor,
     return logits.detach(), take_gradients(model)
 
 
-def differences(family: str, kind: str, attention: str) -> dict[str, Any]:
+def differences(family: str, kind: str) -> dict[str, Any]:
     vision = build_vision(family)
     call = collate(vision, BATCHES[kind], "mixed").call()
     want, expected = step(vision.model, call)
     with remove_padding(vision.model, prefix_sharing=True) as handle:
-        split_rows(handle, attention=attention)
+        split_rows(handle)
         entered = entered_tokens(handle.decoder)
-        try:
-            got, found = step(vision.model, call)
-        except PaddingRemovalError as error:
-            return {"error": str(error)}
+        got, found = step(vision.model, call)
         packed, padded = handle.stats.packed_tokens, handle.stats.padded_forwards
     average(found)
     return {
@@ -65,5 +59,5 @@ def differences(family: str, kind: str, attention: str) -> dict[str, Any]:
 def main(*families: str) -> None:
     dist.init_process_group("gloo")
     break_it(os.environ.get("BROKEN", ""))
-    for family, kind, attention in product(families, BATCHES, ATTENTION):
-        tell({"case": [family, kind, attention]} | differences(family, kind, attention), "entered")
+    for family, kind in product(families, BATCHES):
+        tell({"case": [family, kind]} | differences(family, kind), "entered")

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from kit.observe import entered_tokens
-from kit.split_runs import ATTENTION, average, break_it, difference, take_gradients, tell
+from kit.split_runs import average, break_it, difference, take_gradients, tell
 from torch import nn
 from zoo.families import build as build_family
 from zoo.models import batch, build
@@ -52,17 +51,16 @@ def make(name: str) -> nn.Module:
     return build(name, "eager" if name == "gpt_oss" else "sdpa")
 
 
-def steps() -> Iterator[tuple[list[tuple[torch.Tensor, torch.Tensor]], str]]:
-    """Micro-batches of ids and masks, and how each process attends."""
+def steps() -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Micro-batches of ids and masks."""
     ids, mask = batch("mixed")
     steps = [[(ids[part], mask[part]) for part in parts] for parts in PARTS]
     ids, mask = batch("right")
-    steps += [[(ids[part, :n], mask[part, :n]) for part, n in zip(PARTS[-1], few, strict=True)] for few in FEW]
-    yield from product(steps, ATTENTION)
+    return steps + [[(ids[part, :n], mask[part, :n]) for part, n in zip(PARTS[-1], few, strict=True)] for few in FEW]
 
 
 def differences(name: str) -> Iterator[dict[str, Any]]:
-    for batches, attention in steps():
+    for batches in steps():
         for budget in (10**6, 12):  # prefixes are kept, or computed again
             model = make(name).train()
             want = [logps_of(model, *rows) for rows in batches]
@@ -71,7 +69,7 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
             plan = planning.plan_shared_prefixes(batches, budget)
             assert plan is not None
             with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
-                split_rows(handle, attention=attention)
+                split_rows(handle)
                 entered = entered_tokens(model)
                 runner = MicroBatchRunner(len(batches), plan, batches)
                 with within(runner=runner):
@@ -85,7 +83,6 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
             joined = join_batches(rows, rows_per_item=1).values()
             again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
             yield {
-                "attention": attention,
                 "values": max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)),
                 "gradients": difference(found, expected),
                 "entered": sum(entered),

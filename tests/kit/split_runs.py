@@ -32,7 +32,7 @@ from trl_padfix.core.parallel import layout as cp_layout
 from trl_padfix.core.parallel.layout import MAX_SHARE
 
 
-__all__ = ["ATTENTION", "MODELS", "assert_split", "counted"]
+__all__ = ["MODELS", "assert_split", "counted"]
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=60, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6,
@@ -63,7 +63,6 @@ MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
     "qwen3.5-delta-rule": (tf.Qwen3_5TextConfig, DELTA, "sdpa"),
     "bamba-mamba2": (tf.BambaConfig, MAMBA, "sdpa"),
 }
-ATTENTION = ("heads", "keys")
 LAYERS = ("Qwen2DecoderLayer", "LlamaDecoderLayer", "Gemma3DecoderLayer")
 BATCHES = (
     *("pairs", "sft", "logits", "one row", "labels at the end", "one token", "one label", "rows of one length"),
@@ -149,7 +148,7 @@ def tell(case: dict[str, Any], key: str) -> None:
         print(json.dumps(case | {key: of_each}), flush=True)
 
 
-def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attention: str = "") -> tuple:
+def run(name: str, kind: str, checkpointing: bool, sharing: bool | None) -> tuple:
     """Loss, values, gradients, the tokens of a layer and the parity report; padded, with `sharing` of `None`."""
     config, more, implementation = MODELS[name]
     torch.manual_seed(0)
@@ -167,7 +166,7 @@ def run(name: str, kind: str, checkpointing: bool, sharing: bool | None, attenti
     if sharing is not None:
         multiple = LENGTH if kind.endswith("filler") else None
         handle = remove_padding(model, prefix_sharing=sharing, packed_multiple_of=multiple)
-        split_rows(handle, attention=attention)
+        split_rows(handle)
     loss, values = values_of(model, kind)
     loss.backward()
     grads = take_gradients(model)
@@ -183,10 +182,10 @@ def cases(names: Iterable[str]) -> Iterator[dict[str, Any]]:
         if checkpointing and kind not in ("pairs", "sft"):
             continue
         loss, values, grads, *_ = run(name, kind, checkpointing, None)
-        for attention, sharing in product(ATTENTION, (False, True)):
-            own = run(name, kind, checkpointing, sharing, attention)
+        for sharing in (False, True):
+            own = run(name, kind, checkpointing, sharing)
             yield {
-                "case": [name, kind, attention, f"{sharing=}", f"{checkpointing=}"],
+                "case": [name, kind, f"{sharing=}", f"{checkpointing=}"],
                 "loss": (own[0] - loss).abs().item(),
                 "values": (own[1] - values).abs().max().item(),
                 "gradients": difference(own[2], grads),

@@ -6,11 +6,9 @@ what it computed, or the error that stopped it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,6 @@ from kit import experimental_runs
 from kit.experimental_runs import STEADY
 from kit.methods import METHODS, Maker, Method
 from kit.online_runs import save_policy
-from kit.rows import build_prompts
 from kit.split_runs import counted
 from kit.trainer_runs import MODES, Run, run
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
@@ -34,13 +31,11 @@ import trl_padfix
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
 from trl_padfix.trainers.batching import budget_collator
-from trl_padfix.trainers.context_parallel import ContextParallel
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
 
 
-KEYS = {"cp_attention": "keys"}
 BUDGET = {"max_tokens_per_batch": 60}
 LENGTH = 16
 FEW = {"packed_multiple_of": LENGTH, "parity_check": False}  # which computes one whole row packed, not split
@@ -52,49 +47,32 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO": ("DPO", "short", {}),
     "DPO, a last batch of one pair": ("DPO", "a last batch of one pair", {}),
     "DPO, whole rows": ("DPO", "accumulation", {}),
-    "DPO, checkpointing": ("DPO", "checkpointing", KEYS),
+    "DPO, checkpointing": ("DPO", "checkpointing", {}),
     "DPO, reentrant checkpointing": ("DPO", "reentrant checkpointing", {}),
-    "DPO, LoRA": ("DPO", "lora, checkpointing", KEYS),
+    "DPO, LoRA": ("DPO", "lora, checkpointing", {}),
     "DPO, precomputed": ("DPO", "precomputed reference", {}),
     "DPO, LoRA, precomputed": ("DPO", "lora, precomputed reference", {}),
     "DPO, grouped": ("DPO", "short", GROUPED),
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
-    "SFT, few lengths": ("SFT", "completions only", KEYS | FEW),
+    "SFT, few lengths": ("SFT", "completions only", FEW),
     "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "DPO, budget": ("DPO", "short", BUDGET),
     "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
-    "SFT, budget, keys, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30} | KEYS),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
     "SFT, budget, a long row, together": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
-    "SFT": ("SFT", "completions only", KEYS),
+    "SFT": ("SFT", "completions only", {}),
     "SFT, accumulation": ("SFT", "accumulation", {}),
     "SFT, LoRA": ("SFT", "lora, checkpointing", {}),
-    "Reward": ("Reward", "plain", KEYS),
+    "Reward": ("Reward", "plain", {}),
     "Reward, LoRA": ("Reward", "lora", {}),
     "KTO": ("KTO", "plain", {}),
-    "KTO, precomputed": ("KTO", "precomputed reference", KEYS),
-    "Distillation": ("Distillation", "plain", {}),
-    "Distillation, accumulation": ("Distillation", "accumulation", KEYS),
-    "GRPO": ("GRPO", "plain", {}),
-    "GRPO, accumulation": ("GRPO", "two steps of a generation", KEYS),
-    "GRPO, budget": ("GRPO", "accumulation", BUDGET),
-    "GRPO, LoRA": ("GRPO", "lora", {}),
-    "GRPO, quantiles": ("GRPO", "quantiles by micro-batch", {}),
-    "RLOO": ("RLOO", "plain", KEYS),
-    "RLOO, normalised": ("RLOO", "normalised advantages", {}),
+    "KTO, precomputed": ("KTO", "precomputed reference", {}),
     "ORPO": ("ORPO", "plain", {}),
-    "CPO": ("CPO", "plain", KEYS),
+    "CPO": ("CPO", "plain", {}),
     "TPO": ("TPO", "plain", BUDGET),
-    "A2PO": ("A2PO", "plain", KEYS),
-    "GKD": ("GKD", "plain", {}),
-    "GOLD": ("GOLD", "plain", KEYS),
-    "IWOPD": ("IWOPD", "plain", {}),
-    "OnlineDPO": ("OnlineDPO", "plain", KEYS),
-    "SDFT": ("SDFT", "plain", {}),
-    "SDPO": ("SDPO", "plain", BUDGET),
-    "DPO, images": ("DPO", "images", KEYS),
+    "DPO, images": ("DPO", "images", {}),
     "SFT, images": ("SFT", "images", {}),
     "SFT, budget, images": ("SFT", "images", BUDGET),
     "DPO, images that see themselves": ("DPO", "images that see themselves", {}),
@@ -111,15 +89,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"predict_with_generate": True},
         "NotImplementedError: `predict_with_generate=True` gives every process different prompts, and `cp_size`",
     ),
-    "groups cut": (
-        "GRPO",
-        "plain",
-        {"num_generations": 16},
-        "ValueError: With `cp_size=2` 2 processes have 1 different batches, 8 completions in all, and "
-        "`num_generations=16` does not divide them",
-    ),
-    "drawn apart": ("GKD", "plain", {}, "ValueError: The 2 processes that share packed rows (`cp_size`)"),
-    "other prompts": ("GRPO", "plain", {}, "ValueError: The 2 processes that share packed rows (`cp_size`)"),
+    "GKD": ("GKD", "plain", {}, "PaddingRemovalError: GKDTrainer generates rows on every process, and with `cp_size`"),
 }
 """As above, and what each process says before the first step."""
 
@@ -162,18 +132,11 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     maker = Maker(method, SimpleNamespace(mktemp=lambda part: folder / part))
     maker.policy = str(folder.parent / "policy")  # of the method
     extra = MODES["prefix sharing"] | own if ours else {}
-    others = {"train_dataset": build_prompts(24, seed=int(os.environ["RANK"]))} if name == "other prompts" else {}
+    others = {}
     if "precomputed" in case:
         others = {name: load_from_disk(folder.parent / kind / name) for name in ("train_dataset", "eval_dataset")}
     trainer = maker(method.ours if ours else method.theirs, settings | extra | config, **given() | others)
     return run(trainer)
-
-
-@contextlib.contextmanager
-def drawing_apart(_: ContextParallel) -> Iterator[None]:
-    """In place of `drawing_alike`: each process completes prompts with other tokens."""
-    torch.manual_seed(int(os.environ["RANK"]))
-    yield
 
 
 def main(path: str, *names: str) -> None:
@@ -186,8 +149,7 @@ def main(path: str, *names: str) -> None:
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
         together = mock.patch.object(budget_collator, "split_by_length", lambda costs, most: [np.arange(len(costs))])
-        apart = mock.patch.object(ContextParallel, "drawing_alike", drawing_apart)
-        broken = {"whole rows": whole, "together": together, "drawn apart": apart}
+        broken = {"whole rows": whole, "together": together}
         with counted() as counts, once, broken.get(name.split(", ")[-1], nullcontext()):
             try:
                 done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)

@@ -54,6 +54,11 @@ def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = t
     return DEVIATIONS * torch.finfo(dtype).eps / 2 * size * math.sqrt(terms * depth)
 
 
+def rounding(exact: torch.Tensor, layers: int = 3) -> float:
+    """[`tolerance`] of what a tiny model of `tests/zoo` computes: sums of at most 64 terms, eight in a layer."""
+    return tolerance(float(exact.abs().max()), terms=64, depth=8 * layers)
+
+
 def assert_close(
     got: torch.Tensor,
     exact: torch.Tensor,
@@ -72,6 +77,9 @@ def assert_close(
     [`tolerance`].
     """
     assert got.shape == exact.shape, f"{what}: shapes {tuple(got.shape)} and {tuple(exact.shape)}"
+    if not exact.is_floating_point():  # counts
+        assert torch.equal(got, exact), f"{what}: {got} is not {exact}"
+        return
     dtype = dtype or min(got.dtype, exact.dtype, key=lambda t: torch.finfo(t).bits)
     size = float(exact.abs().max()) if size is None else size
     allowed = tolerance(size, terms=terms, depth=depth, dtype=dtype)

@@ -1,27 +1,49 @@
 """The verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data."""
 
-import json
-import re
+import random
 
 import numpy as np
 import pytest
 import torch
-from kit.commands import trl_padfix_command, write_rollouts
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools.bench.data import pairs_of_lengths, parse_tree, synthetic_rows, tree_pairs, tree_rows
 from trl_padfix.tools.stats import Lengths, prefix_tree
 from trl_padfix.tools.token_rows import sequences_of
 from trl_padfix.tools.verdict import advise
 
 
-TREE = parse_tree("tree:4x4/200/20")
-KINDS = {
-    # whether to share, and whether to group
-    "pairs": (lambda: pairs_of_lengths(64, 100, 20), True, False),
-    "a tree of rows": (lambda: tree_rows(TREE, 16 * 16), True, True),
-    "a tree of pairs": (lambda: tree_pairs(TREE, 16 * 16), True, True),
-    "equal lengths": (lambda: synthetic_rows("equal", "dpo", 64), False, False),
+def pairs(count, low, high, prompt=100):
+    """Pairs with a prompt of their own, of about `prompt` tokens."""
+    draw = random.Random(0)
+    ids = lambda length: [draw.randrange(10**6) for _ in range(length)]  # noqa: E731
+    return [
+        {
+            "prompt_ids": ids(prompt and draw.randint(prompt // 2, 2 * prompt)),
+            "chosen_ids": ids(draw.randint(low, high)),
+            "rejected_ids": ids(draw.randint(low, high)),
+        }
+        for _ in range(count)
+    ]
+
+
+def tree(trees, turns=4, system=200, turn=20):
+    """Rows of rollouts: each row goes on where the row before it ends, and all of a tree share a system prompt."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(trees):
+        begin = [draw.randrange(10**6) for _ in range(system)]
+        for _ in range(4):
+            row = list(begin)
+            for _ in range(turns):
+                row = row + [draw.randrange(10**6) for _ in range(turn)]
+                rows.append({"input_ids": row})
+    return rows
+
+
+KINDS = {  # whether to share, and whether to group
+    "pairs": (lambda: pairs(64, 5, 60), True, False),
+    "a tree of rows": (lambda: tree(16), True, True),
+    "equal lengths, nothing in common": (lambda: pairs(64, 30, 30, prompt=0), False, False),
 }
 
 
@@ -32,61 +54,23 @@ def test_the_advice_follows_the_data(kind):
     assert (found.shares, found.groups) == (shares, groups)
     assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
     assert found.real <= found.bucket_by_length <= found.padded
-    text = "\n".join(found.lines("data.jsonl"))
-    assert len(text.splitlines()) <= 8
+    text = "\n".join(found.lines())
     assert ('prefix_sharing="auto"' in text) is shares
     assert ("group_by_prefix=True" in text) is groups
-    assert f"{found.by_tokens:.1f}x" in text
-    if kind == "equal lengths":
+    assert f"{found.by_tokens:.1f}x ({found.padded:,.0f} tokens" in text
+    if kind.startswith("equal"):
         assert found.by_tokens == pytest.approx(1, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("data", "trainer", "size"), [("tree:2x2/60/8", "sft", 4), ("lengths:90/9", "dpo", 8), ("equal", "sft", 8)]
-)
-def test_the_printed_limit_is_the_ratio_of_the_counts_and_the_speed_is_left_to_bench(data, trainer, size, tmp_path):
-    result = trl_padfix_command("stats", data, "--trainer", trainer, "--json", str(tmp_path / "verdict.json"))
-    assert result.exit_code == 0, result.output
-    counts = json.loads((tmp_path / "verdict.json").read_text())["verdict"]
-    pattern = r"Limit by tokens: ([\d.]+)x \(([\d,]+) tokens in TRL's padded batch, ([\d,]+) with these settings\)"
-    ratio, padded, computed = (float(x.replace(",", "")) for x in re.search(pattern, result.output).groups())
-    assert padded == pytest.approx(counts["padded"], abs=1)
-    assert computed == pytest.approx(counts["grouped" if counts["groups"] else "auto"], abs=1)
-    assert ratio == pytest.approx(padded / computed, abs=0.06)
-    assert "the speed is what `bench` measures" in result.output
-    assert "speed" not in counts
-    assert f"--data {data} --pairs {size}" in result.output
-
-
-@pytest.mark.parametrize("build", [tree_rows, tree_pairs])
-def test_one_batch_costs_what_its_layout_has(build):
-    rows = list(build(TREE, 16))
+def test_one_batch_costs_what_its_layout_has():
+    rows = tree(1)
     lengths = Lengths.of(rows)
     found = advise(lengths, trainer="sft", batch_size=16)
     sequences = [torch.tensor(ids) for row in rows for ids in sequences_of(row)]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in sequences], batch_first=True)
     layout = prefix_sharing_layout(ids, mask)
-    assert (found.padded, found.real) == (mask.numel(), layout.real_tokens)
-    # Answers that are rejected may begin like others by chance, which is not looked for.
-    assert found.auto == pytest.approx(layout.packed_tokens, rel=0 if build is tree_rows else 0.01)
-    tree = prefix_tree(lengths)
-    assert tree.lengths.sum() - tree.shared.sum() == found.auto
-    assert np.all(tree.shared < tree.lengths + 1)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_the_command_takes_rollouts_by_their_turns(tmp_path):
-    data, figures = write_rollouts(tmp_path / "rollouts.jsonl"), tmp_path / "figures.json"
-    command = ["stats", data, "--train-tokenizer", "320", "--batch-size", "4", "--json", str(figures)]
-    found = {}
-    for flags in ([], ["--expand-turns"]):
-        result = trl_padfix_command(*command, *flags)
-        assert result.exit_code == 0, result.output
-        found[len(flags)] = json.loads(figures.read_text())["verdict"]
-        measure = next(line for line in result.output.splitlines() if line.startswith("Measure it"))
-        assert ("--expand-turns" in measure) == bool(flags)
-    assert (found[0]["rows"], found[1]["rows"]) == (12, 24)
-    assert found[1]["groups"]
-    assert found[1]["grouped"] < 0.8 * found[1]["auto"]
+    assert (found.padded, found.real, found.auto) == (mask.numel(), layout.real_tokens, layout.packed_tokens)
+    counted = prefix_tree(lengths)
+    assert counted.lengths.sum() - counted.shared.sum() == found.auto
+    assert np.all(counted.shared <= counted.lengths)

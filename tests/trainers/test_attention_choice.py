@@ -31,7 +31,8 @@ from zoo.vision_families import build_vision
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
-from trl_padfix.trainers.attention_choice import _resolve, _workload, set_attention
+from trl_padfix.core.model.implementation import restore_attention, set_attention
+from trl_padfix.trainers.attention_choice import _resolve, _workload
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -284,11 +285,11 @@ def test_an_adapter_takes_the_attention_of_its_policy(make, saved):
 def test_the_parts_of_a_vision_model_are_switched_apart():
     model = build_vision("qwen2_5_vl").model
     parts = SimpleNamespace(text=model.config.text_config, vision=model.config.vision_config)
-    undo = set_attention(model, {"text_config": "eager"})
+    before = set_attention(model, {"text_config": "eager"})
     assert (parts.text._attn_implementation, parts.vision._attn_implementation) == ("eager", "sdpa")
     set_attention(model, {"text_config": "eager", "vision_config": "eager"})
     assert parts.vision._attn_implementation == "eager"
-    undo()
+    restore_attention(before)
     assert parts.text._attn_implementation == "sdpa"
 
 

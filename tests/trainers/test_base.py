@@ -1,6 +1,5 @@
 """`padding_free_trainer`: any trainer class, without padding."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -26,7 +25,6 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
 from trl_padfix.trainers.settings import Settings
-from trl_padfix.trainers.task import Task
 
 
 class Weighted(Trainer):
@@ -131,36 +129,10 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
 
 
-def test_a_task_with_old_names_still_works():
-    def define() -> tuple[type[Task], type[Task]]:
-        class Ranked(Task):
-            takes_layouts = False
-
-            def compares_rows(self):
-                return not super().compares_rows()
-
-        class Paired(Ranked):
-            def needs_all_rows(self):
-                return super().needs_all_rows() and self.trainer.aux_loss_enabled
-
-        return Ranked, Paired
-
-    with pytest.warns(DeprecationWarning, match="is now called") as warned:
-        ranked_class, paired_class = define()
-    assert [str(w.message).partition(",")[0] for w in warned] == [
-        "`Ranked.compares_rows` is now called `needs_all_rows`",
-        "`Ranked.takes_layouts` is now called `layout_policy`",
-    ]
-    trainer = SimpleNamespace(aux_loss_enabled=True, padding=SimpleNamespace(gradient_hook=None))
-    ranked, plain = ranked_class(trainer), Task(trainer)
-    assert (plain.needs_all_rows(), ranked.needs_all_rows(), ranked.compares_rows()) == (True, False, False)
-    assert ranked.precomputes_layouts(is_training=True) is False
-    assert paired_class.compares_rows is paired_class.needs_all_rows
-
-
 def test_arguments_that_a_class_passes_on_are_seen():
-    with pytest.raises(TypeError, match="`processing_class` is a `str`"):
-        padding_free_trainer(Weighted)(build_model(), processing_class="a name")
+    tokenizer = build_tokenizer(pad_token=None, eos_token=None)
+    with pytest.raises(ValueError, match="neither a pad token nor an EOS token"):
+        padding_free_trainer(Weighted)(build_model(), processing_class=tokenizer)
 
 
 def test_settings_are_read_once_and_have_their_defaults():

@@ -9,7 +9,6 @@ import sys
 import pytest
 import trl
 from kit.cells import slow_but
-from transformers import TrainingArguments
 from trl import TrlParser
 
 import trl_padfix
@@ -24,15 +23,12 @@ OURS = {
     "prefix_sharing": False,
     "padding_side": None,
     "parity_check": True,
-    "stop_on_nonfinite": False,
     "strict": False,
     "packed_multiple_of": None,
-    "cp_attention": "heads",
     "predict_with_generate": False,
     "generation_max_new_tokens": 256,
     "generation_kwargs": None,
     "eval_generation_samples": None,
-    "generation_rows_shown": 2,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,
@@ -63,7 +59,7 @@ def test_another_padding_side_is_an_error(side):
         DPOConfig(padding_side=side, **ON_CPU)
 
 
-PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "mlp_tile_tokens": 512}
+PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64}
 PACKED_ONLY |= {"max_tokens_per_batch": 4096, "pool_last_token": True}
 
 
@@ -223,28 +219,6 @@ def test_an_unknown_argument_of_a_trainer_is_named_with_its_place(name, place):
         trl_padfix.DPOTrainer("model", args=args, zebra=1)
 
 
-OTHERS = {"dict": {"padding_free": True}, "str": "runs", "DPOConfig": DPOConfig, "KTOConfig": trl.KTOConfig}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_the_configuration_of_another_trainer_is_named(name):
-    config = OTHERS[name]
-    args = config(**ON_CPU) if isinstance(config, type) else config
-    with pytest.raises(TypeError, match=f"`args` is a `{name}`, and SFTTrainer takes a `SFTConfig`"):
-        trl_padfix.SFTTrainer("model", args=args)
-
-
-@pytest.mark.parametrize("model", ["./models/qwen", "/nowhere/qwen", "~/qwen"])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(model):
-    with pytest.raises(FileNotFoundError, match="there is no such folder here"):
-        trl_padfix.SFTTrainer(model, args=trl_padfix.SFTConfig(**ON_CPU))
-
-
-def test_plain_arguments_are_taken_as_in_trl():
-    with pytest.raises(OSError, match="there is no such folder here"):  # the next check
-        trl_padfix.SFTTrainer("./models/qwen", args=TrainingArguments(**ON_CPU))
-
-
 def test_a_configuration_survives_to_dict():
     given = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
     saved = DPOConfig(**given, **ON_CPU).to_dict()
@@ -283,7 +257,7 @@ def test_an_import_costs_only_what_it_needs(statement, imported_by):
 @pytest.mark.slow
 @pytest.mark.parametrize("names", slow_but(["DPOTrainer"], ["DPOTrainer", "SFTTrainer", "GRPOTrainer"]))
 def test_a_trainer_is_imported_with_no_package_that_trls_does_not_import(names):
-    """Seconds are measured by `docs/bench/import_cost.py`; here the modules are counted."""
+    """Modules are counted, not seconds."""
     code = f"from {{}} import {names}\nimport sys; print(*sorted(sys.modules))"
     theirs, ours = (set(run_python(code.format(package)).split()) for package in ("trl", "trl_padfix"))
     more = {module for module in ours - theirs if not module.startswith("trl_padfix.")} - {"trl_padfix"}

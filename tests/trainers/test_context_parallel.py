@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
-from datasets import Dataset
 from kit.dpo_cases import build_pairs
 from kit.trainer_runs import build_tokenizer
 from zoo.models import build
 
-from trl_padfix import DPOConfig, DPOTrainer, GRPOConfig, PaddingRemovalError, remove_padding
+from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, remove_padding
 from trl_padfix.core.parallel.collectives import Group
-from trl_padfix.trainers import context_parallel
 from trl_padfix.trainers.context_parallel import ContextParallel
 from trl_padfix.trainers.metrics.exact_eval_means import local_metrics_only
 from trl_padfix.trainers.packing import Padding
@@ -24,21 +22,17 @@ from trl_padfix.trainers.settings import Settings
 
 
 def part(
-    cp_size: int = 2, tp_size: int = 1, layouts: bool = True, generates: bool = False, deepspeed: bool = False,
+    cp_size: int = 2, tp_size: int = 1, generates: bool | None = False, deepspeed: bool = False,
     own: dict[str, Any] | None = None, **settings: Any,
 ) -> ContextParallel:  # fmt: skip
     padding = Padding(replace(Settings(padding_free=True), **settings))
-    padding.task = SimpleNamespace(
-        layout_policy=layouts, supports_cp_generation=generates, generates_rows=None, generates_within_step=generates
-    )
+    padding.task = SimpleNamespace(generates_rows=generates)
     padding.handles = [remove_padding(build("qwen2"))]
     mesh = {"cp": SimpleNamespace(get_group=lambda: None)}
     trainer = SimpleNamespace(
         padding=padding,
-        args=SimpleNamespace(torch_compile=False, generation_batch_size=16, per_device_eval_batch_size=4),
+        args=SimpleNamespace(torch_compile=False),
         is_deepspeed_enabled=deepspeed,
-        train_dataset=Dataset.from_list([{"prompt": "w3"}]),
-        eval_dataset=None,
         accelerator=SimpleNamespace(
             parallelism_config=ParallelismConfig(cp_size=cp_size, tp_size=tp_size),
             torch_device_mesh=mesh,
@@ -55,12 +49,11 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(group, 0, 2)))
 
 
-@pytest.mark.parametrize("attention", ["heads", "keys"])
-def test_a_group_splits_the_rows_of_all_models(attention, two_processes):
-    split = part(cp_attention=attention)
+def test_a_group_splits_the_rows_of_all_models(two_processes):
+    split = part()
     split.attach_to_models()
     groups = [h.context_parallel for h in split.trainer.padding.handles]
-    assert [(group.group.size, group.attention) for group in groups] == [(2, attention)]
+    assert [group.size for group in groups] == [2]
 
 
 @pytest.mark.parametrize("given", [{"cp_size": 1}, {"padding_free": False}])
@@ -73,44 +66,22 @@ def test_without_context_parallelism_or_packing_nothing_is_split(given, two_proc
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"layouts": False}, "generates rows on every process"),
-        ({"generates": True, "own": {"tools": [print]}}, "Tools, environments and `rollout_func` may answer"),
-        ({"generates": True, "own": {"train_dataset": iter([])}}, "A stream of prompts is distributed to processes"),
-        ({"generates": True, "own": {"args": SimpleNamespace(use_vllm=True)}}, "`use_vllm` completes the prompts of"),
+        ({"generates": None}, "generates rows on every process, and with `cp_size`"),
+        ({"generates": True}, "generates rows on every process, and with `cp_size`"),
+        ({"generates": True, "cp_size": 1, "tp_size": 2}, "generates rows on every process, and with `tp_size`"),
         ({"tp_size": 2}, "`tp_size` splits the weights"),
         ({"deepspeed": True}, "not split with DeepSpeed"),
     ],
 )
 def test_what_splits_steps_by_processes_is_refused(given, says, two_processes):
     split = part(**given)
-    with pytest.raises(PaddingRemovalError, match=f"{says}.*`cp_size=1`"):
+    with pytest.raises(PaddingRemovalError, match=f"{says}.*`[ct]p_size=1`"):
         split.attach_to_models()
     assert [handle.context_parallel for handle in split.trainer.padding.handles] == [None]
 
 
-@pytest.mark.parametrize(
-    ("own", "says"),
-    [
-        ({"num_generations": 3}, "8 completions in all, and `num_generations=3`"),
-        ({"num_generations_eval": 8, "eval_dataset": []}, "4 completions in all, and `num_generations_eval=8`"),
-    ],
-)
-def test_completions_of_a_prompt_have_to_meet(own, says, two_processes):
-    with pytest.raises(ValueError, match=says):
-        part(generates=True, own=own).attach_to_models()
-    part(generates=True, own={"num_generations": 4}).attach_to_models()
-
-
 class Trainer:
     """Its class has this module, where a user's has accelerate's functions."""
-
-
-def gather(x: torch.Tensor) -> torch.Tensor:
-    return Accelerator().gather(x)
-
-
-def gather_object(x: list) -> list:
-    return x
 
 
 class Accelerator:
@@ -122,24 +93,6 @@ class Accelerator:
 
     def gather_for_metrics(self, x: torch.Tensor) -> torch.Tensor:
         return self.gather(x)
-
-
-def test_to_trl_a_group_is_one_process_while_it_generates(monkeypatch):
-    monkeypatch.setattr(context_parallel, "gather", gather)
-    monkeypatch.setattr(context_parallel, "gather_object", gather_object)
-    split, accelerator, before = part(), Accelerator(), (gather, gather_object)
-    split.trainer, split.group = Trainer(), Group(None, 1, 2)
-    trainer: Any = split.trainer
-    trainer.accelerator = accelerator
-    with split._count_groups_as_processes():
-        assert (trainer.accelerator.num_processes, trainer.accelerator.process_index) == (2, 1)
-        rows = torch.tensor([[1.0], [2.0]])
-        for gathering in (trainer.accelerator.gather, trainer.accelerator.gather_for_metrics, gather):
-            assert gathering(rows).flatten().tolist() == [1, 2, 2, 3]
-            assert gathering(torch.tensor(1.0)).tolist() == [1, 2]
-        assert gather_object(["a"]) == []  # the first process of the group says it
-    assert trainer.accelerator is accelerator
-    assert (gather, gather_object) == before
 
 
 def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
@@ -168,14 +121,6 @@ def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
     assert accelerator.gather is accelerator.gather_for_metrics is users
 
 
-def test_trl_leaves_the_parallelism_of_our_configuration_to_us():
-    """Its own refuses `cp_size` where completions are generated."""
-    given = {"parallelism_config": ParallelismConfig(cp_size=2), "use_cpu": True, "bf16": False}
-    assert GRPOConfig(padding_free=True, **given).parallelism_config.cp_size == 2
-    with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
-        GRPOConfig(**given)
-
-
 @pytest.mark.parametrize("cp_size", [2, 3])
 def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
     """One is launched here; torch would say that the mesh is bigger than the world."""
@@ -185,8 +130,3 @@ def test_sizes_that_are_not_the_processes_are_an_error(cp_size, tmp_path):
         ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
     ):
         DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())
-
-
-def test_another_way_to_attend_is_an_error():
-    with pytest.raises(ValueError, match="`cp_attention` is 'heads' or 'keys', got 'ring'"):
-        part(cp_attention="ring").check(None, {})

@@ -1,12 +1,11 @@
 """Doubtful data: with none of our fields set it trains as in TRL, to the bit, with a warning; `strict` refuses it."""
 
 import pytest
-import torch
 import trl
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.methods import make_trainer
-from kit.trainer_runs import MODES, assert_same, build_model, build_tokenizer, our_warnings, trajectory
+from kit.trainer_runs import MODES, assert_same, build_tokenizer, our_warnings, trajectory
 
 import trl_padfix
 from trl_padfix.trainers.data.data_warnings import name_rows
@@ -18,11 +17,6 @@ TEMPLATE = "{% for m in messages %}{{ (m['content'] or '') + ' ' }}{% endfor %}"
 
 def say(role, content, **more):
     return {"role": role, "content": content, "tool_calls": None} | more
-
-
-def called(i):
-    call = {"type": "function", "function": {"name": "w9", "arguments": {"w3": "w4"}}}
-    return [say("user", f"w{3 + i} w4"), say("assistant", None, tool_calls=[call])]
 
 
 def conversations(change):
@@ -38,10 +32,6 @@ def conversations(change):
     for i, row in enumerate(rows):
         change(i, row)
     return rows
-
-
-def with_tools(i, row):
-    row["prompt"] = called(i)
 
 
 def empty(i, row):
@@ -68,44 +58,27 @@ def as_sft(rows):
     return [{"messages": row["prompt"] + row["chosen"]} for row in rows]
 
 
-def as_completions(rows):
-    return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
-
-
 def as_kto(rows):
     pairs = enumerate(rows)
     return [{"prompt": row["prompt"], "completion": row["rejected"], "label": i % 2 == 0} for i, row in pairs]
 
 
-def nan_model(kind="causal"):
-    model = build_model(kind)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-    return model
-
-
 CASES = {
-    "DPO, tools": ("DPO", with_tools, list, {}, "Row 0 .* has tool calls"),
-    "Reward, tools": ("Reward", with_tools, list, {}, "Row 0 .* has tool calls"),
-    "SFT, tools": ("SFT", with_tools, as_sft, {}, "Row 0 .* has tool calls"),
-    "SFT, tools, completions": ("SFT", with_tools, as_completions, {}, "Row 0 .* has tool calls"),
-    "DPO, empty": ("DPO", empty, list, {}, "rejected completion of pair 2 .* no token.* Pairs 2, 5 "),
-    "KTO, empty": ("KTO", empty, as_kto, {}, "completion of example 2 .* no token.* Examples 2, 5 "),
-    "DPO, empty text": ("DPO", empty, as_texts, {}, "Row 2 .* empty text in column `rejected`.* Rows 2, 5 "),
-    "DPO, equal": ("DPO", equal, list, {}, "2 of 8 pairs .* equal completions.* Rows 2, 5 "),
-    "DPO, no role": ("DPO", without_a_role, list, {}, "Row 2 .*without a text `role`.* Rows 2, 5 "),
-    "SFT, no role": ("SFT", without_a_role, as_sft, {}, "Row 2 .*without a text `role`.* Rows 2, 5 "),
-    "SFT, NaN": ("SFT", nothing, as_sft, {"model": nan_model}, "1 of .* values of .*up_proj.* are NaN"),
+    "DPO, empty": ("DPO", empty, list, "rejected completion of pair 2 .* no token.* Pairs 2, 5 "),
+    "KTO, empty": ("KTO", empty, as_kto, "completion of example 2 .* no token.* Examples 2, 5 "),
+    "DPO, empty text": ("DPO", empty, as_texts, "Row 2 .* empty text in column `rejected`.* Rows 2, 5 "),
+    "DPO, equal": ("DPO", equal, list, "2 of 8 pairs .* equal completions.* Rows 2, 5 "),
+    "DPO, no role": ("DPO", without_a_role, list, "Row 2 .*without a text `role`.* Rows 2, 5 "),
+    "SFT, no role": ("SFT", without_a_role, as_sft, "Row 2 .*without a text `role`.* Rows 2, 5 "),
 }
-FAST = ["DPO, tools", "SFT, tools", "DPO, empty", "DPO, empty text", "KTO, empty", "DPO, no role", "SFT, NaN"]
+FAST = ["DPO, empty", "DPO, empty text", "KTO, empty", "DPO, no role"]
 
 
 def make(library, case, folder, **config):
-    kind, change, rows_of, given, _ = CASES[case]
+    kind, change, rows_of, _ = CASES[case]
     data = Dataset.from_list(rows_of(conversations(change)))
     tokenizer = build_tokenizer(chat_template=TEMPLATE)
-    given = {name: value() for name, value in given.items()}
-    given |= {"train_dataset": data, "processing_class": tokenizer, "max_steps": 3}
+    given = {"train_dataset": data, "processing_class": tokenizer, "max_steps": 3}
     given |= {"per_device_train_batch_size": 4, "loss_type": "apo_zero_unpaired"} if kind == "KTO" else {}
     return make_trainer(library, kind, folder, **given | {"per_device_train_batch_size": 4} | config)
 
@@ -118,20 +91,18 @@ def test_what_trl_trains_on_is_trained_on_to_the_bit(case, tmp_path, caplog):
     ours.train()
     a, b = trajectory(theirs), trajectory(ours)
     assert a.shape == b.shape == (3, 2)
-    if "NaN" not in case:
-        assert a.equal(b)
-        assert a.abs().max() > 1e-3
-        logs = [{k: v for k, v in log.items() if not k.startswith("perf/")} for log in ours.state.log_history[:-1]]
-        assert logs == theirs.state.log_history[:-1]
-    (warning,) = (text for text in said if "TRL trains on it" in text)
-    assert "`strict=True`" in warning
+    assert a.equal(b)
+    assert a.abs().max() > 1e-3
+    logs = [{k: v for k, v in log.items() if not k.startswith("perf/")} for log in ours.state.log_history[:-1]]
+    assert logs == theirs.state.log_history[:-1]
+    assert len([text for text in said if "`strict=True` makes" in text]) == 1
     with pytest.raises(ValueError, match=CASES[case][-1]):
         make(trl_padfix, case, tmp_path, strict=True)
-    assert not [text for text in our_warnings(caplog)[len(said) :] if "TRL trains on it" in text]
+    assert not [text for text in our_warnings(caplog)[len(said) :] if "`strict=True` makes" in text]
 
 
 @pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
-@pytest.mark.parametrize("case", ["DPO, tools", "DPO, empty", "KTO, empty", "SFT, tools"])
+@pytest.mark.parametrize("case", ["DPO, empty", "KTO, empty"])
 def test_it_is_packed_too(case, mode, tmp_path):
     theirs, ours = make(trl, case, tmp_path), make(trl_padfix, case, tmp_path, **MODES[mode])
     theirs.train()
@@ -159,7 +130,7 @@ def test_a_doubtful_row_of_a_stream_is_kept(strict, tmp_path, caplog):
 
 def test_a_column_that_is_not_trained_on_may_hold_any_number(tmp_path):
     data = Dataset.from_list([row | {"user_ids": [10**6]} for row in conversations(nothing)])
-    ours = make(trl_padfix, "DPO, tools", tmp_path, train_dataset=data)
+    ours = make(trl_padfix, "DPO, empty", tmp_path, train_dataset=data)
     ours.train()
     assert ours.state.global_step == 3
 

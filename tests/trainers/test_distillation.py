@@ -1,7 +1,6 @@
 """What distillation has of its own: a teacher, and a budget. `test_every_method.py` has the trajectories."""
 
 import pytest
-import torch
 import trl
 from kit.cells import slow_but
 from kit.online_runs import save_policy
@@ -78,11 +77,3 @@ def test_a_teacher_that_is_loaded_by_its_name_runs_with_what_it_is_asked_to(make
 def test_what_cannot_be_distilled_is_refused(config, given, message, make):
     with pytest.raises(ValueError, match=message):
         make(config=config, **given)
-
-
-def test_a_teacher_that_cannot_be_packed_is_refused(make):
-    class Wrapper(torch.nn.Module):
-        pretrained_model = None
-
-    with pytest.raises(TypeError, match="has no `config`"):
-        make(config=MODES["padding-free"], teacher_model=Wrapper())

@@ -287,17 +287,6 @@ def test_images_for_a_reward_model_are_refused(name, make):
         make(config=MODES["padding-free"], train_dataset=data)
 
 
-@pytest.mark.parametrize("name", cells("Reward", "GRPO"))
-def test_a_wrapper_without_a_configuration_is_refused(name, make):
-    class ValueHead(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pretrained_model = build_model("causal")
-
-    with pytest.raises(TypeError, match=r"no `config`.*pass the model inside"):
-        make(model=ValueHead())
-
-
 SCRIPTS = {path.stem: path for path in Path(trl.__file__).with_name("scripts").glob("*.py")}
 
 

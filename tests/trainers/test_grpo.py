@@ -8,7 +8,7 @@ from kit.rows import build_prompts
 from kit.trainer_runs import MODES
 from packaging.version import Version
 
-from trl_padfix import GRPOTrainer, PaddingRemovalError
+from trl_padfix import GRPOTrainer
 from trl_padfix.trainers.online import group_prompts
 
 
@@ -52,14 +52,6 @@ def test_eight_completions_of_a_long_prompt_compute_it_once(make, tmp_path):
 
     padded, packed = entered(trl.GRPOTrainer), entered(GRPOTrainer, **MODES["prefix sharing"])
     assert padded >= 3 * packed
-
-
-@pytest.mark.skipif(Version(trl.__version__) >= Version("1.10"), reason="TRL masks padding from 1.10 on")
-def test_a_loss_with_the_gradient_of_padding_is_refused(make):
-    make(config={"loss_type": "luspo"})
-    with pytest.raises(PaddingRemovalError, match="takes the gradient of padding"):
-        make(config={"loss_type": "luspo", **MODES["padding-free"]})
-    make(config={"loss_type": "luspo", "importance_sampling_level": "sequence", "beta": 0.0, **MODES["padding-free"]})
 
 
 @pytest.mark.skipif(Version(trl.__version__) < Version("1.10"), reason="TRL has a fused head from 1.10 on")

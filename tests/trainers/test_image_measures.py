@@ -44,7 +44,6 @@ from trl_padfix.trainers.batching.image_measures import measure_images
 from trl_padfix.trainers.batching.step_plan import StepPlan
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 from trl_padfix.trainers.data.image_rows import select_rows, split_images
-from trl_padfix.trainers.generation.evaluation import Generation
 
 
 needs_torchvision = pytest.mark.skipif(not torchvision_loads(), reason="its video processor needs torchvision")
@@ -340,22 +339,3 @@ def test_rows_take_their_images_along(case):
     # Unknown, or other images than were counted.
     assert split_images(batch, 3, None) is None
     assert case == "images of a row padded" or split_images(batch, 3, {"num_images": [2, 1, 1]}) is None
-
-
-@pytest.mark.parametrize("family", ["llava"])
-def test_generation_is_split_by_the_budget(family, tmp_path):
-    given = {"predict_with_generate": True, "generation_max_new_tokens": 5, "generation_kwargs": {"do_sample": False}}
-    given |= {"eval_dataset": build_captions(6, (2, 0, 1)), "per_device_eval_batch_size": 6, "padding_free": True}
-    texts, batches = [], []
-    for budget in (None, 90):
-        trainer = make_on_images(trl_padfix, "SFT", family, tmp_path, max_tokens_per_batch=budget, **given)
-        part = trainer.padding.part(Generation)
-        encoded = [b["input_ids"] for *_, b in part._batches(trainer.eval_dataset, range(6))]
-        batches.append([(ids.numel(), len(ids)) for ids in encoded])
-        output, pad = trainer.predict(trainer.eval_dataset), trainer.processing_class.tokenizer.pad_token_id
-        texts.append([[i for i in row if i != pad] for row in output.predictions.tolist()])
-    assert texts[0] == texts[1]
-    assert [rows for _, rows in batches[0]] == [6]
-    assert all(tokens + 5 * rows <= 90 or rows == 1 for tokens, rows in batches[1])
-    assert sum(rows for _, rows in batches[1]) == 6
-    assert len(batches[1]) > 1

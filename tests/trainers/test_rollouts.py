@@ -189,12 +189,6 @@ def test_streams_and_groups_that_are_split_are_errors():
         recorded(["0", "0"], None)
 
 
-DROPPED = {
-    "tool calls": TEMPLATE.replace("m.tool_calls", "m.nothing"),
-    "messages of tools": TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content if m.role != 'tool' else '' }}"),
-}
-
-
 def sft(path, tokenizer, **given):
     given = {"train_dataset": rollouts(), "processing_class": tokenizer, "max_steps": 2} | given
     return make_trainer(trl_padfix, "SFT", path, **given)
@@ -203,19 +197,6 @@ def sft(path, tokenizer, **given):
 def dpo(path, tokenizer, **given):
     given = {"train_dataset": rollout_pairs(rollouts()), "processing_class": tokenizer, "max_steps": 2} | given
     return make_trainer(trl_padfix, "DPO", path, **given)
-
-
-@pytest.mark.parametrize("what", DROPPED)
-def test_a_template_that_leaves_out_tools_is_an_error(what):
-    tokenizer = build_tokenizer(chat_template=DROPPED[what])
-    with pytest.raises(ValueError, match=f"has {what}, and the chat template renders nothing of them"):
-        RecordedRollouts(rollouts(), tokenizer)
-
-
-def test_rows_without_messages_are_not_asked_for_tools(tmp_path):
-    texts = Dataset.from_dict({"text": ["w5 w6 w7", "w5 w8"]})
-    trainer = sft(tmp_path, build_tokenizer(chat_template=TEMPLATE), train_dataset=texts)
-    assert len(trainer.train_dataset) == 2
 
 
 def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():

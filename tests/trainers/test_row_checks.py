@@ -12,13 +12,16 @@ from kit.trainer_runs import build_tokenizer, trajectory
 
 import trl_padfix
 from trl_padfix.trainers.data.columns import ids_outside
-from trl_padfix.trainers.data.row_checks import check_row, validate_rows
+from trl_padfix.trainers.data.row_checks import DoubtfulRowError, check_row, validate_rows
 
 
 TEXT = {"text": "w3 w4"}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
 KTO = {"prompt": "w3", "completion": "w4 w5", "label": True}
 CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
+SAID, ANSWER = CHAT["messages"]
+CHATS = {"prompt": [SAID], "chosen": [ANSWER], "rejected": [SAID]}
+CHAT_KTO = {"prompt": [SAID], "completion": [ANSWER], "label": True}
 COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
 IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
 
@@ -27,6 +30,9 @@ BAD = {
     "SFT, no role": ("SFT", CHAT, {"messages": [{"content": "w3"}]}, r"Row 5 .* without a text `role`"),
     "SFT, no content": ("SFT", CHAT, {"messages": [{"role": "user"}]}, r"Row 5 .* whose `content` is no text"),
     "SFT, no message": ("SFT", CHAT, {"messages": []}, r"Row 5 .* has \[\] in column `messages`"),
+    "DPO, no message": ("DPO", CHATS, {"prompt": []}, r"Row 5 .* has \[\] in column `prompt`"),
+    "KTO, no message": ("KTO", CHAT_KTO, {"prompt": []}, r"Row 5 .* has \[\] in column `prompt`"),
+    "GRPO, no message": ("GRPO", {"prompt": [SAID]}, {"prompt": []}, r"Row 5 .* has \[\] in column `prompt`"),
     "SFT, negative id": ("SFT", IDS, {"input_ids": [3, -5]}, r"Row 5 .* holds -5 in `input_ids`.* 0 to 39"),
     "SFT, id too large": ("SFT", IDS, {"input_ids": [3, 40]}, r"Row 5 .* holds 40 in `input_ids`"),
     "SFT, label too large": ("SFT", IDS, {"labels": [40, 4, 5]}, r"Row 5 .* holds 40 in `labels`"),
@@ -55,7 +61,52 @@ def test_a_bad_row_is_found_before_the_first_step(case, tmp_path):
     data = Dataset.from_list([good] * 5 + [good | change] + [good] * 2)
     with pytest.raises(ValueError, match=message):
         # A chat template may render odd messages, and TRL ends an empty text with an EOS token.
-        make(kind, tmp_path, data, strict="messages" in change or "" in change.values())
+        make(kind, tmp_path, data, strict=bool(change.get("messages")) or "" in change.values())
+
+
+def test_a_stream_leaves_a_row_without_messages_out(tmp_path, caplog):
+    rows = [{"messages": [SAID, ANSWER | {"content": f"w{7 + i}"}]} for i in range(12)]
+    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+        make("SFT", tmp_path, stream([*rows[:3], {"messages": []}, *rows[3:]])).train()
+    assert any("were left out. A row of the train dataset has []" in text for text in caplog.messages)
+
+
+OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
+COLUMNS = {
+    "from and value": (
+        "SFT",
+        {"messages": OTHER_KEYS},
+        "the keys `from` and `value`, which TRL reads in a column `conv",
+    ),
+    "pairs": ("DPO", CHATS | {"prompt": OTHER_KEYS[:1]}, "Row 0 .* in column `prompt`, with the keys `from`"),
+    "role and content": ("SFT", {"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"),
+    "a prompt beside": (
+        "SFT",
+        {"prompt": "w3"} | CHAT,
+        "has `prompt` and no `completion`.*train on \\['messages'\\], drop it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COLUMNS)
+def test_columns_that_trl_reads_otherwise_are_named(case, tmp_path):
+    kind, row, message = COLUMNS[case]
+    with pytest.raises(ValueError, match=message):
+        make(kind, tmp_path, Dataset.from_list([row] * 8))
+
+
+def test_conversations_of_other_keys_are_trained_on(tmp_path):
+    data = Dataset.from_list([{"conversations": OTHER_KEYS}] * 8)
+    theirs, ours = (make("SFT", tmp_path, data, library) for library in (trl, trl_padfix))
+    for trainer in (theirs, ours):
+        trainer.train()
+    assert trajectory(ours).equal(trajectory(theirs))
+
+
+@pytest.mark.parametrize(("kind", "row"), [("KTO", KTO), ("Reward", PAIR)])
+def test_plain_texts_need_an_eos_token(kind, row, tmp_path):
+    with pytest.raises(ValueError, match="no EOS token, and TRL ends"):
+        make(kind, tmp_path, Dataset.from_list([row] * 8), processing_class=build_tokenizer(eos_token=None))
 
 
 def test_an_empty_prompt_is_none(tmp_path, caplog):
@@ -114,16 +165,6 @@ def test_an_empty_stream_is_said_to_be_empty(kind, tmp_path):
         make(kind, tmp_path, stream([]))
 
 
-def test_a_stream_with_fewer_batches_than_a_step_takes_does_not_loop_for_ever(tmp_path):
-    rows = [TEXT] * 6
-    trainer = make("SFT", tmp_path, stream(rows), per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    with pytest.raises(ValueError, match=r"`gradient_accumulation_steps=4` batches of 2 rows came up"):
-        trainer.train()
-    enough = make("SFT", tmp_path, stream(rows), per_device_train_batch_size=2, gradient_accumulation_steps=3)
-    enough.train()
-    assert enough.state.global_step == 3
-
-
 texts = st.one_of(st.none(), st.text("ab", max_size=2))
 messages = st.lists(
     st.fixed_dictionaries({"role": st.one_of(st.none(), st.sampled_from(["user", "assistant"])), "content": texts}),
@@ -138,13 +179,16 @@ def test_a_bad_row_is_found_where_a_loop_finds_it(values):
     def bad(row):
         try:
             check_row(row, 0, ("prompt",))
+        except DoubtfulRowError:
+            return 1
         except ValueError:
-            return True
-        return False
+            return 2
+        return 0
 
     looped = [bad(row) for row in dataset]
     if any(looped):
-        with pytest.raises(ValueError, match=f"Row {looped.index(True)} "):
+        worst = max(looped)
+        with pytest.raises(ValueError, match=f"Row {looped.index(worst)} "):
             validate_rows(dataset, "train", ("prompt",))
     else:
         assert validate_rows(dataset, "train", ("prompt",)) is dataset

@@ -83,6 +83,15 @@ def test_a_vision_run_with_max_length_is_trls(kind, mode, tmp_path):
     assert runs[trl].abs().min() > 1e-3
 
 
+@pytest.mark.parametrize("mode", ["padded", "prefix sharing"])
+def test_images_that_max_length_cuts_are_named_in_trls_words(mode, tmp_path):
+    processor = build_processor("llava")
+    given = {"model": build_vlm("llava", processor), "processing_class": processor}
+    data, config = rows_for("SFT", build_pairs(4, (1,))), {"max_length": 4, "max_steps": 1} | MODES[mode]
+    with pytest.raises(ValueError, match=r"`max_length` \(4\) is too short and causes image placeholder"):
+        train(trl_padfix, "SFT", tmp_path, data, config, **given)
+
+
 # Rows without a prompt, and without a token
 
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from kit.tolerance import assert_close, assert_gradients_close
 from zoo.models import ROWS, SHAPE, padded_positions, real_logps
 
 from trl_padfix import Layout
 
 
-TOLERANCE = 1e-5
-"""For log-probabilities in nats, and for each gradient relative to its norm, in fp32."""
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
 SIDES = ("left", "right", "holes")
 REAL = sum(map(len, ROWS))
@@ -60,15 +59,12 @@ def padded_numbers(name: str, model, ids, mask) -> tuple[torch.Tensor, dict[str,
 
 
 def assert_same_numbers(got, expected) -> None:
-    assert (got[0] - expected[0]).abs().max() <= TOLERANCE
+    assert_close(got[0], expected[0], terms=64, depth=24)
     assert_same_gradients(got[1], expected[1])
 
 
 def assert_same_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name in expected:
-        error, size = (got[name] - expected[name]).norm(), expected[name].norm()
-        assert error <= TOLERANCE * size + 1e-7, f"the gradient of {name} is off by {error}, and its norm is {size}"
+    assert_gradients_close(got, expected, terms=64, depth=48)
 
 
 def logits_of(model, ids, mask, **kwargs) -> torch.Tensor:
@@ -77,7 +73,7 @@ def logits_of(model, ids, mask, **kwargs) -> torch.Tensor:
 
 
 def assert_equal_where_real(got: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> None:
-    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=0, atol=TOLERANCE)
+    assert_close(got[mask.bool()], expected[mask.bool()], terms=64, depth=24)
 
 
 # -- nothing stays behind

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from ..core.version import __version__
-from . import bench, disable_telemetry, doctor, parity, plan, recipe, stats, train
+from . import disable_telemetry, doctor, stats, train
 from .methods import METHODS
 from .user_errors import DEBUG, UserErrorGroup
 
@@ -22,12 +22,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
-app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(stats.stats)
-app.command()(plan.plan)
-app.command()(parity.parity)
-app.add_typer(recipe.app, name="recipe")
 for method in METHODS:
     app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))
 

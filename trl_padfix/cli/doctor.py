@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,16 +26,9 @@ def doctor(
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
     dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [what suits the accelerator]")] = None,
     json: JsonOption = None,
-    explain: Annotated[
-        str | None, Option(help="Text of an error, or '-' for standard input: its cause and what to do.")
-    ] = None,
 ) -> None:
-    """Say what runs here and how a model is packed, or explain an error; 1 if what was asked for cannot run."""
+    """Say what runs here and how a model is packed; 1 if what was asked for cannot run."""
     outputs(json=json)
-    if explain is not None:
-        if model or attn or dtype:
-            raise typer.BadParameter("looks at a text alone; leave the other options out.", param_hint="--explain")
-        raise typer.Exit(_explain(sys.stdin.read() if explain == "-" else explain, json))
     if dtype is not None:
         one_of("--dtype", dtype, ["float32", "float16", "bfloat16"])
 
@@ -112,12 +102,6 @@ def _model(model: ModelReport) -> list[tuple[str, str]]:
     for (module, how, why), names in groups.items():
         count = "" if len(names) == 1 else f" and {len(names) - 1} more"
         lines.append(("layers", f"{names[0]}{count} ({module}): {how}{f', {why}' if why else ''}"))
-    if model.sharding != "no sizes":
-        lines.append(("shards", f"DistributedConfig: {model.sharding}; pp_size is refused"))
-    if model.rows_share:
-        lines.append(("rows", f"{model.rows_share:.0%} of the decoder's work runs on rows, the rest is packed"))
-    if model.checks_padding_side:
-        lines.append(("side", "this transformers refuses padded batches on FlashAttention 2; packed ones pass"))
     return lines
 
 
@@ -131,26 +115,3 @@ def _wrapped(lines: Iterable[tuple[str, str]]) -> list[str]:
         )
         result += wrapped or ([] if label else [""])  # no label and no text is an empty line
     return result
-
-
-def _explain(text: str, json: Path | None) -> int:
-    """Print the known errors in a text, and return the exit status."""
-    from ..core.version import WHERE_TO_REPORT
-    from ..tools.known_errors import KNOWN_ERRORS, explain, last_error
-
-    errors = explain(text)
-    for error in errors:
-        lines = _wrapped([("cause", error.cause), ("what to do", error.fix), ("text from", error.source)])
-        typer.echo("\n".join([error.name, *(f"  {line}" for line in lines)]))
-    if not errors:
-        looked_for = last_error(text) or "an empty text"
-        advice = (
-            "Give the whole traceback to `trl-padfix doctor --explain -`: what brought it about may be further up. "
-            "Then report it, with the command or script, the whole traceback, and the file that "
-            f"`trl-padfix doctor --json doctor.json` writes. {WHERE_TO_REPORT}"
-        )
-        known = f"(and the lines above it, in {len(KNOWN_ERRORS)} known errors)"
-        lines = [("looked for", f"{looked_for} {known}"), ("what to do", advice)]
-        typer.echo("\n".join(["This error is not known here.", *_wrapped(lines)]))
-    write_json(json, [asdict(error) for error in errors])
-    return 0 if errors else 1

@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from . import disable_telemetry, require_extra
-from .methods import METHODS, SCRIPTS
-from .unknown_fields import unknown_flags, unknown_message
+from .config_file import check_names, keys_of, name_of
+from .methods import METHODS, OPTION_GROUPS
 
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_parser", "parse", "run"]
 
-TINY = ("dpo", "sft", "async-grpo")
+TINY = ("dpo", "sft")
 """Methods that can train a tiny model that is built on the spot."""
 
 BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -40,20 +41,36 @@ def make_parser(method: str) -> TrlParser:
     """The parser of TRL's script for our configuration; its `--help` shows the fields of this package first."""
     from transformers import TrainingArguments
 
-    with _patched_trl(method) as (_, config):
+    with _patched_trl(method) as config:
         parser = _script(method).make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
+    parser.add_argument(
+        "--dry_run", action="store_true", help="Check settings, data, model and the first batch; no step, no file."
+    )
+    if method in TINY:
+        about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
+        parser.add_argument("--tiny_model", choices=["tiny", "small"], help=about)
     package = __name__.partition(".")[0]
     ours = [c for c in config.__mro__ if c.__module__.partition(".")[0] == package]
     mixins = [c for c in ours if not issubclass(c, TrainingArguments)]
-    our_fields = {field.name for mixin in mixins for field in fields(mixin)} | {"tiny_model"}
-    rest, group = parser._optionals, parser.add_argument_group("padding removal")
-    # argparse cannot move an action to another group: the lists that `--help` prints are changed.
-    group._group_actions = [action for action in rest._group_actions if action.dest in our_fields]
-    rest._group_actions = [action for action in rest._group_actions if action.dest not in our_fields]
-    parser._action_groups.insert(0, parser._action_groups.pop())  # the new group comes first
+    names = {field.name for mixin in mixins for field in fields(mixin)} | {"dry_run", "tiny_model"}
+    _group_options(parser, names)
     return parser
+
+
+def _group_options(parser: TrlParser, ours: set[str]) -> None:
+    """Show our options first in `--help`, in the groups of [`OPTION_GROUPS`]."""
+    # argparse cannot move an action to another group: the lists that `--help` prints are changed.
+    group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
+    first = next(iter(OPTION_GROUPS))
+    actions = [action for action in parser._optionals._group_actions if action.dest in ours]
+    groups = [parser.add_argument_group(f"padding removal, {title}") for title in OPTION_GROUPS]
+    for title, group in zip(OPTION_GROUPS, groups, strict=True):
+        group._group_actions = [action for action in actions if group_of.get(action.dest, first) == title]
+    rest = parser._optionals
+    rest._group_actions = [action for action in rest._group_actions if action not in actions]
+    parser._action_groups = [*groups, *parser._action_groups[: -len(groups)]]
 
 
 def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
@@ -67,8 +84,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
             Flags of TRL's script, of our configuration and of `accelerate launch`, in any order.
 
     Returns:
-        `tuple`: The parsed script, training, model and data arguments, and the arguments of the `accelerate launch`
-        that runs the script with the same flags.
+        `tuple`: The parsed script, training, model and data arguments and the flags of this command; and the arguments
+        of the `accelerate launch` that runs the script with the same flags.
 
     Raises:
         ValueError: For flags and keys that neither of them has, and for values that they refuse.
@@ -77,73 +94,66 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     from ..files import folder_obstacle
-    from ..tools.data import load_recipe
-    from ..trainers.checkpoints.checkpoints import checkpoint_to_resume
+    from ..trainers.checkpoints import checkpoint_to_resume
 
-    parser = make_parser(method)
-    config = _config_of(args)
-    recipe = load_recipe(config) if config is not None else {}  # its errors name the file
     if not args:
         raise ValueError(
-            f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a recipe (`trl-padfix recipe "
-            "list` names those that ship), or give at least `--model_name_or_path` and `--dataset_name`."
+            f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a YAML (those in `recipes/` "
+            "are examples), or give at least `--model_name_or_path` and `--dataset_name`."
         )
-    try:
-        *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
-    except ValueError as error:
-        if unknown := unknown_flags(parser, args, recipe):  # a misspelt flag may be the reason for a refused value
-            raise ValueError(unknown_message(method, parser, unknown, args, config)) from error
-        if "setup doesn't support bf16" in str(error):
-            raise ValueError(_without_bf16(args, config, recipe)) from error
-        raise
+    parser, config = make_parser(method), _config_of(args)
+    keys = keys_of(config) if config is not None else {}
+    check_names(method, parser, args, config, keys)
+    *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
-        unknown = unknown or [launch.training_script]
-        raise ValueError(unknown_message(method, parser, unknown, args, config))
-    script_arguments, training, model = parsed[:3]
+        raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
+    training, model, own = parsed[1], parsed[2], parsed[-1]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
     if reason := folder_obstacle(training.output_dir):
         raise ValueError(f"`output_dir`: {reason}")
     for arguments in parsed:
         _check_paths(arguments)
-    if not (model.model_name_or_path or getattr(script_arguments, "tiny_model", None)):
+    if not (model.model_name_or_path or vars(own).get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     return parsed, launch
 
 
+def warn_of_unused_lora(args: Sequence[str]) -> str | None:
+    """A warning if flags or keys set up adapters that are not switched on: all weights would be trained."""
+    config = _config_of(args)
+    given = [name_of(word.split("=")[0]) for word in args if word.startswith("--")]
+    given += keys_of(config) if config is not None else {}
+    adapters = [name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
+    if not adapters or "use_peft" in given:
+        return None
+    return f"`{adapters[0]}` is given without `use_peft`: no adapter is made, and all weights are trained."
+
+
 def _check_paths(arguments: Any) -> None:
-    """Raise a `ValueError` if parsed arguments name a model or a dataset that is not there, or a file as a dataset."""
+    """Raise a `ValueError` for a model or dataset that is not there, a file as a dataset, and an empty file."""
     from ..files import is_missing_path
 
+    given = vars(arguments)
     for field in ("model_name_or_path", "dataset_name"):
-        if (name := getattr(arguments, field, None)) and is_missing_path(name):
+        if (name := given.get(field)) and is_missing_path(name):
             raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
     # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
-    if builder := BUILDERS.get((path := Path(getattr(arguments, "dataset_name", None) or "")).suffix):
+    path = Path(given.get("dataset_name") or "")
+    if builder := BUILDERS.get(path.suffix):
         wrong = "is a file" if path.is_file() else "names a file, and there is none here"
         raise ValueError(
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
             f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
         )
-
-
-def _without_bf16(args: Sequence[str], config: str | None, recipe: dict[str, Any]) -> str:
-    """The error for a machine without bfloat16, with the settings to change."""
-    import torch
-
-    if torch.cuda.is_available():
-        why, flag = "this GPU has none", "fp16"
-    else:
-        why, flag = f"torch {torch.__version__} finds no GPU here", "use_cpu"
-    words = [word.split("=")[0] for word in args]
-    if "--bf16" in words:  # a flag overrides the YAML
-        return f"`--bf16` turns bf16 on, and {why}. To train without it, give `--bf16 false --{flag} true`."
-    source = f"`bf16: {recipe['bf16']}` stands in {config}" if "bf16" in recipe else "bf16 is on, which is the default"
-    lines = f"set `bf16: false` and `{flag}: true` in {config}" if config else f"add `--bf16 false --{flag} true`"
-    return f"{source}, and {why}. To train without it, {lines}."
+    files = [path / name for name in os.listdir(path)] if given.get("dataset_name") and path.is_dir() else []
+    files += [Path(d.data_files) for d in given.get("datasets") or [] if isinstance(d.data_files, str)]
+    for file in files:
+        if file.suffix in BUILDERS and file.is_file() and not file.stat().st_size:
+            raise ValueError(f"the data file {str(file)!r} is empty.")
 
 
 def _config_of(args: Sequence[str]) -> str | None:
@@ -161,27 +171,66 @@ def main(method: str, args: Sequence[str]) -> None:
     import torch
     from transformers import set_seed
 
-    from ..trainers.checkpoints.checkpoints import saying_what_is_safe
-    from . import recipe_run
-
-    parsed, _ = parse(method, args)
+    (*parsed, own), _ = parse(method, args)
+    script, training, model, data = parsed
     # TRL's script destroys the process group while its DDP model is alive. If the model held the last reference, its
     # destructor would wait for the threads of gloo, which wait for the interpreter: half of the runs of `trl dpo` on
     # CPU hang. This reference outlives the model.
     _group = torch.distributed.group.WORLD
-    set_seed(parsed[1].seed)  # `test_split_size` draws the held-out rows: the same ones in every process
-    if method in TINY:
-        parsed[2].model_name_or_path = recipe_run.model_to_train(*parsed)
-        set_seed(parsed[1].seed)
     with ExitStack() as stack:
-        given = {}
-        if method == "async-grpo":
-            parsed[2].dtype = parsed[1].dtype  # the script loads the model with that of the model's arguments
-            if parsed[0].tiny_model:
-                given = stack.enter_context(recipe_run.serve_tiny(parsed[2].model_name_or_path, parsed[1]))
-        stack.enter_context(saying_what_is_safe(parsed[1].output_dir))
-        stack.enter_context(_patched_trl(method, reports=True, **given))
-        _script(method).main(*parsed)
+        if own.dry_run:
+            training.output_dir = stack.enter_context(tempfile.TemporaryDirectory())
+            training.push_to_hub, training.resume_from_checkpoint = False, None
+        set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
+        if tiny := vars(own).get("tiny_model"):
+            model.model_name_or_path = _tiny_model(tiny, script, training, model, data)
+            set_seed(training.seed)
+        stack.enter_context(_patched_trl(method, _checked if own.dry_run else None))
+        try:
+            _script(method).main(*parsed)
+        except _DryRunEnd as end:
+            if not end.is_right:
+                sys.exit(1)
+        except KeyError as error:
+            field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
+            if field is None:
+                raise
+            raise ValueError(f"the data has no split {error}, which `dataset_{field}_split` names.") from error
+
+
+def _tiny_model(shape: str, script: Any, training: Any, model: Any, data: Any) -> str:
+    """Build the model of `--tiny_model` for the data."""
+    import trl
+    from datasets import load_dataset
+
+    from .. import build_tiny
+
+    if model.model_name_or_path:
+        raise ValueError("`tiny_model` builds a model and `model_name_or_path` loads one: give one of them.")
+    if data.datasets:
+        rows = trl.get_dataset(data)[script.dataset_train_split]
+    else:
+        split, name = script.dataset_train_split, script.dataset_config
+        rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
+    return build_tiny(shape, rows, Path(training.output_dir) / "initial_model")
+
+
+class _DryRunEnd(Exception):  # noqa: N818
+    """Leaves TRL's script after a dry run."""
+
+    def __init__(self, is_right: bool):
+        self.is_right = is_right
+
+
+def _checked(trainer_class: type) -> Callable[..., Any]:
+    """A stand-in for the trainer class in TRL's script: what it builds is checked, and the script ends."""
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        from ..trainers.dry_run import dry_run
+
+        raise _DryRunEnd(dry_run(trainer_class(*args, **kwargs)))
+
+    return build
 
 
 def run(method: str, args: Sequence[str]) -> None:
@@ -197,41 +246,23 @@ def run(method: str, args: Sequence[str]) -> None:
 
 def _script(method: str) -> Any:
     """The module of TRL's script."""
-    return importlib.import_module(f"trl.scripts.{SCRIPTS.get(method, method)}")
+    return importlib.import_module(f"trl.scripts.{method}")
 
 
 @contextmanager
-def _patched_trl(method: str, reports: bool = False, **given: Any) -> Iterator[tuple[type, type]]:
-    """
-    Within the block `from trl import ...` imports our trainer and configuration; with `reports` the trainer writes a
-    report at the end. `given` are arguments of the trainer that TRL's script does not pass.
-    """
+def _patched_trl(method: str, stand_in: Callable[[type], Any] | None = None) -> Iterator[type]:
+    """Within the block `from trl import ...` imports our configuration, and our trainer or its stand-in."""
     import trl
 
     import trl_padfix
 
-    from . import recipe_run
-
-    kinds = ("Trainer", "Config")
-    trainer, config = (getattr(trl_padfix, f"{METHODS[method]}{kind}") for kind in kinds)
-    names = [f"{METHODS[SCRIPTS.get(method, method)]}{kind}" for kind in kinds]  # as the script imports them
-    ours = {(trl, name): value for name, value in zip(names, (trainer, config), strict=True)}
-    if reports:
-        more = (recipe_run.to_dialogues,) if method == "sft" else ()
-        ours[trl, names[0]] = recipe_run.reporting(trainer, *more, **given)
-    if method == "async-grpo":
-        classes = recipe_run.rollout_arguments()
-        # The script's own class, which has TRL's script arguments as its base since it was imported.
-        ours[_script(method), "GRPOScriptArguments"] = classes.pop("GRPOScriptArguments")
-        ours |= {(trl, name): value for name, value in classes.items()}
-        if reports:
-            ours[trl, names[0]] = recipe_run.without_evaluation(ours[trl, names[0]])
-    elif method in TINY:
-        ours[trl, "ScriptArguments"] = recipe_run.RecipeArguments
-    with ExitStack() as stack:
-        for (module, name), value in ours.items():
-            stack.enter_context(patch.object(module, name, value))
-        yield trainer, config
+    trainer, config = (getattr(trl_padfix, f"{METHODS[method]}{kind}") for kind in ("Trainer", "Config"))
+    ours = {
+        f"{METHODS[method]}Trainer": stand_in(trainer) if stand_in else trainer,
+        f"{METHODS[method]}Config": config,
+    }
+    with patch.multiple(trl, **ours):
+        yield config
 
 
 if __name__ == "__main__":

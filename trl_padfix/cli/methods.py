@@ -1,6 +1,6 @@
-"""The training methods of the command line."""
+"""The training methods of the command line, and the groups of our options in their `--help`."""
 
-__all__ = ["METHODS", "SCRIPTS"]
+__all__ = ["METHODS", "OPTION_GROUPS"]
 
 METHODS = {
     "dpo": "DPO",
@@ -10,9 +10,16 @@ METHODS = {
     "grpo": "GRPO",
     "rloo": "RLOO",
     "distillation": "Distillation",
-    "async-grpo": "AsyncGRPO",
 }
 """Commands, and the first part of the names of their trainers and configurations."""
 
-SCRIPTS = {"async-grpo": "grpo"}
-"""Commands without a script in TRL, and the method whose script they run with their own trainer."""
+OPTION_GROUPS = {
+    "for everyone": (),
+    "memory": ("max_tokens_per_batch", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    "evaluation": (
+        "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
+        "eval_generation_samples",
+    ),
+    "several GPUs": ("packed_multiple_of",),
+}  # fmt: skip
+"""Groups of the fields that this package adds; those that none names belong to the first."""

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from subprocess import CalledProcessError
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
-from .launch import make_parser, parse
+from .launch import make_parser, parse, warn_of_unused_lora
 from .methods import METHODS
-from .user_errors import MISTAKE
 
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 __all__ = ["SETTINGS", "TrainingCommand", "training"]
 
@@ -42,23 +38,21 @@ def training(method: str) -> Callable[[typer.Context], None]:
     """Make the command of one of [`METHODS`]."""
 
     def train(ctx: typer.Context) -> None:
+        if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
+            make_parser(method).parse_args(["--help"])
         from accelerate.commands.launch import launch_command
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
         _, launch = parse(method, ctx.args)
+        if warning := warn_of_unused_lora(ctx.args):
+            typer.echo(f"trl-padfix {method}: {warning}", err=True)
         try:
             launch_command(launch)
         except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
-            raise typer.Exit(_exit_code(error)) from error
+            raise typer.Exit(1) from error
 
     train.__doc__ = (
-        f"Train with {METHODS[method]}Trainer: TRL's flags, YAML and --accelerate_config, through accelerate launch."
+        f"Train with {METHODS[method]}Trainer: TRL's flags, YAML and --accelerate_config, through accelerate launch; "
+        "--dry_run checks without a step."
     )
     return train
-
-
-def _exit_code(error: CalledProcessError | ChildFailedError) -> int:
-    """[`MISTAKE`] if a process explained a mistake of the user, else 1."""
-    failures = getattr(error, "failures", {})
-    codes = [failure.exitcode for failure in failures.values()] or [getattr(error, "returncode", 1)]
-    return MISTAKE if MISTAKE in codes else 1

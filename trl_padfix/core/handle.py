@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,13 +21,16 @@ from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
+from .model.implementation import restore_attention
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import takes_positions
-from .parallel.layout import ROWS, ContextParallelConfig, ContextParallelLayout, ranges_of_rows
+from .parallel.collectives import Group
+from .parallel.layout import ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from typing_extensions import Self
 
     from .anatomy import Anatomy
@@ -135,7 +137,7 @@ class PaddingRemoval(Attachment):
             parallelism the length is that of the part of one process.
         packs_padded (`bool`):
             Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
-        context_parallel ([`ContextParallelConfig`], *optional*):
+        context_parallel ([`Group`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
@@ -180,8 +182,9 @@ class PaddingRemoval(Attachment):
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
-        self.context_parallel: ContextParallelConfig | None = None
+        self.context_parallel: Group | None = None
         self.stats = PaddingStats()
+        self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
         self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
@@ -190,23 +193,13 @@ class PaddingRemoval(Attachment):
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
 
-    @property
-    def split(self) -> ContextParallelConfig | None:
-        """Deprecated name of `context_parallel`."""
-        warnings.warn(
-            "`PaddingRemoval.split` is called `context_parallel` now; the old name goes with the next minor release.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.context_parallel
-
     def leave_padded_calls(self) -> None:
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
         self.packs_padded = False
 
-    def set_context_parallel(self, config: ContextParallelConfig | None) -> None:
-        """Let the processes of `config` compute each packed row together; `None`: each process computes whole rows."""
-        self.context_parallel = config
+    def set_context_parallel(self, group: Group | None) -> None:
+        """Let the processes of `group` compute each packed row together; `None`: each process computes whole rows."""
+        self.context_parallel = group
 
     def without_context_parallel(self) -> AbstractContextManager[None]:
         """Compute whole packed rows on each process until the block ends."""
@@ -321,6 +314,8 @@ class PaddingRemoval(Attachment):
         super().remove()
         if not self._patches:
             resume_packed_search(self)
+            restore_attention(self.attention_before)
+            self.attention_before = []
 
     def remember(self, call: PackedCall) -> None:
         """Record a packed forward for as long as gradient checkpointing can recompute it."""
@@ -355,7 +350,7 @@ class PaddingRemoval(Attachment):
         layout = layout_of(call, self, model_call, prepared)
         if layout is None:
             return layout
-        processes = 1 if self.context_parallel is None else self.context_parallel.group.size
+        processes = 1 if self.context_parallel is None else self.context_parallel.size
         needs_filler = self.packed_multiple_of is not None
         if isinstance(layout, PrefixedLayout):
             # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
@@ -374,28 +369,27 @@ class PaddingRemoval(Attachment):
         A row with fewer tokens than there are processes is computed whole: a process without tokens would have nothing
         to exchange.
         """
-        config = self.context_parallel
-        if config is None or layout is None:
+        group = self.context_parallel
+        if group is None or layout is None:
             return None
         if isinstance(layout, PrefixedLayout):
             assert layout.prefix_states is not None
             ranges = [states.ranges for states in layout.prefix_states.reads]
             if (new := self.cp_layout_of_new(layout)) is not None:
                 ranges.append(new.ranges)
-            return ContextParallelLayout(layout, config.group, config.attention, tuple(ranges))
-        if layout.packed_tokens < config.group.size:
+            return ContextParallelLayout(layout, group, parts=tuple(ranges))
+        if layout.packed_tokens < group.size:
             return None
         # If each process can get whole rows with nearly equal token counts, layers need no communication. With filler
         # the counts must be exactly equal, so rows are cut.
-        has_whole_rows = layout.filler is None and ranges_of_rows(layout, config.group.size) is not None
-        comm = ROWS if has_whole_rows else config.attention
-        return ContextParallelLayout(layout, config.group, comm)
+        whole_rows = layout.filler is None and ranges_of_rows(layout, group.size) is not None
+        return ContextParallelLayout(layout, group, whole_rows)
 
     def cp_layout_of_new(self, layout: PrefixedLayout) -> ContextParallelLayout | None:
         """The new tokens of a forward behind shared prefixes, of which each process computes some."""
         if self.context_parallel is None or layout.new is None:
             return None
-        return ContextParallelLayout(layout.new, self.context_parallel.group, self.context_parallel.attention)
+        return ContextParallelLayout(layout.new, self.context_parallel)
 
 
 def _is_without_tokens(layout: PrefixedLayout, processes: int) -> bool:

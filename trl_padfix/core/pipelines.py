@@ -74,7 +74,7 @@ def padding_reader(model: nn.Module) -> str | None:
 def _tasks(modules: list[nn.Module]) -> list[str | None]:
     """The values of `task` for which a pipeline may compute something else: routes, or queries and documents."""
     routers = [part for module in modules for part in module.modules() if hasattr(part, "sub_modules")]
-    tasks = [*dict.fromkeys(route for router in routers for route in router.sub_modules)]  # type: ignore[union-attr]
+    tasks: list[str | None] = [*dict.fromkeys(route for router in routers for route in router.sub_modules)]  # type: ignore[union-attr]
     if not tasks and any("task" in getattr(module, "forward_kwargs", ()) for module in modules):
         tasks = ["query", "document"]
     return tasks if any(router.default_route is None for router in routers) else [None, *tasks]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 from torch import nn
 
@@ -25,6 +26,7 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .model.find import find_decoder, find_pretrained
+from .model.implementation import restore_attention, set_attention
 from .model.patching import Attachment, ForwardPatch
 from .model.positions import Numbering, takes_positions
 from .pipelines import ENCODERS, padding_reader, pipeline_in
@@ -45,6 +47,7 @@ def remove_padding(
     pool_last_token: bool = False,
     strict: bool = False,
     packed_multiple_of: Lengths | None = None,
+    attn_implementation: str | None = None,
 ) -> PaddingRemoval:
     """
     Let the decoder of `model` compute real tokens only.
@@ -78,14 +81,18 @@ def remove_padding(
             Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur; or to the
             smallest of several lengths, and beyond the largest to a multiple of that. The filler is at the end of the
             row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
+        attn_implementation (`str`, *optional*):
+            Attention implementation in place of the one that the model was loaded with, until the handle is removed.
+            For models that another library loads with an attention of its own, such as the trees of TRL's
+            asynchronous GRPO.
 
     Returns:
         [`PaddingRemoval`]: a handle with `.remove()` and `.stats`, usable in a `with` statement.
 
     Raises:
         TypeError: If there is no pretrained model in `model`, or more than one.
-        ValueError: If padding removal is attached to this decoder already, or if `prefix_sharing` or
-            `packed_multiple_of` has an invalid value.
+        ValueError: If padding removal is attached to this decoder already, if `prefix_sharing` or
+            `packed_multiple_of` has an invalid value, or if `attn_implementation` cannot be exchanged.
         PaddingRemovalError: If the model cannot be packed with exact results; the message says which part and why.
 
     Example:
@@ -116,18 +123,36 @@ def remove_padding(
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
             "`trainer.restore_padding()`."
         )
-    # Before anything is wrapped: a model that is refused is left untouched.
+    with ExitStack() as on_error:
+        exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
+        on_error.callback(restore_attention, exchanged)
+        # Before anything is wrapped: a model that is refused is left untouched.
+        _refuse(model, anatomy, packed_multiple_of)
+        handle = PaddingRemoval(
+            anatomy,
+            prefix_sharing=_possible_sharing(anatomy, prefix_sharing),
+            pool_last_token=pool_last_token,
+            strict=strict,
+            packed_multiple_of=packed_multiple_of,
+        )
+        if is_off():
+            logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
+            return handle.attach(())
+        register_packed_attention()
+        handle.attach(_patches(anatomy, handle))
+        on_error.pop_all()
+    handle.attention_before = exchanged
+    return handle
+
+
+def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | None) -> None:
+    """Raise a [`PaddingRemovalError`] if `model` cannot be packed with exact results."""
     if (reason := refusal(anatomy)) is not None:
         remedy = "Leave it padded: `padding_free=False` in a trainer's configuration."
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
             f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
         )
-    if prefix_sharing and (why := prefix_sharing_obstacle(anatomy)):
-        if prefix_sharing != "auto":
-            raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
-        logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
-        prefix_sharing = False
     if (reader := padding_reader(model)) is not None:
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reader}. A packed forward does not "
@@ -136,21 +161,19 @@ def remove_padding(
         )
     if packed_multiple_of is not None and anatomy.whole_rows:
         raise PaddingRemovalError(
-            f"{type(decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row whose "
-            "length could be a multiple of `packed_multiple_of`. Leave it out."
+            f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row "
+            "whose length could be a multiple of `packed_multiple_of`. Leave it out."
         )
-    handle = PaddingRemoval(
-        anatomy,
-        prefix_sharing=prefix_sharing,
-        pool_last_token=pool_last_token,
-        strict=strict,
-        packed_multiple_of=packed_multiple_of,
-    )
-    if is_off():
-        logger.warning(f"{OFF} is set: padding is not removed from {type(anatomy.pretrained).__name__}.")
-        return handle.attach(())
-    register_packed_attention()
-    return handle.attach(_patches(anatomy, handle))
+
+
+def _possible_sharing(anatomy: Anatomy, prefix_sharing: PrefixSharing) -> PrefixSharing:
+    """`prefix_sharing`, or `False` for `"auto"` and a model that cannot share; an error if `True` cannot be had."""
+    if not prefix_sharing or not (why := prefix_sharing_obstacle(anatomy)):
+        return prefix_sharing
+    if prefix_sharing != "auto":
+        raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
+    logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
+    return False
 
 
 def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]:

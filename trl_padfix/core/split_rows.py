@@ -10,7 +10,6 @@ from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 from .mixers.primitives import LEFT_OUT, primitives_of
 from .model.positions import position_embeddings
 from .parallel.collectives import Group
-from .parallel.layout import HEADS, KEYS, ContextParallelConfig
 from .parallel.mixers import CONTEXT_PARALLEL
 
 
@@ -21,28 +20,25 @@ if TYPE_CHECKING:
 __all__ = ["split_rows"]
 
 
-def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None, *, attention: str = HEADS) -> None:
+def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> None:
     """
     Let several processes compute one packed row, each its local tokens (context parallelism).
 
     All `n` processes of the group call the model with the same batch, and each gets the output that one process alone
     would get. Token-wise layers run on the local tokens, with states of shape `(1, T / n, H)` for a row of `T` packed
-    tokens: activations kept for backward shrink to `1 / n`. The gradient is the mean over the processes. DDP and FSDP2
-    compute this mean; a training loop without them must compute it.
+    tokens: activations kept for backward shrink to `1 / n`. At attention, in recurrences and convolutions an
+    all-to-all exchanges tokens for heads or channels (Ulysses), and each process computes some of them for all tokens.
+    The gradient is the mean over the processes. DDP and FSDP2 compute this mean; a training loop without them must
+    compute it.
 
     Args:
         handle ([`PaddingRemoval`]):
             Handle from [`remove_padding`]. With `prefix_sharing` rows share prefixes across processes.
         group (`torch.distributed.ProcessGroup`, *optional*):
             The processes. Defaults to all of them.
-        attention (`str`, *optional*, defaults to `"heads"`):
-            Communication of attention. `"heads"`: all-to-all of tokens for heads (Ulysses); each process attends with
-            some heads for all tokens, so there must be at least as many heads as processes. `"keys"`: all-gather of
-            keys and values; each process attends with all heads for its local tokens, some from the front and some
-            from the back of the row. Recurrences and convolutions use an all-to-all in both cases.
 
     Raises:
-        ValueError: If `attention` is neither, or there are fewer heads than processes.
+        ValueError: If there are fewer heads than processes.
         PaddingRemovalError: If a module of the model does not support context parallelism; the message names it.
 
     Example:
@@ -56,22 +52,20 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None, *, att
         dist.all_reduce(p.grad, dist.ReduceOp.AVG)
     ```
     """
-    if attention not in (HEADS, KEYS):
-        raise ValueError(f"`attention` is {HEADS!r} or {KEYS!r}, got {attention!r}.")
     if reason := _obstacle(handle):
         raise PaddingRemovalError(
             f"The rows of {type(handle.decoder).__name__} cannot be split over processes: {reason}. Train it without "
             "context parallelism: each process then computes whole rows of its own."
         )
-    config = ContextParallelConfig(Group.of(group), attention)
+    processes = Group.of(group)
     # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
-    heads, size = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None), config.group.size
-    if attention == HEADS and handle.mixers.counts()[PACKED] and heads is not None and heads < size:
+    heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
+    if handle.mixers.counts()[PACKED] and heads is not None and heads < processes.size:
         raise ValueError(
-            f"{type(handle.decoder).__name__} has {heads} attention heads, and {size} processes would share them. "
-            f"Gather the keys instead (`{KEYS!r}`), or take fewer processes."
+            f"{type(handle.decoder).__name__} has {heads} attention heads, and {processes.size} processes would share "
+            "them. Take fewer processes."
         )
-    handle.set_context_parallel(config)
+    handle.set_context_parallel(processes)
 
 
 def _obstacle(handle: PaddingRemoval) -> str | None:

@@ -1,37 +1,43 @@
 """
-TRL's experimental trainers without padding, by TRL's names: `from trl_padfix.experimental.orpo import ORPOTrainer`.
+TRL's experimental trainers without padding, by TRL's names and paths.
 
-Each module imports TRL's module of the same name, and only when it is imported itself. TRL may change or remove these
-in any release; importing a module that TRL has removed raises an error with the last version that had it.
+`trl_padfix.experimental.orpo`, `.orpo.orpo_config`, `.orpo.orpo_trainer` and their siblings have no files: they are
+made from the table in `tasks.py` when they are imported. TRL may change or remove its own in any release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-from ..versions import TESTED, installed_version, require
+from ..versions import require
 
 
-__all__ = ["of_trl"]
+class _TableModules(MetaPathFinder, Loader):
+    """Finds and fills the modules of the table."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        before, _, rest = fullname.partition(f"{__name__}.")
+        if before:
+            return None
+        require("trl", "experimental")
+        from .tasks import EXPERIMENTS
+
+        name, _, part = rest.partition(".")
+        if name not in EXPERIMENTS or part not in ("", f"{name}_config", f"{name}_trainer"):
+            return None
+        return ModuleSpec(fullname, self, is_package=not part)
+
+    def exec_module(self, module: ModuleType) -> None:
+        from .tasks import classes_of
+
+        name, _, part = module.__name__.removeprefix(f"{__name__}.").partition(".")
+        # `orpo.orpo_config` has the very classes of `orpo`.
+        classes = vars(import_module(f"{__name__}.{name}"))["_classes"] if part else classes_of(name)
+        vars(module).update(classes, _classes=classes, __all__=[*classes])
 
 
-@contextmanager
-def of_trl(name: str) -> Iterator[None]:
-    """
-    A block that imports `trl.experimental.NAME`, with an error that names the remedy.
-
-    Raises:
-        ImportError: If the installed TRL is older than the tested versions, or does not have the module any more.
-    """
-    require("trl", "experimental")
-    try:
-        yield
-    except ImportError as error:
-        if error.name != f"trl.experimental.{name}":  # TRL has the module, but one of its imports failed
-            raise
-        tested = TESTED[-1].trl
-        raise ImportError(
-            f"TRL {installed_version('trl')} has no `trl.experimental.{name}` (any more), so `trl_padfix.experimental."
-            f"{name}` is gone with it; TRL {tested} had it. Run: pip install 'trl=={tested}', or use another trainer."
-        ) from error
+sys.meta_path.append(_TableModules())

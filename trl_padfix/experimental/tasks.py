@@ -1,10 +1,12 @@
-"""Tasks that several experimental trainers share."""
+"""TRL's experimental trainers: the table, the tasks, and the steps that differ from those of other trainers."""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasets import Dataset
 
@@ -15,9 +17,21 @@ from ..trainers.batching.micro_batch_budget import MicroBatchBudget
 from ..trainers.batching.sampler import StepOrder
 from ..trainers.batching.token_budget import SubBatchBudget
 from ..trainers.checks import image_columns, require_columns, require_teacher
-from ..trainers.context_parallel import ContextParallel
+from ..trainers.data.collators import SidedCollator
 from ..trainers.distributed import datasets_of
+from ..trainers.grpo import GRPOTask
+from ..trainers.online import OnlineTrainer
+from ..trainers.settings import (
+    AttentionConfig,
+    ForwardBudgetConfig,
+    OnlineBudgetConfig,
+    PackingConfig,
+    PaddingConfig,
+    ReferenceAttentionConfig,
+    TeacherAttentionConfig,
+)
 from ..trainers.task import Task
+from ..versions import TESTED, installed_version
 
 
 if TYPE_CHECKING:
@@ -27,16 +41,7 @@ if TYPE_CHECKING:
     from ..trainers.parts import PaddingFreeTrainer
 
 
-__all__ = [
-    "ExperimentalTrainer",
-    "GeneratingTrainer",
-    "JoinedPairTask",
-    "MessagesTask",
-    "PairTrainer",
-    "PromptTask",
-    "SelfDistillingTrainer",
-    "check_longest_row",
-]
+__all__ = ["EXPERIMENTS", "classes_of"]
 
 
 class ExperimentalTrainer(PaddingFreeMixin):
@@ -50,20 +55,8 @@ class ExperimentalTrainer(PaddingFreeMixin):
         return self.padding.part(SubBatchBudget).split_forwards()
 
 
-class GeneratingTrainer(ExperimentalTrainer):
-    """
-    [`ExperimentalTrainer`] that generates in its steps.
-
-    With context parallelism all processes of a group get the same completions.
-    """
-
-    def _prepare_inputs(self, inputs: list[dict[str, Any]] | dict[str, Any]) -> Any:
-        with self.padding.part(ContextParallel).generating(inputs):
-            return super()._prepare_inputs(inputs)
-
-
-class SelfDistillingTrainer(GeneratingTrainer):
-    """[`GeneratingTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
+class SelfDistillingTrainer(ExperimentalTrainer):
+    """[`ExperimentalTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
 
     def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.split_forwards():
@@ -73,7 +66,7 @@ class SelfDistillingTrainer(GeneratingTrainer):
 class _SelfPreparedTask(Task):
     """Task of a trainer of TRL that prepares its data in `__init__` or in its steps: columns are checked before."""
 
-    supports_cp_generation = generates_within_step = True
+    generates_rows = True
 
     layout_policy = False  # a step joins, generates or shuffles the rows of the data loader
 
@@ -121,15 +114,7 @@ class JoinedPairTask(_SelfPreparedTask):
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    generates_rows = supports_cp_generation = generates_within_step = False
-
-
-class PairTrainer(ExperimentalTrainer):
-    """A mixin for a trainer of TRL that computes loss and metrics in `get_batch_loss_metrics`."""
-
-    def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
-            return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
+    generates_rows = False
 
 
 class PromptTask(_SelfPreparedTask):
@@ -149,3 +134,128 @@ class MessagesTask(_SelfPreparedTask):
         super().check(config, init_kwargs)
         if not getattr(config, "use_teacher_server", False):
             require_teacher(init_kwargs)
+
+
+class TripleMeasure(RowMeasure):
+    """[`RowMeasure`] of pairs with a reference answer."""
+
+    sequences = tuple(("prompt_ids", answer) for answer in ("chosen_ids", "rejected_ids", "reference_ids"))
+
+
+class TripleCollator(SidedCollator):
+    """In front of TRL's collator for pairs with a reference answer."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
+        self.refuse_empty(examples)
+        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
+
+
+class TripleTask(Task):
+    """Batches of `N` examples have `3 * N` rows: chosen completions, then rejected ones, then reference answers."""
+
+    columns = [{"chosen", "rejected", "reference"}]
+    needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
+    texts = ("prompt", "chosen", "rejected", "reference")
+    takes_images = False
+    layout_policy = True
+    rows_per_item = 3
+
+    def on_attached(self) -> None:
+        check_longest_row(self.trainer, TripleMeasure(max_length=self.trainer.args.max_length))
+
+
+# -- steps
+
+
+class PairTrainer(ExperimentalTrainer):
+    """A mixin for a trainer of TRL that computes loss and metrics in `get_batch_loss_metrics`."""
+
+    def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
+            return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
+
+
+class A2POTrainer(ExperimentalTrainer):
+    """[`ExperimentalTrainer`] whose log-probabilities are computed before the loss."""
+
+    def _get_sequence_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self.split_forwards():
+            return super()._get_sequence_logps(*args, **kwargs)
+
+
+class OnlineDPOTrainer(ExperimentalTrainer):
+    """[`ExperimentalTrainer`] whose loss is in `training_step`."""
+
+    def _forward(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if model is self.ref_model:
+            with self.split_forwards():
+                return super()._forward(model, *args, **kwargs)
+        with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`
+            return super()._forward(model, *args, **kwargs)
+
+
+# -- the table
+
+
+class Experiment(NamedTuple):
+    """The parts of one of TRL's experiments: `nameConfig` and `nameTrainer` in the module of its key."""
+
+    name: str
+    trainer: type
+    task: type[Task]
+    config: tuple[type, ...]
+    collator: type | None = None
+
+
+FORWARDS = (ForwardBudgetConfig, PackingConfig)
+EXPERIMENTS = {
+    "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
+    "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
+    "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "gmpo": Experiment("GMPO", OnlineTrainer, GRPOTask, (ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig)),
+    "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
+    "orpo": Experiment("ORPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
+    "sdft": Experiment("SDFT", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
+    "sdpo": Experiment("SDPO", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
+    "tpo": Experiment(
+        "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), TripleCollator
+    ),
+}
+"""By the name of TRL's module."""
+
+
+def classes_of(module: str) -> dict[str, type]:
+    """
+    Our classes for `trl.experimental.MODULE`, by TRL's names.
+
+    Raises:
+        ImportError: If the installed TRL has no such module any more.
+    """
+    name, trainer, task, config, collator = EXPERIMENTS[module]
+    try:
+        trls = vars(import_module(f"trl.experimental.{module}.{module}_trainer"))
+    except ImportError as error:
+        if error.name is None or not error.name.startswith(f"trl.experimental.{module}"):
+            raise  # TRL has the module, but one of its imports failed
+        tested = TESTED[-1].trl
+        raise ImportError(
+            f"TRL {installed_version('trl')} has no `trl.experimental.{module}` (any more), so `trl_padfix."
+            f"experimental.{module}` is gone with it; TRL {tested} had it. Run: pip install 'trl=={tested}', or use "
+            "another trainer."
+        ) from error
+
+    def derive(bases: tuple[type, ...], theirs: str, **members: Any) -> type:
+        doc = f"TRL's [`~trl.experimental.{module}.{theirs}`] without padding."
+        # Pickled by module and name, as the arguments in checkpoints are.
+        members |= {"__module__": f"{__package__}.{module}", "__doc__": doc}
+        return type(theirs, (*bases, trls[theirs]), members)
+
+    classes = {f"{name}Config": dataclass(derive(config, f"{name}Config"))}
+    if collator is not None:
+        theirs = "DataCollatorForTriplePreference"
+        classes[theirs] = dataclass(derive((collator,), theirs))
+        task = type(task.__name__, (task,), {"collators": {trls[theirs]: classes[theirs]}})
+    return classes | {f"{name}Trainer": derive((trainer,), f"{name}Trainer", task_class=task)}

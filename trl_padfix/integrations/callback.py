@@ -28,7 +28,7 @@ from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_labels import scores_padding, with_counted_labels, without_first_labels
 from ..trainers.distributed import models_of, splitting_parallelism
-from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of, summed_over_processes
+from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
 from ..trainers.neftune import prefix_sharing_with_neftune
 from ..trainers.parity import compare, first_call, print_reports, say
 from ..trainers.parts import entered
@@ -73,6 +73,8 @@ class PaddingRemovalCallback(TrainerCallback):
             Whether a sequence classifier scores the last token of each row's attention mask.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Lengths of packed rows, as in [`remove_padding`].
+        attn_implementation (`str`, *optional*):
+            Attention implementation while the trainer trains, as in [`remove_padding`].
 
     Attributes:
         handles (`list[PaddingRemoval]`): Handles of the current or last training: policy, then reference.
@@ -102,13 +104,13 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def __init__(
         self, prefix_sharing: PrefixSharing = False, *, parity_check: bool = True, pool_last_token: bool = False,
-        packed_multiple_of: Lengths | None = None,
+        packed_multiple_of: Lengths | None = None, attn_implementation: str | None = None,
     ):  # fmt: skip
         check_prefix_sharing(prefix_sharing)
         check_multiple(packed_multiple_of)
         self.prefix_sharing: PrefixSharing = prefix_sharing
         self.parity_check, self.pool_last_token = parity_check, pool_last_token
-        self.packed_multiple_of = packed_multiple_of
+        self.packed_multiple_of, self.attn_implementation = packed_multiple_of, attn_implementation
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._trainer: Any = None
@@ -166,6 +168,7 @@ class PaddingRemovalCallback(TrainerCallback):
             prefix_sharing=self._prefix_sharing,
             pool_last_token=self.pool_last_token,
             packed_multiple_of=self.packed_multiple_of,
+            attn_implementation=self.attn_implementation,
         )
         self.handles.append(self._undo.enter_context(handle))
         return handle
@@ -295,7 +298,7 @@ class PaddingRemovalCallback(TrainerCallback):
         counts = ForwardCounts.of(self.handles[0])
         new = counts.since(self._counted)
         # A callback has no batches: their real tokens are those of the forwards.
-        self._counters[mode].add(summed_over_processes(torch.tensor([new.real, *new]), self._trainer))
+        self._counters[mode].add(new.real, new, self._trainer)
         self._counted = counts
 
     def on_log(

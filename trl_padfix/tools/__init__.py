@@ -1,1 +1,1 @@
-"""Diagnosis, data statistics, parity, benchmarks, memory plans: the work of the commands."""
+"""Diagnosis, data statistics and tiny models: the work of the commands."""

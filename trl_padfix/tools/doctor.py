@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -33,8 +32,6 @@ from ..core.attention.backends import (
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
 from ..versions import BOUNDS, TESTED, installed_version, installed_versions
-from .counted_step import experts_of
-from .reading import reason
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]
@@ -53,11 +50,8 @@ class ModelReport:
     family: str  # `model_type`
     architecture: str  # class that it is loaded as
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
-    checks_padding_side: bool  # whether this transformers raises the `padding_side` error for it
     mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
     images: str = "no images"  # how batches with images run, and with which attention
-    sharding: str = "no sizes"  # sizes of transformers' `DistributedConfig` that the model has a plan for
-    rows_share: float = 0.0  # share of the decoder's work, by its weights, that runs on rows and not on packed tokens
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         except Exception as error:
             problems.append(
                 f"{model}: neither in a folder of this name nor on the Hub or in its cache is there the configuration "
-                f"of a transformers model ({reason(error)})"
+                f"of a transformers model ({error})"
             )
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)
@@ -165,7 +159,7 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
             model = build(config, attn_implementation="eager")
     except Exception as error:
         why = f"it cannot be built from its configuration alone ({type(error).__name__}: {error})"
-        return ModelReport(name, config.model_type, cls.__name__, why, False)
+        return ModelReport(name, config.model_type, cls.__name__, why)
     anatomy = Anatomy.of(model)
     why = refusal(anatomy)
     mixers = () if why else anatomy.mixers.mixers
@@ -174,11 +168,8 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         family=config.model_type,
         architecture=type(model).__name__,
         refusal=why,
-        checks_padding_side="padding_side='right'" in inspect.getsource(inspect.getmodule(type(model))),
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
         images=_images(anatomy.multimodal),
-        sharding=_sharding(model),
-        rows_share=_rows_share(anatomy.decoder, mixers),
     )
 
 
@@ -189,26 +180,6 @@ def _images(composite: PreTrainedModel | None) -> str:
     if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
         return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
-
-
-def _sharding(model: PreTrainedModel) -> str:
-    """Sizes of a `DistributedConfig` for which the model has a plan, and what they have to divide."""
-    config = model.config.get_text_config()
-    key_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    experts, _ = experts_of(config)
-    divided = {"fsdp": "", "tp": f" (divides {key_heads} key heads)", "ep": f" (divides {experts} experts)"}
-    planned = [f"{name}_size{of}" for name, of in divided.items() if getattr(model, f"_{name}_plan", None)]
-    return ", ".join(planned) or "no sizes"
-
-
-def _rows_share(decoder: nn.Module, mixers: tuple[Any, ...] | list[Any]) -> float:
-    """Share of the decoder's work that runs on padded rows, by the weights of its modules."""
-    # A token costs two operations for each weight; embeddings are looked up and cost none.
-    weights = sum(p.numel() for p in decoder.parameters())
-    weights -= sum(p.numel() for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-    whole = any(mixer.mode == "whole rows" for mixer in mixers)
-    rows = sum(p.numel() for mixer in mixers if mixer.mode == "rows" for p in mixer.module.parameters())
-    return 1.0 if whole else rows / max(weights, 1)
 
 
 def describe_system() -> dict[str, Any]:

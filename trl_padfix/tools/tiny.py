@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 
 
 __all__ = [
-    "BENCH_SHAPES", "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_hybrid",
-    "build_llava", "build_qwen2", "train_tokenizer",
+    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_llava", "build_qwen2",
+    "train_tokenizer",
 ]  # fmt: skip
 
 Model = TypeVar("Model")
@@ -67,12 +67,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": _shape(28, 3584, 28, 4, 18944, 152064),
 }
 """Shapes of Qwen2: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
-
-BENCH_SHAPES: dict[str, dict[str, int]] = SHAPES | {
-    "hybrid": _shape(4, 256, 4, 2, 704, 8192) | {"linear_heads": 4},
-    "hybrid-tiny": _shape(4, 64, 2, 1, 96, 2048) | {"linear_heads": 2},
-}
-"""[`SHAPES`], and small shapes of Qwen3.5: three layers with a gated delta rule, then one with attention."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -136,26 +130,6 @@ def _seeded(build: Callable[[], Model], seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):  # of the CPU only
         torch.manual_seed(seed)
         return build()
-
-
-def build_hybrid(
-    tokenizer: PreTrainedTokenizerFast, *, linear_heads: int, seed: int = 0, **shape: Any
-) -> PreTrainedModel:
-    """
-    Build a randomly initialised text model of Qwen3.5: every fourth layer is attention, the others are linear
-    attention with `linear_heads` heads. For the other arguments see [`build_qwen2`].
-    """
-    size = shape["hidden_size"] // shape["heads"]
-    config = transformers.Qwen3_5TextConfig(
-        **_fields(tokenizer, shape),
-        head_dim=size,
-        linear_num_key_heads=linear_heads,
-        linear_num_value_heads=linear_heads,
-        linear_key_head_dim=size,
-        linear_value_head_dim=size,
-        tie_word_embeddings=True,
-    )
-    return _seeded(lambda: transformers.Qwen3_5ForCausalLM(config), seed)
 
 
 def build_llava(tokenizer: PreTrainedTokenizerFast, image_size: int = 32) -> tuple[PreTrainedModel, ProcessorMixin]:

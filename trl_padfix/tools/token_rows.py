@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
 
 from ..trainers.data.chat_templates import renderer
-from .formats import ONLINE
 
 
-__all__ = ["TokenRow", "sequences_of", "token_rows"]
+__all__ = ["COLUMNS", "TokenRow", "sequences_of", "token_rows", "trainer_of"]
+
+COLUMNS = {
+    "dpo": ({"chosen", "rejected"},),
+    "reward": ({"chosen", "rejected"},),
+    "kto": ({"prompt", "completion", "label"},),
+    "sft": ({"prompt", "completion"}, {"messages"}, {"text"}),
+}
+"""For each trainer the sets of columns of which it takes one."""
 
 TokenRow: TypeAlias = dict[str, Any]
 """A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""
+
+
+def trainer_of(columns: Iterable[str], trainer: str | None = None) -> str:
+    """
+    The trainer, or the first one that takes rows with these columns.
+
+    Raises:
+        ValueError: If it, or none, does.
+    """
+    trainers = COLUMNS if trainer is None else [trainer]
+    found = next((t for t in trainers if any(names <= {*columns} for names in COLUMNS[t])), None)
+    if found is None:
+        taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in trainers)
+        raise ValueError(f"The data has the columns {', '.join(columns)}. Trainers take {taken}. Rename them.")
+    return found
 
 
 def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, trainer: str = "") -> list[TokenRow]:
@@ -23,7 +46,7 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, t
 
     Returns:
         `list[TokenRow]`: For pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; for KTO `prompt_ids` and
-        `completion_ids`; for GRPO `prompt_ids`; for texts `input_ids`, and in `prompt` the number of tokens at their
+        `completion_ids`; for texts `input_ids`, and in `prompt` the number of tokens at their
         beginning that are not trained on.
     """
     if not rows:
@@ -31,8 +54,6 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, t
     if "chosen" in rows[0]:
         return _token_pairs(rows, tokenizer)
     prompts = _token_ids(rows, ["prompt"], tokenizer) if "prompt" in rows[0] else [[]] * len(rows)
-    if trainer in ONLINE:
-        return [{"prompt_ids": prompt} for prompt in prompts]
     names = ["prompt", "completion"] if "prompt" in rows[0] else ["text" if "text" in rows[0] else "messages"]
     sequences = _token_ids(rows, names, tokenizer)
     # A token may span the end of a prompt. Then the prompt ends before that token, as in TRL.

@@ -2,21 +2,17 @@
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
 Tokens are counted in random batches, in batches of rows with long shared prefixes, and in those of TRL's settings.
-Their ratio limits the speed-up where time goes with tokens; `trl-padfix bench` measures the speed.
+Their ratio limits the speed-up where time goes with tokens.
 """
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from .bench.settings import TRAINERS
-from .formats import ONLINE
 from .stats import Lengths, batch_tokens
 
 
-__all__ = ["UNITS", "Verdict", "advise", "bench_data"]
+__all__ = ["UNITS", "Verdict", "advise"]
 
 WORTH_GROUPING = 0.9
 """Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
@@ -24,7 +20,7 @@ WORTH_GROUPING = 0.9
 WORTH_SHARING = 0.99
 """Sharing is advised if batches have less than this share of their real tokens with it."""
 
-UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows", "grpo": "prompts", "rloo": "prompts"}
+UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows"}
 """What the batches of a trainer are counted in."""
 
 
@@ -39,9 +35,6 @@ class Verdict:
     real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
     auto: float  # with padding removed and `prefix_sharing="auto"`
     grouped: float  # the same, with rows of long shared prefixes together
-    rows: int  # that TRL trains on
-    budget: int  # `max_tokens_per_batch` of the same memory as the largest batch
-    generations: int = 1  # completions of a row (GRPO)
 
     @property
     def shares(self) -> bool:
@@ -63,53 +56,27 @@ class Verdict:
         """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
         return self.padded / self.tokens
 
-    def lines(self, data: str) -> list[str]:
-        """The verdict in words, at most eight lines; `data` is the value of `bench --data`, see [`bench_data`]."""
+    def lines(self) -> list[str]:
+        """The verdict in words."""
         saved, saved_by_grouping = 1 - self.auto / self.real, 1 - self.grouped / self.auto
-        padding = 1 - self.real / self.padded
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
-        unit, is_online, has_bench = UNITS[self.trainer], self.generations > 1, self.trainer in TRAINERS
-        completions = f" x {self.generations} completions" if is_online else ""
-        if is_online:
-            grouping = ""
-        elif self.groups:
-            grouping = f", and grouped ones save {saved_by_grouping:.0%} more"
-        else:
-            grouping = f", and grouping would save {max(saved_by_grouping, 0):.0%}"
-        lines = [
-            f"Use {', '.join(settings)}; {self.batch_size} {unit}{completions} a batch, or "
-            f"max_tokens_per_batch={self.budget}.",
-            f"Padding is {padding:.0%} of TRL's batches; random batches repeat {saved:.0%} of the rest in prefixes"
-            f"{grouping}.",
+        grouping = f"grouped ones save {saved_by_grouping:.0%} more"
+        if not self.groups:
+            grouping = f"grouping would save {max(saved_by_grouping, 0):.0%}"
+        packed = f"{self.padded / self.real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
+        return [
+            f"Use {', '.join(settings)}.",
+            f"Padding is {1 - self.real / self.padded:.0%} of TRL's batches of {self.batch_size} "
+            f"{UNITS[self.trainer]}; random batches repeat {saved:.0%} of the rest in prefixes, and {grouping}.",
             f"Limit by tokens: {self.by_tokens:.1f}x ({self.padded:,.0f} tokens in TRL's padded batch, "
-            f"{self.tokens:,.0f} with these settings){'; the speed is what `bench` measures' * has_bench}.",
-            f"Memory of activations: about {self.tokens / self.padded:.0%} of TRL's padded step, at equal batches.",
+            f"{self.tokens:,.0f} with these settings).",
+            f"TRL's group_by_length: {self.padded / self.bucket_by_length:.1f}x by tokens; its padding_free or "
+            f"packing: {packed}.",
         ]
-        if not is_online:
-            lines.append(f"TRL's group_by_length: {self.padded / self.bucket_by_length:.1f}x by tokens.")
-        if self.trainer == "sft":
-            lines.append(
-                "TRL's padding_free (with FlashAttention) and packing: "
-                f"{self.padded / self.real:.1f}x by tokens, with no prefix shared."
-            )
-        else:
-            lines.append(f"TRL's padding_free and packing: none for {self.trainer.upper()}.")
-        if has_bench:
-            flags = " --group-by-prefix" if self.groups else f" --generations {self.generations}" * is_online
-            lines.append(
-                f"Measure it: trl-padfix bench --trainer {self.trainer} --data {data} --pairs {self.batch_size} "
-                f"--variants trl,padding_free,auto{flags}"
-            )
-        return lines
-
-    def to_dict(self, data: str) -> dict[str, Any]:
-        """The verdict for JSON, with its derived figures and its lines about `data` (see [`bench_data`])."""
-        derived = {name: getattr(self, name) for name in ("shares", "groups", "by_tokens")}
-        return asdict(self) | derived | {"lines": self.lines(data)}
 
 
-def advise(lengths: Lengths, *, trainer: str, batch_size: int, budget: int | None = None, seed: int = 0) -> Verdict:
+def advise(lengths: Lengths, *, trainer: str, batch_size: int, seed: int = 0) -> Verdict:
     """
     Count the tokens of batches under every setting.
 
@@ -120,8 +87,6 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int, budget: int | Non
             `"dpo"`, `"sft"` and so on.
         batch_size (`int`):
             Rows of a batch; of fewer rows, one batch of all of them is counted.
-        budget (`int`, *optional*):
-            The `max_tokens_per_batch` that the verdict names; by default the tokens of a batch.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the random batches.
 
@@ -132,25 +97,12 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int, budget: int | Non
     random, grouped, by_length = (
         batch_tokens(lengths, size, order=order, seed=seed) for order in ("random", "prefix", "length")
     )
-    is_online = trainer in ONLINE  # prompts stay in order: their completions are generated batch by batch
-    verdict = Verdict(
+    return Verdict(
         batch_size=size,
         trainer=trainer,
         padded=random.padded,
         bucket_by_length=by_length.padded,
         real=random.real,
         auto=random.auto,
-        grouped=random.auto if is_online else grouped.auto,
-        rows=len(lengths),
-        budget=budget or 0,
-        generations=lengths.sequences.shape[1] if is_online else 1,
+        grouped=grouped.auto,
     )
-    return verdict if budget else replace(verdict, budget=round(verdict.tokens))
-
-
-def bench_data(data: str, expand_turns: bool = False, **options: Any) -> str:
-    """The value of `bench --data` for this data, with flags for all `options` that are not the defaults of `bench`."""
-    defaults = {"shape": "small", "split": "train", "max_length": 1024}
-    options = {name: value for name, value in options.items() if value not in (None, defaults.get(name))}
-    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    return shlex.join([data, *flags]) + " --expand-turns" * expand_turns

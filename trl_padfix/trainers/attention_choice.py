@@ -10,16 +10,16 @@ transformers: models passed in, the teacher, and the reference, which TRL loads 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from ..core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
 from ..core.model.find import find_pretrained
+from ..core.model.implementation import restore_attention, set_attention
 from .field_types import parse_implementation
 from .parts import Part
 from .settings import Settings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .parts import PaddingFreeTrainer
 
 
-__all__ = ["AttentionChoice", "load_model_config", "set_attention"]
+__all__ = ["AttentionChoice", "load_model_config"]
 
 logger = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class AttentionChoice(Part):
             self._chosen[""] = _resolve(requested, workload, "attn_implementation")
         for prefix, implementation in self._chosen.items():
             if models[prefix] is not None:
-                self._undo.callback(set_attention(models[prefix], implementation))
+                self._undo.callback(restore_attention, set_attention(models[prefix], implementation))
         if models["ref_"] is None and "ref_" in self._chosen:
             # The policy computes the reference's forwards, too, so another implementation would be ignored in silence.
             of_reference, of_policy = self._chosen["ref_"], self._chosen.get("")
@@ -100,47 +100,6 @@ class AttentionChoice(Part):
 
     def on_init_error(self) -> None:
         self._undo.close()
-
-
-def set_attention(model: nn.Module, implementation: Implementation) -> Callable[[], None]:
-    """
-    Let a loaded model run with another attention implementation.
-
-    Returns:
-        `Callable`: undoes it.
-
-    Raises:
-        ValueError: If the model cannot be switched after loading.
-    """
-    pretrained = find_pretrained(model)
-    # The parts of a vision model have configurations of their own, and several modules may share one.
-    configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
-    before = [config._attn_implementation_internal for config in configs]
-
-    def undo() -> None:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
-
-    if _runs_with(pretrained.config, implementation):
-        return undo
-    current = str(pretrained.config._attn_implementation)
-    pretrained.set_attn_implementation(implementation)
-    # transformers only warns if it cannot switch, so compare. With a kernel of the Hub ("org/name") equal names are no
-    # sign of failure: the kernel may be registered for the requested name already.
-    if "/" not in current and before == [config._attn_implementation_internal for config in configs]:
-        raise ValueError(
-            f"{type(pretrained).__name__} cannot be switched to `attn_implementation={implementation!r}` once it is "
-            f"loaded; it runs with {current!r}. Load it with that implementation: pass its id, or "
-            "`from_pretrained(..., attn_implementation=...)`."
-        )
-    return undo
-
-
-def _runs_with(config: PretrainedConfig, implementation: Implementation) -> bool:
-    if isinstance(implementation, str):
-        implementation = dict.fromkeys(["", *config.sub_configs], implementation)
-    parts = {part: getattr(config, part) if part else config for part in implementation}
-    return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())
 
 
 def _init_kwargs(config: TrainingArguments, prefix: str) -> dict[str, Any]:

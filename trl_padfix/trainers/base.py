@@ -38,30 +38,25 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_metadata import TensorVersion, with_known_batch
 from ..core.call.labels import SCORED_FROM_PADDING
-from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .batching.micro_batch_budget import MicroBatchBudget
 from .batching.micro_batches import micro_batches_of, step_of
 from .batching.sampler import StepDataset, StepOrder
 from .batching.token_budget import SubBatchBudget
 from .batching.user_steps import whole_batch
-from .checkpoints.model_cards import card_tags, describe_in_card
-from .checkpoints.whole_checkpoints import WholeCheckpoints
+from .checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
 from .custom_loss import may_read_steps, observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
 from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
 from .data.precomputed_layouts import PrecomputedLayouts
-from .generation.evaluation import Generation
+from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
-from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts
 from .packing import Padding, RemovePadding
 from .parity import Parity
 from .parts import Evaluation, Part, Step, entered
-from .process_errors import ProcessErrors
-from .reference_copy import ReferenceCopy
 from .settings import Settings, trls_configuration
 from .signatures import show_parameters
 from .task import Task
@@ -75,9 +70,6 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
-    ProcessErrors,  # raises those of all other parts
-    ReferenceCopy,
-    ActivationCheckpointing,
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
@@ -88,7 +80,6 @@ PARTS: tuple[type[Part], ...] = (
     MicroBatchBudget,  # wraps the collator that adds layouts
     Generation,  # generates after the forwards of an evaluation, so that they have been counted
     TokenCounts,
-    FiniteValues,
     WholeCheckpoints,
 )
 """The parts of a trainer, in the order of their hooks; blocks end in reverse."""
@@ -236,7 +227,7 @@ class PaddingFreeMixin:
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         order = next((part for part in self.padding.parts if isinstance(part, StepOrder)), None)
         if order is None or not order.is_on:
-            return self.padding.part(ContextParallel).sampler(super()._get_train_sampler(*args, **kwargs))
+            return super()._get_train_sampler(*args, **kwargs)
         # Versions of transformers differ in whether they pass the dataset. With a token budget it is a `StepDataset`,
         # whose items are whole steps; the sampler needs its rows.
         dataset = next((value for value in (*args, *kwargs.values()) if value is not None), self.train_dataset)
@@ -246,10 +237,7 @@ class PaddingFreeMixin:
     # -- steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        errors = self.padding.part(ProcessErrors)
-        with errors.around_batches():
-            batches, *count = super().get_batch_samples(*args, **kwargs)
-        errors.check_labels(next(iter(count), None))
+        batches, *count = super().get_batch_samples(*args, **kwargs)
         self.padding.part(SubBatchBudget).note_step(batches)
         return batches, *count
 
@@ -320,16 +308,10 @@ class PaddingFreeMixin:
         padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
         with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
             yield step
-            step.is_computed = True
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
-
-    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        self.padding.part(FiniteValues).record_grad_norm(norm, self.state.global_step + 1)
-        return norm
 
     def _maybe_log_save_evaluate(
         self,
@@ -386,7 +368,7 @@ class PaddingFreeMixin:
             part.log(logs, "train" if self.model.training else "eval")
         super().log(logs, *args, **kwargs)
 
-    # -- checkpoints and the model card
+    # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         with self.padding.part(WholeCheckpoints).training(resume_from_checkpoint) as checkpoint:
@@ -408,17 +390,9 @@ class PaddingFreeMixin:
         return self.padding.part(WholeCheckpoints).output_dir(super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.padding.part(WholeCheckpoints).postpones_push():
+        if not self.padding.part(WholeCheckpoints).is_saving:  # it is called again when the checkpoint is in its place
             with temporarily_set(self, "args", trls_configuration(self.args)):
                 super()._push_from_checkpoint(checkpoint_folder)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        call = inspect.signature(super().create_model_card).bind(*args, **kwargs)
-        tags, handle = call.arguments.get("tags") or [], self.padding.handle
-        call.arguments["tags"] = [*([tags] if isinstance(tags, str) else tags), *card_tags(handle)]
-        super().create_model_card(*call.args, **call.kwargs)
-        if self.is_world_process_zero():
-            describe_in_card(Path(self.args.output_dir) / "README.md", handle)
 
 
 def _has_labels(batch: object, version: TensorVersion) -> bool:
@@ -455,7 +429,7 @@ def _place_of(unknown: list[str], config: object) -> str:
 T = TypeVar("T", bound=Trainer)
 
 ANY_TRAINERS = (
-    "padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict", "pool_last_token",
+    "padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token",
     "attn_implementation"
 )  # fmt: skip
 """Settings that do not depend on the rows of a trainer."""
@@ -476,7 +450,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
             Describes its batches. The default reads `input_ids` and `attention_mask`; if a batch has other names, the
             arguments of the model are checked and counted instead.
         **settings:
-            `prefix_sharing`, `parity_check`, `stop_on_nonfinite`, `strict`, `pool_last_token`, `attn_implementation`
+            `prefix_sharing`, `parity_check`, `strict`, `pool_last_token`, `attn_implementation`
             and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Settings
             that are left out are read from the configuration if it has them.
 

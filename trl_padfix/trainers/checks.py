@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import sys
 from collections.abc import Sized
-from dataclasses import MISSING, fields, is_dataclass
-from difflib import get_close_matches
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-import trl
 from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import MODEL_MAPPING, AutoModel
@@ -68,7 +61,6 @@ def check_arguments(
         )
     if newer := newer_trl():
         logger.warning_once(newer)
-    _check_config(config, type(task.trainer))
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)
@@ -78,14 +70,7 @@ def check_arguments(
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
         )
     check_packing(settings)
-    _check_loss_type(config, type(task.trainer))
-    if getattr(config, "use_liger_kernel", False) and not runs_triton(config):
-        raise ValueError(
-            "`use_liger_kernel=True` puts Triton kernels into the model, which run on GPUs only and fail in the first "
-            "forward on a CPU. Leave it out here: the numbers are the same."
-        )
     for name, prefix in {"model": "", "teacher_model": "teacher_"}.items():
-        _check_model(init_kwargs.get(name), type(task.trainer))
         if settings.padding_free:
             _refuse_encoder(init_kwargs.get(name), config, prefix)
     check_tokenizer(init_kwargs.get("processing_class"))
@@ -95,74 +80,6 @@ def check_arguments(
         raise PaddingRemovalError(
             f"The training dataset has image data ({images}), and packing what images become in the decoder is not "
             "supported. Set `padding_free=False`, or drop these columns to train on the text."
-        )
-
-
-def _check_config(config: object, trainer_class: type) -> None:
-    """Refuse `args` that are no configuration, or that of another trainer: TRL fails at the first field of it."""
-    name = next((c.__name__ for c in trainer_class.__mro__ if c.__module__.startswith("trl.trainer.")), "")
-    wanted = getattr(trl, f"{name.removesuffix('Trainer')}Config", None)
-    if wanted is None or isinstance(config, wanted):
-        return
-    # TRL takes transformers' `TrainingArguments`, too, and classes of your own that have no more fields than it.
-    if isinstance(config, (dict, str)) or any(c.__module__.startswith("trl.") for c in type(config).__mro__):
-        raise TypeError(
-            f"`args` is a `{type(config).__name__}`, and {name} takes a `{wanted.__name__}`: "
-            f"`args={wanted.__name__}(output_dir=..., padding_free=True)`."
-        )
-
-
-def _check_loss_type(config: TrainingArguments, trainer_class: type) -> None:
-    """Refuse a misspelt `loss_type`, which TRL finds in the first step only, after model and data are loaded."""
-    loss_types = getattr(config, "loss_type", None)
-    if loss_types is None or not is_dataclass(config):
-        return
-    loss_types = [loss_types] if isinstance(loss_types, str) else loss_types
-    (field,) = (f for f in fields(config) if f.name == "loss_type")
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    if loss_types in (default, [default]):
-        return
-    names = set().union(*(_loss_types(c.__module__) for c in trainer_class.__mro__ if c.__module__.startswith("trl.")))
-    for name in loss_types:
-        # Refuse only likely misspellings: a newer TRL may have losses that its source does not compare by name.
-        if name not in names and (near := get_close_matches(name, names, n=1)):
-            raise ValueError(
-                f"`loss_type={name!r}` is no loss of {trainer_class.__name__}; is {near[0]!r} meant? TRL has "
-                f"{', '.join(sorted(names))}."
-            )
-
-
-@cache
-def _loss_types(module: str) -> frozenset[str]:
-    """The strings that the source of a module compares a `loss_type` with."""
-    names = set()
-    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
-        if isinstance(node, ast.Compare) and getattr(node.left, "attr", getattr(node.left, "id", "")) == "loss_type":
-            constants = (n.value for side in node.comparators for n in ast.walk(side) if isinstance(n, ast.Constant))
-            names |= {value for value in constants if isinstance(value, str)}
-    return frozenset(names)
-
-
-def runs_triton(config: TrainingArguments) -> bool:
-    """Whether the device of a configuration runs Triton's kernels."""
-    return config.device.type != "cpu"
-
-
-def _check_model(model: torch.nn.Module | str | None, trainer_class: type) -> None:
-    """Refuse models that TRL cannot train, and paths without one, which transformers takes for names on the Hub."""
-    if isinstance(model, str) and model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
-        raise FileNotFoundError(
-            f"The model {model!r} cannot be read: there is no such folder here ({Path.cwd()}). Check the path. A name "
-            "on the Hub has no `./` before it, and `~` is not expanded."
-        )
-    if model is None or isinstance(model, str):
-        return
-    # A Trainer of transformers trains any module; `remove_padding` finds the transformers model in it.
-    if not hasattr(model, "config") and any(cls.__module__.startswith("trl.") for cls in trainer_class.__mro__):
-        raise TypeError(
-            f"The model is a `{type(model).__name__}`, which has no `config`: TRL's trainers take a model id, a "
-            "transformers model or a PEFT model. Of a wrapper, such as one with a value head, pass the model inside "
-            "it (`model.pretrained_model`); to train the wrapper in a loop of your own, use `remove_padding` on it."
         )
 
 

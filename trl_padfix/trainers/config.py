@@ -49,24 +49,14 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
             the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
             gradients.
-        stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
-            Stop the run if a loss or a gradient is NaN or infinite. By default a warning names the step and the rows,
-            and the run goes on, as in TRL.
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
-            tool calls that the chat template drops, other numbers of images than placeholders, weights that are not
-            finite. In a stream, stop at the first such row. By default they are counted in a warning. With
-            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
+            other numbers of images than placeholders. In a stream, stop at the first such row. By default they are
+            counted in a warning. With `padding_free` also stop at a call that cannot be packed; by default it is
+            computed padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
-        mlp_tile_tokens (`int`, *optional*):
-            With `padding_free`: compute the MLPs that many tokens at a time, and again in backward, so that the
-            intermediate states of a long row do not fill the memory.
-        cp_attention (`str`, *optional*, defaults to `"heads"`):
-            With `padding_free` and accelerate's `cp_size` (context parallelism): how several processes attend over one
-            packed row. 'heads': all-to-all (Ulysses), needs at least as many heads as processes. 'keys': all-gather of
-            keys and values.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
@@ -81,18 +71,16 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
             With `predict_with_generate`: further keyword arguments of `generate`. They override the model's generation
-            config: `{'do_sample': False}` gives greedy decoding for every model.
+            config, of which `num_return_sequences` is not read: `{'do_sample': False}` gives greedy decoding.
         eval_generation_samples (`int`, *optional*):
             With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
             Defaults to all.
-        generation_rows_shown (`int`, *optional*, defaults to `2`):
-            With `predict_with_generate`: number of generated texts in the log and the trackers; 0 for none.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
             tokens, balanced across processes. The loss is the mean over all rows of the step.
             `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
-            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too, and
-            its generation. Needs `padding_free`.
+            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too.
+            Needs `padding_free`.
         loss_reduction (`str`, *optional*):
             With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
             'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
@@ -111,8 +99,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`,
-            and for `generation_kwargs` that `generate` would refuse.
+        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`.
 
     Example:
 
@@ -132,8 +119,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     TRL's [`~trl.RewardConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
@@ -163,8 +150,8 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
         group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
             micro-batches, so `loss_reduction` is refused.
@@ -192,7 +179,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of, mlp_tile_tokens,
+        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
@@ -224,7 +211,7 @@ class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of, mlp_tile_tokens,
+        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
@@ -249,10 +236,10 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     TRL's [`~trl.SFTConfig`] with padding removal.
 
     Args:
-        padding_free, prefix_sharing, padding_side, parity_check, stop_on_nonfinite, strict, packed_multiple_of,
-        mlp_tile_tokens, attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
+        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
-        eval_generation_samples, generation_rows_shown:
+        eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row of each turn of the assistant in `messages`: rendered by the chat template at that turn, and

@@ -31,7 +31,7 @@ class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConf
     There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
 
     Args:
-        padding_free, prefix_sharing, parity_check, stop_on_nonfinite, strict, packed_multiple_of, mlp_tile_tokens,
+        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`], for the forwards of student and teacher.
         teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType, gather, gather_object
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "STOPPED",
     "check_launch",
     "data_replicas",
     "datasets_of",
@@ -159,23 +158,11 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
 
 
-STOPPED = -(2**40)
-"""In place of a count that processes gather: this one has an error. A sum of counts with it is negative, too."""
-
-
 def gather_counts(trainer: PaddingFreeTrainer, count: int) -> list[int]:
-    """
-    The `count` of each process.
-
-    Raises:
-        RuntimeError: If a process passed [`STOPPED`].
-    """
+    """The `count` of each process."""
     if trainer.accelerator.num_processes == 1:
         return [count]
-    counts = gather(torch.tensor([count], device=trainer.args.device)).tolist()
-    if min(counts) < 0:
-        raise_on_all()
-    return counts
+    return gather(torch.tensor([count], device=trainer.args.device)).tolist()
 
 
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
@@ -183,18 +170,19 @@ def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     return max(gather_counts(trainer, count))
 
 
-def raise_on_all(error: Exception | None = None) -> NoReturn:
+def raise_on_all(error: Exception | None) -> None:
     """
-    Raise an error on all processes, each of which must call this: `error` where it occurred, elsewhere its text.
+    Raise the `error` of one process on all, each of which must call this; nothing if none has one.
 
     Raises:
-        RuntimeError: On processes without an `error` of their own.
+        RuntimeError: On processes without an `error` of their own, with the text of the other's.
     """
     texts = gather_object([error and f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
@@ -14,13 +14,8 @@ from .batching.measures import PairMeasure
 from .data.collators import DataCollatorForPreference
 from .data.columns import equal_rows
 from .data.data_warnings import name_rows, warn_or_raise
-from .data.tokenizers import require_eos
 from .data.vision_collators import DataCollatorForVisionPreference
 from .task import PairTask
-
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 
 __all__ = ["DPOTrainer"]
@@ -32,16 +27,12 @@ class DPOTask(PairTask):
     columns = [{"chosen", "rejected"}]
     needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     layout_policy = True
+    generates_rows = False
     collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
     }
     measure = PairMeasure
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        dataset = super().check_dataset(dataset, arguments)
-        require_eos(dataset, arguments.processing_class)
-        return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         name = arguments.dataset_name

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
-from packaging.version import Version
 
-from ..core.errors import PaddingRemovalError
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    pass
 
 
 __all__ = ["GRPOTrainer"]
@@ -24,19 +22,10 @@ class GRPOTask(OnlineTask):
 
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        super().check(config, init_kwargs)
-        if self.trainer.padding.settings.padding_free and _trains_padding(config):
-            raise PaddingRemovalError(
-                f"`loss_type='luspo'` of TRL {trl.__version__} takes the gradient of padding, too, unless the loss of "
-                "a sequence has one value: https://github.com/huggingface/trl/pull/6654. Update TRL to 1.10, set "
-                "`importance_sampling_level='sequence'` and `beta=0`, or leave `padding_free` out."
-            )
-
     def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
         trainer, share_of_rows = self.trainer, super().sub_batch_weight(sub_batch, batch)
         # The entropy of a token is compared with those of all tokens of the batch; Liger's loss is one fused call.
-        uses_entropy = getattr(trainer, "_entropy_bonus_enabled", False) or trainer.top_entropy_quantile < 1
+        uses_entropy = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1
         if share_of_rows is None or uses_entropy or getattr(trainer, "use_liger_kernel", False):
             return None
         if trainer.loss_type in ("cispo", "dapo", "vespo"):  # sums over tokens, divided by those of a generation
@@ -53,17 +42,8 @@ class GRPOTask(OnlineTask):
 
     def loss_is_row_sum(self) -> bool:
         trainer = self.trainer
-        has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)  # TRL 1.0 has no entropy bonus
+        has_bonus = trainer._entropy_bonus_enabled
         return trainer.loss_type != "bnpo" and not has_bonus and trainer.top_entropy_quantile == 1.0
-
-
-def _trains_padding(config: TrainingArguments) -> bool:
-    """Whether TRL's loss has a value for each token of a completion, and does not mask those of padding."""
-    weights_tokens = config.use_vllm and config.vllm_importance_sampling_mode.startswith("token")
-    by_token = (
-        config.importance_sampling_level == "token" or config.beta or config.top_entropy_quantile < 1 or weights_tokens
-    )
-    return config.loss_type == "luspo" and by_token and Version(trl.__version__) < Version("1.10")
 
 
 class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):

@@ -98,6 +98,7 @@ class KTOTask(Task):
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = ("prompt", "completion", "chosen", "rejected")
     layout_policy = True
+    generates_rows = False
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,

@@ -19,11 +19,10 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..core.call.batch_metadata import KnownBatch, with_known_batch
 from ..core.call.layout_of import LayoutInputs
-from .activation_checkpointing import ActivationCheckpointing
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
-from .checkpoints.whole_checkpoints import WholeCheckpoints
+from .checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
 from .data.columns import blank_texts, column_names
@@ -34,13 +33,10 @@ from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .distributed import datasets_of
-from .metrics.finite_values import FiniteValues
 from .metrics.token_counts import TokenCounts
 from .packing import RemovePadding
 from .parity import Parity
 from .parts import entered
-from .process_errors import ProcessErrors
-from .reference_copy import ReferenceCopy
 from .task import Task
 
 
@@ -64,7 +60,7 @@ class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
     layout_policy = False  # the data loader yields prompts only; `OnlineLayouts` adds the layouts of whole rows
-    supports_cp_generation = True
+    generates_rows = True
 
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
@@ -115,8 +111,7 @@ class OnlineTask(Task):
         return True  # the advantages compare the completions of a group
 
     def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        has_aux_loss = getattr(self.trainer, "aux_loss_enabled", False)
-        return None if has_aux_loss else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
+        return None if self.trainer.aux_loss_enabled else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
@@ -138,8 +133,7 @@ class OnlineTask(Task):
         steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
         fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
         shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
-        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # RLOO of TRL 1.0 has no such loss
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
 
 
 class OnlineLayouts(PrecomputedLayouts):
@@ -172,8 +166,8 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = (
-        ProcessErrors, ReferenceCopy, ActivationCheckpointing, AttentionChoice, RemovePadding, ContextParallel, Parity,
-        OnlineLayouts, SubBatchBudget, TokenCounts, FiniteValues, WholeCheckpoints,
+        AttentionChoice, RemovePadding, ContextParallel, Parity,
+        OnlineLayouts, SubBatchBudget, TokenCounts, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -188,12 +182,7 @@ class OnlineTrainer(PaddingFreeMixin):
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # Calls with a KV cache are never packed. Generation without a cache and paged generation must not be either.
         with entered(handle.disabled() for handle in self.padding.handles):
-            completed = super()._generate_single_turn(*args, **kwargs)
-        return self.padding.part(ContextParallel).broadcast_from_first(completed)
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        with self.padding.part(ContextParallel).generating(inputs):
-            return super()._generate_and_score_completions(inputs)
+            return super()._generate_single_turn(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,

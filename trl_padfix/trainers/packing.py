@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,14 +21,12 @@ from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
 from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from ..core.switch import is_off
-from ..core.tiled_mlp import tile_mlps
 from .attach_models import attach_to_models
 from .checks import check_vision, image_columns
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import check_ids, image_token_ids
 from .data.tokenizers import tokenizer_of
-from .distributed import check_launch, datasets_of, is_zero_3, models_of, named_models_of
-from .metrics.finite_values import check_weights
+from .distributed import check_launch, datasets_of, is_zero_3, models_of
 from .neftune import prefix_sharing_with_neftune
 from .parts import Part, Step, entered
 from .settings import Settings
@@ -128,7 +125,7 @@ class RemovePadding(Part):
     """
     `padding_free`, `padding_side`: attaches to the models and sets up the collator.
 
-    Before the first step it also checks weights, token ids and images.
+    Before the first step it also checks token ids and images.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -172,7 +169,7 @@ class RemovePadding(Part):
         else:
             self._attach_to_packed_rows()
         if not _are_same(before, self._decoders):
-            self._check_values()
+            self._check_token_ids()
         if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
             self._compile()
 
@@ -200,8 +197,6 @@ class RemovePadding(Part):
             packed_multiple_of=settings.packed_multiple_of,
         )
         self.trainer.padding.handles.append(self._register(handle))
-        if settings.mlp_tile_tokens is not None and not is_off():
-            tile_mlps(handle, settings.mlp_tile_tokens)
         return handle
 
     def _attach_to_packed_rows(self) -> None:
@@ -273,16 +268,9 @@ class RemovePadding(Part):
         embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
         return getattr(embeddings, "num_embeddings", None)
 
-    def _check_values(self) -> None:
-        """Warn of weights that are not finite, and refuse token ids without an embedding, which no model computes."""
-        trainer, settings = self.trainer, self.settings
-        # NaN equals nothing, so a parity check would fail in the first step.
-        strict = settings.strict or bool(settings.padding_free and settings.parity_check)
-        ram_efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
-        gets_weights_later = trainer.is_fsdp_enabled and ram_efficient and trainer.args.local_process_index
-        if not gets_weights_later:  # from the first process of the node
-            for which, model in named_models_of(trainer).items():
-                check_weights(model, which, strict)
+    def _check_token_ids(self) -> None:
+        """Refuse token ids without an embedding, which no model computes."""
+        trainer = self.trainer
         size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():

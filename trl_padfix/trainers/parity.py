@@ -21,7 +21,7 @@ from ..core.model.older import has_cache
 from ..core.model.patching import Attachment, ForwardPatch
 from ..core.parity.check import check_parity
 from ..core.parity.report import ParityError, ParityReport
-from .distributed import is_sharded, models_of, named_models_of
+from .distributed import is_sharded, models_of, named_models_of, raise_on_all
 from .parts import Part, Step
 
 
@@ -45,8 +45,12 @@ class Parity(Part):
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
     """
 
-    _handle_of_user_step: PaddingRemoval | None = None
-    """Handle of the model that a user's `training_step` has computed with."""
+    def __init__(self, trainer: PaddingFreeTrainer):
+        super().__init__(trainer)
+        self._handle_of_user_step: PaddingRemoval | None = None
+        """Handle of the model that a user's `training_step` has computed with."""
+        self._first_steps: dict[str, int] = {}
+        """The number of the first step of each mode."""
 
     def _is_due(self, mode: str) -> bool:
         """Whether the next forwards of a mode are compared, as far as is known before them."""
@@ -59,6 +63,20 @@ class Parity(Part):
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
+        failed = None
+        try:
+            with self._compared(step):
+                yield
+        except ParityError as error:
+            failed = error
+        # In the first step only, whether or not this process compares one: the host waits for the others here.
+        if self._first_steps.setdefault(step.mode, step.number) == step.number:
+            raise_on_all(failed)
+        elif failed is not None:
+            raise failed
+
+    @contextlib.contextmanager
+    def _compared(self, step: Step) -> Iterator[None]:
         padding = self.trainer.padding
         if not self._is_due(step.mode):
             yield
@@ -73,10 +91,15 @@ class Parity(Part):
             with self._compared_on_first_call(step.mode, step.model):
                 yield
 
-    def _compare_batches(self, step: Step) -> ParityError | None:
-        """Compare the batches of a step; with several processes return the error, for the end of the step."""
+    def _compare_batches(self, step: Step) -> Exception | None:
+        """
+        Compare the batches of a step.
+
+        Returns an error for the end of the step: with several processes, and of a batch that the model itself refuses,
+        of which TRL may have more to say.
+        """
         padding = self.trainer.padding
-        failed: ParityError | None = None
+        failed: Exception | None = None
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
             if is_packed:
                 images = padding.task.parity_inputs(step.inputs, batch)
@@ -88,6 +111,8 @@ class Parity(Part):
                     if self.trainer.accelerator.num_processes == 1:
                         raise
                     failed = failed or error  # the others wait for the forwards of this process
+                except ValueError as error:
+                    failed = failed or error
         if failed is None:
             self.print_reports(step.mode)
         return failed

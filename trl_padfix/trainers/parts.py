@@ -51,8 +51,6 @@ class Step:
         known (`list` of [`KnownBatch`]): The part of this metadata that is valid for `inputs`.
         returns_outputs (`bool`): Whether `compute_loss` returns `(loss, outputs)`.
         result (`Any`): The value that TRL's `compute_loss` returned; a part may replace it.
-        is_computed (`bool`): Whether its forwards have ended without an error.
-        counts (`torch.Tensor` of shape `(8,)`, *optional*): Token counts of this process.
     """
 
     model: torch.nn.Module
@@ -64,8 +62,6 @@ class Step:
     known: list[KnownBatch] = field(default_factory=list)
     returns_outputs: bool = False
     result: Any = None
-    is_computed: bool = False
-    counts: torch.Tensor | None = None
 
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:

@@ -34,6 +34,7 @@ class RewardTask(PairTask):
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     takes_images = False
     layout_policy = True
+    generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     measure = RewardMeasure
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}

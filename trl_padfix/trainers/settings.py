@@ -7,23 +7,17 @@ fields.
 
 # No `from __future__ import annotations`: TRL's parser calls `get_type_hints`, which until Python 3.10 rejects an
 # `InitVar` in an annotation that is a string.
-import inspect
-from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, TrainingArguments
+from transformers import TrainingArguments
 
 from ..core.attention.backends import Implementation
 from ..core.call.layout_of import check_multiple, check_prefix_sharing
 from ..core.layout.layout import packed_length
 from ..core.switch import is_off
-from ..core.tiled_mlp import check_tile
 from .data.collators import check_padding_side
-from .data.data_warnings import warn_or_raise
 from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
-from .temporary_attributes import temporarily_set
 
 
 __all__ = [
@@ -49,7 +43,6 @@ COMPUTED = {
     "padding_free": False,
     "prefix_sharing": False,
     "packed_multiple_of": None,
-    "mlp_tile_tokens": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
     "group_by_prefix_buffer": None,
@@ -59,7 +52,6 @@ COMPUTED = {
 NEEDS_PADDING_FREE = {
     "prefix_sharing": "prefixes are shared in the packed row, and without it there is none",
     "packed_multiple_of": "it is the length of packed rows",
-    "mlp_tile_tokens": "it cuts packed rows",
     "max_tokens_per_batch": "it counts the tokens that are computed, and a padded batch computes others",
     "pool_last_token": "a padded model pools by token ids",
 }
@@ -113,11 +105,8 @@ class PackingConfig:
     padding_free: bool = False
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
-    stop_on_nonfinite: bool = False
     strict: bool = False
     packed_multiple_of: Lengths | None = None
-    mlp_tile_tokens: int | None = None
-    cp_attention: str = field(default="heads", metadata={"choices": ["heads", "keys"]})
     if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
         activation_checkpointing: bool | None = None
         activation_checkpointing_kwargs: dict[str, Any] | str | None = None
@@ -128,10 +117,7 @@ class PackingConfig:
                 setattr(self, name.replace("activation", "gradient"), getattr(self, name))
         check_field_types(self)
         check_packing(self)
-        # TRL's configurations of trainers that generate reject context parallelism. Ours support it, and the part
-        # `ContextParallel` rejects the combinations that it cannot compute.
-        with temporarily_set(self, "parallelism_config", None) if self.padding_free else nullcontext():
-            super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()  # type: ignore[misc]
 
 
 @dataclass
@@ -200,7 +186,6 @@ class EvaluationConfig:
     generation_max_new_tokens: int = 256
     generation_kwargs: dict[str, Any] | str | None = None
     eval_generation_samples: int | None = None
-    generation_rows_shown: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
@@ -225,7 +210,9 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
     @classmethod
     def of(cls, config: TrainingArguments, **fixed: Any) -> "Settings":
         """Read a configuration of this package, of TRL or of transformers; the values in `fixed` override it."""
-        names = ["attn_implementation", *(f.name for f in fields(cls))]  # `fields` leaves out an `InitVar`
+        names = {"attn_implementation", *(f.name for f in fields(cls))}  # `fields` leaves out an `InitVar`
+        if not isinstance(config, EvaluationConfig):  # `Seq2SeqTrainingArguments` have fields of these names
+            names -= {f.name for f in fields(EvaluationConfig)}
         settings = cls(**{name: getattr(config, name) for name in names if hasattr(config, name)} | fixed)
         turn_off(settings)
         return settings
@@ -258,30 +245,13 @@ def turn_off(config: TrainingArguments) -> None:
 
 
 def check_field_types(config: TrainingArguments) -> None:
-    """Raise a `TypeError` for flags given as strings, all of which Python takes for true, and for odd mappings."""
+    """Raise a `TypeError` for our flags given as strings, all of which Python takes for true."""
     if not is_dataclass(config):
         return
-    for flag in (f for f in fields(config) if f.type in FLAG_TYPES):
-        value = getattr(config, flag.name, None)
-        if value in (None, False, True):
-            continue
-        # Some flags of TRL accept other strings, so of these only "true" and "false" are wrong for certain.
-        is_ours = hasattr(Settings, flag.name)
-        if is_ours or str(value).strip().lower() in ("true", "false"):
-            intended = str(value).strip().lower() in ("true", "yes", "on", "1")
-            message = (
-                f"`{flag.name}={value!r}` is of type `{type(value).__name__}`, and a flag is True or False: Python "
-                f"takes {value!r} for {bool(value)}. Write `{flag.name}={intended}`."
-            )
-            if is_ours:
-                raise TypeError(message)
-            warn_or_raise(message, getattr(config, "strict", False))
-    kwargs = getattr(config, "model_init_kwargs", None)
-    if kwargs is not None and not isinstance(kwargs, (Mapping, str)):  # a JSON string is parsed later
-        raise TypeError(
-            f"`model_init_kwargs={kwargs!r}` is of type `{type(kwargs).__name__}`, and the keyword arguments of "
-            "`from_pretrained` are a dictionary. Write `model_init_kwargs={'dtype': 'bfloat16'}`, for instance."
-        )
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and hasattr(Settings, f.name)):
+        value = getattr(config, flag.name)
+        if value not in (None, False, True):
+            raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
 
 def check_packing(config: PackingConfig) -> None:
@@ -297,21 +267,19 @@ def check_packing(config: PackingConfig) -> None:
         )
     check_prefix_sharing(config.prefix_sharing)
     check_multiple(multiple := config.packed_multiple_of)
-    check_tile(config.mlp_tile_tokens)
     for name, reason in NEEDS_PADDING_FREE.items():
         value = getattr(config, name, None)
         if value and not config.padding_free:
             raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
-    for name in ("max_tokens_per_batch", "token_budget"):  # the second one is TRL's, in asynchronous GRPO
-        budget = getattr(config, name, None)
-        if multiple is None or not isinstance(budget, int):
-            continue
-        if (length := packed_length(budget, multiple)) != budget:
-            raise ValueError(
-                f"`{name}={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
-                f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
-                "budget to that number, or take a smaller multiple."
-            )
+    budget = getattr(config, "max_tokens_per_batch", None)
+    if multiple is None or not isinstance(budget, int):
+        return
+    if (length := packed_length(budget, multiple)) != budget:
+        raise ValueError(
+            f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
+            f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
+            "budget to that number, or take a smaller multiple."
+        )
 
 
 def check_token_budget(config: TrainingArguments) -> None:
@@ -393,27 +361,11 @@ def check_generation_settings(config: TrainingArguments) -> None:
         value = getattr(config, name)
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
-    if not isinstance(config.generation_rows_shown, int) or config.generation_rows_shown < 0:
-        raise ValueError(
-            f"`generation_rows_shown` must be a whole number, 0 for none, got {config.generation_rows_shown!r}."
-        )
-    kwargs = config.generation_kwargs or {}
-    if not isinstance(kwargs, Mapping):
-        raise TypeError(f"`generation_kwargs` must be a dictionary, got `{type(kwargs).__name__}`.")
     taken = {
         "max_new_tokens": "`generation_max_new_tokens` is the field for it",
         "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
         "num_return_sequences": "every prompt has one prediction",
         "return_dict_in_generate": "only the tokens are kept",
-        "inputs": "prompts come from the evaluation set",
     }
-    for name in taken.keys() & kwargs.keys():
-        raise ValueError(f"`generation_kwargs` holds `{name}={kwargs[name]!r}`: {taken[name]}. Leave it out.")
-    fields, generate = set(GenerationConfig().to_dict()), getattr(GenerationMixin, "generate")  # noqa: B009
-    unknown = sorted(kwargs.keys() - fields - set(inspect.signature(generate).parameters))
-    if unknown:
-        raise ValueError(
-            f"`generation_kwargs` holds {unknown}, which neither `GenerationConfig` nor `generate` knows. Check the "
-            "spelling."
-        )
-    GenerationConfig(**{name: value for name, value in kwargs.items() if name in fields})
+    for name in taken.keys() & (config.generation_kwargs or {}):
+        raise ValueError(f"`generation_kwargs` holds `{name}`: {taken[name]}. Leave it out.")

@@ -9,8 +9,8 @@ import torch
 import trl
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
-from trl.data_utils import is_conversational, is_conversational_from_value
 
+from ..core.model.find import find_pretrained
 from ..core.model.older import silence_packing_warning
 from .base import PaddingFreeMixin
 from .batching.measures import TextMeasure
@@ -18,7 +18,7 @@ from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
 from .data.batch_labels import with_labels
-from .data.chat_templates import check_tool_messages, check_turns
+from .data.chat_templates import check_turns
 from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
 from .data.columns import column_names, untrained_rows
 from .data.data_warnings import name_rows, warn_or_raise
@@ -42,6 +42,7 @@ class SFTTask(Task):
     """Rows are texts, conversations, or prompts with completions."""
 
     layout_policy = True
+    generates_rows = False
     collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
@@ -61,14 +62,12 @@ class SFTTask(Task):
         require_rows(dataset, name)
         if arguments.formatting_func is None:  # else the chat template is not what writes the rows
             dataset = self._check_rows(dataset, arguments)
-            columns = ("messages", "prompt", "completion")
-            check_tool_messages(dataset, processing_class, name, columns, self.strict)
         if self.trainer.padding.settings.expand_turns:
             check_turns(dataset, processing_class, name)
         return dataset
 
     def _check_rows(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        """Check columns and rows, and that there are the chat template and the EOS token that the first row needs."""
+        """Check columns and rows, and that there is the EOS token that the first row needs."""
         name, processing_class = arguments.dataset_name, arguments.processing_class
         text_column = arguments.args.dataset_text_field
         require_columns(
@@ -81,19 +80,24 @@ class SFTTask(Task):
         if "input_ids" in columns:
             return dataset
         check_vocabulary(processing_class)
+        if "prompt" in columns and "completion" not in columns:
+            raise ValueError(
+                f"The {name} dataset has `prompt` and no `completion`, and TRL reads these two wherever there is a "
+                f"`prompt`. To train on {sorted(columns & {text_column, 'messages', 'conversations'})}, drop it: "
+                "`dataset.remove_columns('prompt')`."
+            )
         kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {text_column}]
         texts = next(kind for kind in kinds if kind <= columns) - {"conversations"}
         dataset = validate_rows(dataset, name, texts, self.strict)
         row = next(iter(dataset), None)
         if row is None:
             raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
-        chats = is_conversational(row) or is_conversational_from_value(row)
-        if chats and getattr(processing_class, "chat_template", None) is None:
+        if row.get("conversations") and "role" in row["conversations"][0]:
             raise ValueError(
-                f"The {name} dataset holds chat messages, and the tokenizer has no chat template to write them out "
-                "with. Set `tokenizer.chat_template`, or `chat_template_path` in the configuration."
+                f"The messages in `conversations` of the {name} dataset have `role` and `content`, and TRL reads such "
+                "messages in `messages`. Rename the column: `dataset.rename_column('conversations', 'messages')`."
             )
-        require_eos(dataset, processing_class, "completion" if "completion" in row else text_column)
+        require_eos(dataset, processing_class, ("completion" if "completion" in row else text_column,))
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
@@ -130,8 +134,9 @@ class SFTTask(Task):
             return "The loss is your own, and TRL adds several of them up in a step (`gradient_accumulation_steps`)"
         if self.loss_is_token_mean() and (several or accumulated):
             return (
-                f"The loss of {type(trainer.model).__name__} is a mean over the tokens of a forward, and a step has "
-                "several of them (`gradient_accumulation_steps`, processes), in each of which tokens weigh otherwise"
+                f"The loss of {type(find_pretrained(trainer.model)).__name__} is a mean over the tokens of a forward, "
+                "and a step has several of them (`gradient_accumulation_steps`, processes), in each of which tokens "
+                "weigh otherwise"
             )
         return None
 

@@ -18,11 +18,9 @@ from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
 from .data.batch_labels import with_counted_labels, without_first_labels
-from .data.chat_templates import check_tool_messages
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary
-from .old_task_names import accept_old_names
+from .data.tokenizers import check_vocabulary, require_eos
 
 
 if TYPE_CHECKING:
@@ -64,14 +62,8 @@ class Task:
     within `compute_loss`. `None`: for training only, and only if `padded_batches` is not overridden.
     """
 
-    supports_cp_generation = False
-    """Whether processes that share packed rows (context parallelism) generate the same rows before a step."""
-
-    generates_within_step = False
-    """Whether a step itself generates its rows, and not the preparation of its batch."""
-
     generates_rows: bool | None = None
-    """Whether a step has rows that its process has generated. `None`: unless the collator computes the layouts."""
+    """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""
 
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
@@ -86,10 +78,6 @@ class Task:
 
     def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        accept_old_names(cls)
 
     # -- checks
 
@@ -111,7 +99,9 @@ class Task:
         require_rows(dataset, arguments.dataset_name)
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
-        return validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        dataset = validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        require_eos(dataset, arguments.processing_class, self.texts)
+        return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
@@ -149,10 +139,6 @@ class Task:
         if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
-
-    def row_lengths(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Tokens of each row that a batch stands for, if its forward gets other rows (a tree of them); else `None`."""
-        return None
 
     def parity_inputs(self, inputs: dict[str, Any], batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
@@ -242,19 +228,10 @@ class Task:
         return means
 
 
-accept_old_names(Task)  # `__init_subclass__` runs for subclasses only
-
-
 class PairTask(Task):
     """Rows are the chosen completions of a batch, followed by its rejected ones."""
 
     rows_per_item = 2
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        dataset = super().check_dataset(dataset, arguments)
-        columns = ("prompt", "chosen")
-        check_tool_messages(dataset, arguments.processing_class, arguments.dataset_name, columns, self.strict)
-        return dataset
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

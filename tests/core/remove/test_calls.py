@@ -246,8 +246,3 @@ def test_the_signature_of_forward_stays():
     with remove_padding(model):
         for module, signature in zip((model, model.model, model.model.layers[0].self_attn), signatures, strict=True):
             assert inspect.signature(module.forward) == signature
-
-
-def test_the_old_name_of_context_parallel_warns():
-    with remove_padding(build("llama")) as handle, pytest.warns(DeprecationWarning, match="`context_parallel`"):
-        assert handle.split is handle.context_parallel is None

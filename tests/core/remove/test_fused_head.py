@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 from kit.cells import every_pair
+from kit.tolerance import assert_close
 from trl.trainer.utils import add_fused_lm_head
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
     SIDES,
-    TOLERANCE,
     assert_equal_where_real,
     assert_same_gradients,
     checkpointed,
@@ -54,9 +54,7 @@ def assert_same_fused_numbers(got, expected) -> None:
     assert got[0].keys() == expected[0].keys()
     for name, value in expected[0].items():
         assert got[0][name].dtype == value.dtype, name
-        torch.testing.assert_close(
-            got[0][name], value, rtol=0, atol=TOLERANCE, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        assert_close(got[0][name], value, terms=64, depth=24, what=name)
     assert_same_gradients(got[1], expected[1])
 
 
@@ -189,4 +187,4 @@ def test_pre_shifted_labels_are_left_to_trl():
         with remove_padding(model):
             got = model(ids, mask, shift_labels=shifted, fused_lm_head=True)
 
-    torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=0, atol=TOLERANCE)
+    assert_close(got.log_probs, expected.log_probs, terms=64, depth=24)

@@ -1,8 +1,8 @@
 """TRL's experimental trainers and ours: one trajectory, generation included, whatever the mode."""
 
+import pickle
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import trl
@@ -11,7 +11,6 @@ from kit.cells import slow_but
 from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode, build_tokenizer
 from packaging.version import Version
 
-import trl_padfix.experimental
 from trl_padfix import ParityError
 
 
@@ -19,6 +18,8 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
 
 from kit.experimental_runs import EXPERIMENTS, MODULES, build, classes, train
+
+from trl_padfix.experimental import tasks
 
 
 PACKED = ["padding-free", "prefix sharing"]
@@ -84,12 +85,13 @@ def test_names_and_fields_are_trls_and_ours(name):
     for ours, theirs in zip(classes(name, "trl_padfix"), classes(name, "trl"), strict=True):
         assert ours.__name__ == theirs.__name__
         assert issubclass(ours, theirs)
-    added = {"padding_free", "prefix_sharing", "parity_check", "stop_on_nonfinite", "strict"}
+    added = {"padding_free", "prefix_sharing", "parity_check", "strict"}
     assert added <= set(classes(name, "trl_padfix")[1].__dataclass_fields__)
 
 
 def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl.experimental.orpo", None)
+    monkeypatch.setitem(sys.modules, "trl.experimental.orpo.orpo_trainer", None)
     monkeypatch.delitem(sys.modules, "trl_padfix.experimental.orpo", raising=False)
     with pytest.raises(ImportError, match=rf"TRL {trl.__version__} has no `trl.experimental.orpo`.*TRL 1\.16"):
         import_module("trl_padfix.experimental.orpo")
@@ -99,7 +101,16 @@ def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):
 
 
 def test_every_experiment_has_a_cell():
-    modules = {path.stem for path in Path(trl_padfix.experimental.__file__).parent.glob("*.py")}
-    assert modules - {"__init__", "async_grpo", "rollout_checks", "rollout_rows", "tasks"} == {
-        MODULES.get(name, name.lower()) for name in EXPERIMENTS
-    }
+    assert tasks.EXPERIMENTS.keys() == {MODULES.get(name, name.lower()) for name in EXPERIMENTS}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_the_paths_of_trls_examples_lead_to_the_same_classes(name):
+    path = f"trl_padfix.experimental.{MODULES.get(name, name.lower())}"
+    for ours, part in zip(classes(name, "trl_padfix"), ("trainer", "config"), strict=True):
+        module = import_module(f"{path}.{path.rpartition('.')[2]}_{part}")
+        assert getattr(module, ours.__name__) is ours
+        assert ours.__module__ == path
+        assert pickle.loads(pickle.dumps(ours)) is ours  # the arguments of a checkpoint are pickled
+    with pytest.raises(ModuleNotFoundError, match=f"No module named '{path}.other'"):
+        import_module(f"{path}.other")

@@ -26,11 +26,6 @@ BAD = {
         {},
         r"no column 'text'; it has \['prompt'\]",
     ),
-    "no chat template": (
-        lambda: {"train_dataset": build_rows(4, kind="chats"), "processing_class": build_tokenizer()},
-        {},
-        "no chat template.*Set `tokenizer.chat_template`",
-    ),
     "no end": (lambda: {"processing_class": build_tokenizer(eos_token=None)}, {}, "no EOS token, and TRL ends"),
     "nothing to train on": (
         lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [5, -100]}] * 3)},
@@ -43,7 +38,6 @@ BAD = {
         {"packing": True, "padding_side": "left"},
         "`packing=True` leaves nothing to pad on the left",
     ),
-    "Liger on a CPU": (lambda: {}, {"use_liger_kernel": True}, "Triton kernels.*Leave it out here"),
 }
 
 

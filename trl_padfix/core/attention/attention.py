@@ -39,7 +39,6 @@ from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
 from ..parallel.attention import attend_context_parallel
-from ..parallel.layout import KEYS, ROWS
 from .segments import attend_by_segment, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
@@ -133,7 +132,8 @@ def implementation_obstacle(implementation: str) -> str | None:
         )
     return (
         f"`attn_implementation={implementation!r}` is not known to attend over variable-length segments. Use 'sdpa', "
-        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel"
+        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel; "
+        "`remove_padding(model, attn_implementation=...)` exchanges that of a loaded model"
     )
 
 
@@ -241,14 +241,8 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
             f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    layout, comm = call.layout, None if call.cp_layout is None else call.cp_layout.comm
-    if comm == KEYS:
-        raise PaddingRemovalError(
-            f"{name} must attend with a prepared mask, in which tokens of an image see later ones of this image. With "
-            "`cp_attention='keys'` a query gets no later keys: set `cp_attention='heads'`."
-        )
-    if call.cp_layout is not None and comm == ROWS:
-        layout = call.cp_layout.local_layout
+    split = call.cp_layout
+    layout = split.local_layout if split is not None and split.whole_rows else call.layout
     return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, layout))
 
 

@@ -298,7 +298,9 @@ def _flash_package(name: str, workload: Workload) -> Backend:
     if _package_obstacle(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # transformers then loads a Hub kernel
         note = f"a Hub kernel, because {missing}"
         return Backend(name, tuple(obstacles), note, package.install, asks_hub=True)
-    return Backend(name, (*obstacles, missing), install=package.install)
+    # On another device than a CUDA GPU no package helps.
+    install = package.install if workload.machine.device == "cuda" else None
+    return Backend(name, (*obstacles, missing), install=install)
 
 
 def _hub_kernel(name: str, workload: Workload) -> Backend:

@@ -31,7 +31,6 @@ from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
 from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
-from ..parallel.layout import HEADS, ROWS
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
 from .segments import GatherKeys, in_attention_dtype
@@ -63,7 +62,7 @@ class Segments(NamedTuple):
 
     `keys` are `key_index` and the two tensors of `key_sort_order`, arguments of [`GatherKeys`]. `keys` and
     `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window. With `exchange` the
-    processes of a group communicate around attention, by `comm`: see [`ContextParallelLayout`].
+    processes of a group communicate around attention: see [`ContextParallelLayout`].
     """
 
     cu_seqlens_q: torch.Tensor
@@ -73,7 +72,6 @@ class Segments(NamedTuple):
     longest_key: int
     window: int | None
     exchange: Exchange | None
-    comm: str
 
 
 def compile_layers(
@@ -187,7 +185,7 @@ def attend_compiled(
     states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if segments.exchange is None:
         return attend(*states).unsqueeze(0), None
-    return exchange_around(attend, states, segments.exchange, segments.comm).unsqueeze(0), None
+    return exchange_around(attend, states, segments.exchange).unsqueeze(0), None
 
 
 def _attend_segments(
@@ -205,11 +203,12 @@ def _attend_segments(
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
-    layout, exchange, comm = call.layout, None, ROWS
+    layout, exchange = call.layout, None
     if (cp_layout := call.cp_layout) is not None:
-        comm = cp_layout.comm
-        layout = layout if comm == HEADS else cp_layout.local_layout
-        exchange = None if comm == ROWS else cp_layout.exchange
+        if cp_layout.whole_rows:
+            layout = cp_layout.local_layout
+        else:
+            exchange = cp_layout.exchange
     mask_spec = PackedMask() if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal or call.prepared is not None:
         return None
@@ -231,10 +230,10 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
             empty = _power_of_two(len(cu_seqlens)) - len(cu_seqlens)
             cu_seqlens = functional.pad(cu_seqlens, (0, empty), value=layout.packed_tokens)
             longest = _power_of_two(longest)
-        return Segments(cu_seqlens, None, None, longest, longest, window, exchange, comm)
+        return Segments(cu_seqlens, None, None, longest, longest, window, exchange)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
-    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, exchange, comm)
+    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, exchange)
 
 
 def _power_of_two(n: int) -> int:

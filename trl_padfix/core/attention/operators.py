@@ -8,7 +8,6 @@ imported when the first layers are compiled.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,7 @@ import torch.nn.functional as functional
 from .segments import query_blocks, visible_keys
 
 
-__all__ = ["attend_segments", "attention_operators"]
+__all__ = ["attend_segments"]
 
 
 @torch.library.custom_op("trl_padfix::attend_segments", mutates_args=())
@@ -120,16 +119,6 @@ def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
 
 
 attend_segments.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def attention_operators() -> set[Any]:
-    """The operators of torch that attend over packed rows in one call: ours, and variable-length FlashAttention."""
-    operators = {attend_segments._opoverload}
-    with contextlib.suppress(ImportError):  # torch 2.9 and older
-        import torch.nn.attention.varlen  # registers it
-
-        operators.add(torch.ops.torch_attn._varlen_attn.default)
-    return operators
 
 
 def _blocks(

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ..parallel.layout import KEYS
-
 
 if TYPE_CHECKING:
     from ..parallel.layout import ContextParallelLayout
@@ -37,8 +35,6 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
         ranges (`list[list[tuple[int, int]]]`): With context parallelism the ranges of tokens of each process; see
             [`ContextParallelLayout`].
         outputs (`int`): Tokens whose outputs this process has; `t` without context parallelism.
-        index_of_keys (`torch.Tensor` of shape `(t,)`, *optional*): Where the tokens are among keys that processes have
-            gathered.
     """
 
     output_spec: TreeSpec | None = None
@@ -46,15 +42,12 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
     fork_tokens: tuple[int, ...] = ()
     ranges: list[list[tuple[int, int]]] = []  # replaced, never changed
     outputs: int = 0
-    index_of_keys: torch.Tensor | None = None
 
     def divide(self, cp_layout: ContextParallelLayout) -> None:
         """Record which process computes which tokens, without the filler after the `t` tokens of the prefix."""
         t = len(self.ids)
         self.ranges = [[(begin, min(end, t)) for begin, end in of_rank if begin < t] for of_rank in cp_layout.ranges]
         self.outputs = sum(end - begin for begin, end in self.ranges[cp_layout.group.rank])
-        # An all-gather returns keys in rank order, an all-to-all in token order. Both are recorded in token order.
-        self.index_of_keys = cp_layout.index_in_rank_order[:t] if cp_layout.comm == KEYS else None
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
@@ -93,9 +86,8 @@ class PrefixStates:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the prefixes, followed by these, all `(1, K, tokens, D)`; `module` is the attention."""
         if self.records is not None:
-            t, index = len(self.records.ids), self.records.index_of_keys  # without filler
-            kv = [x[:, :, :t] if index is None else x.index_select(2, index) for x in (key, value)]
-            self.records[module] = (kv[0], kv[1])
+            t = len(self.records.ids)  # without filler
+            self.records[module] = (key[:, :, :t], value[:, :, :t])
         if not self.reads:
             return key, value
         keys, values = zip(*(states[module] for states in self.reads), (key, value), strict=True)

@@ -16,7 +16,6 @@ last key. All variable-length attention kernels support this.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -330,15 +329,6 @@ class Layout:
         # In range for any index: an index out of range would stop the CUDA context with an error that names no line.
         rank = torch.searchsorted(self.real_index, flat_index).clamp(max=self.real_tokens - 1)
         return rank if self.source is None else self.source[rank]
-
-    def packed_positions_of(self, flat_index: torch.Tensor) -> torch.Tensor:
-        """Deprecated name of [`Layout.packed_index_of`]: it returns indices, not positions."""
-        warnings.warn(
-            "`Layout.packed_positions_of` is deprecated: use `Layout.packed_index_of`, which does the same.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.packed_index_of(flat_index)
 
     def dense_mask(self) -> torch.Tensor:
         """

@@ -20,7 +20,7 @@ from .build import lay_out
 from .layout import Layout
 
 
-__all__ = ["leaf_paths", "tree_arguments_in", "tree_layout"]
+__all__ = ["tree_arguments_in", "tree_layout"]
 
 _TENSORS = (
     "tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k", "tree_segment_parents", "tree_segment_depths",
@@ -91,7 +91,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     """
     names = [name for name in _TENSORS if tree.get(name) is not None]
     on_host = _to_host([*(tree[name] for name in names), *keys])
-    paths = leaf_paths(dict(zip(names, on_host, strict=False)), tokens)  # the keys come after the named tensors
+    paths = _leaf_paths(dict(zip(names, on_host, strict=False)), tokens)  # the keys come after the named tensors
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
     # Without keys a token is identified by its place in the row: the tree is kept as it is.
@@ -110,7 +110,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     return layout.to(tree["tree_cu_seqlens_q"].device)
 
 
-def leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
+def _leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """
     The path from the root to each leaf, as indices of tokens in the row: the rows that a tree was made of.
 

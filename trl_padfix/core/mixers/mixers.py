@@ -18,7 +18,6 @@ The mode follows from the code of the module's class, not from the name of the m
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -75,12 +74,6 @@ class Mixer:
     module: nn.Module
     mode: str
     why: str = ""
-
-    @property
-    def how(self) -> str:
-        """Deprecated name of `mode`."""
-        warnings.warn("`Mixer.how` is deprecated; use `Mixer.mode`.", DeprecationWarning, stacklevel=2)
-        return self.mode
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ from ..errors import PaddingRemovalError
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
-from ..parallel.layout import ROWS, ContextParallelLayout
+from ..parallel.layout import ContextParallelLayout
 from ..parallel.mixers import with_context_parallel
 from .forks import tree_of
 from .row_buckets import row_buckets
@@ -101,7 +101,7 @@ class PrimitivesPatch(ForwardPatch):
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
-        if call.cp_layout is not None and call.cp_layout.comm == ROWS:
+        if call.cp_layout is not None and call.cp_layout.whole_rows:
             call = _local_call(call, call.cp_layout)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()

@@ -171,7 +171,7 @@ def supports(cls: type[PreTrainedModel], attention: str) -> bool:
 @contextmanager
 def silence_packing_warning() -> Iterator[None]:
     """Silence TRL's warning that packed rows need FlashAttention: packed attention keeps them apart without it."""
-    # https://github.com/huggingface/trl/blob/v1.0.0/trl/trainer/sft_trainer.py#L908
+    # https://github.com/huggingface/trl/blob/v1.10.0/trl/trainer/sft_trainer.py#L1168
     logger = logging.getLogger("trl.trainer.sft_trainer")
 
     def is_other(record: logging.LogRecord) -> bool:

@@ -135,7 +135,7 @@ class ForwardPatch:
 
     @property
     def __func__(self) -> Callable:
-        # TRL 1.9 reads the signature of `model.forward.__func__`, as if the forward were a method.
+        # TRL 1.10 reads the signature of `model.forward.__func__`, as if the forward were a method.
         return self.wrapped.__func__
 
     def on_view(self, **overrides: Any) -> Callable:

@@ -1,9 +1,8 @@
 """
 Context-parallel attention; see [`ContextParallelLayout`].
 
-Around attention a process has its local tokens, `(1, N, t, D)`. With `"heads"` it attends with some heads for all
-tokens, and the layout stays the same. With `"keys"` it attends with all heads for its local queries to the keys and
-values of all tokens, with a layout of its own. With `"rows"` all keys of its queries are local.
+Around attention a process has its local tokens, `(1, N, t, D)`. It attends with some heads for all tokens
+(Ulysses), and the layout stays the same. Where each process has whole rows, all keys of its queries are local.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import nn
 
 from ..model.views import view_of
 from .collectives import Exchange, Group, even_split
-from .layout import HEADS, KEYS, ROWS, ContextParallelLayout
+from .layout import ContextParallelLayout
 
 
 __all__ = ["attend_context_parallel", "exchange_around"]
@@ -51,38 +50,31 @@ def attend_context_parallel(
     Returns:
         `torch.Tensor` of shape `(1, t, N, D)`.
     """
-    layout = cp_layout.layout if cp_layout.comm == HEADS else cp_layout.local_layout
-    if cp_layout.comm == ROWS:
-        return attend(module, query, key, value, layout, kwargs)
+    if cp_layout.whole_rows:
+        return attend(module, query, key, value, cp_layout.local_layout, kwargs)
 
     def attend_received(*received: torch.Tensor) -> torch.Tensor:
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
-        local_module, local_kwargs = module, kwargs
-        if cp_layout.comm == HEADS:
-            kv_groups = query.shape[1] // key.shape[1]
-            local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
-        return attend(local_module, query, key, value, layout, local_kwargs)[0]
+        kv_groups = query.shape[1] // key.shape[1]
+        local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
+        return attend(local_module, query, key, value, cp_layout.layout, local_kwargs)[0]
 
     # Exchanged tensors have tokens in front, attention has heads in front.
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return exchange_around(attend_received, states, cp_layout, cp_layout.comm).unsqueeze(0)
+    return exchange_around(attend_received, states, cp_layout).unsqueeze(0)
 
 
 def exchange_around(
     attend: Callable[..., torch.Tensor],
     states: list[torch.Tensor],
     exchange: Exchange | ContextParallelLayout,
-    comm: str,
 ) -> torch.Tensor:
     """
     Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
 
-    Queries, keys and values are `(t, N, D)`. With `comm="keys"` `attend` gets the keys and values of all tokens, in
-    rank order; with `"heads"` it gets all tokens with the local heads.
+    Queries, keys and values are `(t, N, D)`; `attend` gets those of all tokens with the local heads.
     """
     query, *kv = states
-    if comm == KEYS:
-        return attend(query, *exchange.all_gather(kv))
     processes = len(exchange.tokens_per_rank)
     copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
     if copies > 1:

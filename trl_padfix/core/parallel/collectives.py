@@ -141,14 +141,6 @@ class Exchange(NamedTuple):
         received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
         return torch.cat([part for (part,) in received], dim=1)
 
-    def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """
-        Each of the `states`, `(t, ...)` to `(T, ...)` in rank order, in one collective. Backward is a reduce-scatter.
-        """
-        shapes = [[(t, *x.shape[1:]) for x in states] for t in self.tokens_per_rank]
-        received = exchange([states] * len(self.tokens_per_rank), shapes, self.all_to_all)
-        return [torch.cat(x) for x in zip(*received, strict=True)]
-
 
 def _numel(shape: tuple[int, ...]) -> int:
     size = 1

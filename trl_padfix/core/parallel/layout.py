@@ -19,30 +19,10 @@ from ..layout.layout import Layout
 from .collectives import Exchange, Group, even_split
 
 
-__all__ = ["HEADS", "KEYS", "ROWS", "ContextParallelConfig", "ContextParallelLayout", "ranges_of_rows"]
-
-HEADS, KEYS, ROWS = "heads", "keys", "rows"
-"""
-Communication of attention: all-to-all of tokens for heads (Ulysses), all-gather of keys and values, or none, where
-each process computes whole rows.
-"""
+__all__ = ["ContextParallelLayout", "ranges_of_rows"]
 
 MAX_SHARE = 1.1
 """Most tokens of a process, relative to an even share; with more, rows are cut instead."""
-
-
-@dataclass(frozen=True)
-class ContextParallelConfig:
-    """
-    The processes that compute packed rows together.
-
-    Attributes:
-        group ([`Group`]): The processes.
-        attention (`str`): Communication of attention, `"heads"` or `"keys"`; see [`ContextParallelLayout`].
-    """
-
-    group: Group
-    attention: str = HEADS
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,48 +35,37 @@ class ContextParallelLayout:
             Layout of the full row, `T` tokens.
         group ([`Group`]):
             The processes, `n` of them.
-        comm (`str`):
-            Communication of attention. `"heads"`: an all-to-all gives each process all tokens of some heads (Ulysses).
-            `"keys"`: an all-gather gives each process the keys and values of all tokens, for its local queries.
-            `"rows"`: each process has whole rows, with the prefixes that they share, and nothing is exchanged.
+        whole_rows (`bool`, *optional*, defaults to `False`):
+            Whether each process has whole rows, with the prefixes that they share: attention exchanges nothing. By
+            default the row is cut, and an all-to-all gives each process all tokens of some heads (Ulysses).
         parts (`tuple`, *optional*):
             `ranges` of each shared prefix that the forward reads, and last those of its new tokens, each counted from
             0. So a token of a prefix stays with the process that computed it. `None` without shared prefixes.
 
-    Example: two processes and a row of five tokens, the keys of which are gathered. Process 0 computes the begin and
-    the end of the row.
+    Example: two processes and a row of five tokens.
 
     ```python
     >>> import torch
     >>> from trl_padfix import padding_free_layout
 
     >>> layout = padding_free_layout(torch.ones(1, 5))
-    >>> cp = ContextParallelLayout(layout, Group(None, 0, 2), "keys")
+    >>> cp = ContextParallelLayout(layout, Group(None, 0, 2))
     >>> cp.ranges, cp.tokens_per_rank
-    ([[(0, 2), (4, 5)], [(2, 3), (3, 4)]], [3, 2])
-    >>> cp.local(torch.arange(5)), cp.rank_of(torch.tensor([4, 3])), cp.local_index(torch.tensor([4]))
-    (tensor([0, 1, 4]), tensor([0, 1]), tensor([2]))
-    >>> cp.local_layout.query_lengths, cp.local_layout.key_lengths  # tokens 0 and 1, and token 4
-    ((2, 1), (2, 5))
-    >>> cp.local_layout.key_index  # gathered keys are in rank order: 0, 1, 4, 2, 3
-    tensor([0, 1, 0, 1, 3, 4, 2])
+    ([[(0, 3)], [(3, 5)]], [3, 2])
+    >>> cp.local(torch.arange(5)), cp.rank_of(torch.tensor([4, 2])), cp.local_index(torch.tensor([2]))
+    (tensor([0, 1, 2]), tensor([1, 0]), tensor([2]))
 
     ```
     """
 
     layout: Layout
     group: Group
-    comm: str
+    whole_rows: bool = False
     parts: tuple[list[list[tuple[int, int]]], ...] | None = None
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
-        """
-        Ranges of packed tokens of each process, as (begin, end).
-
-        One range per process for `"heads"`. Two ranges for `"keys"`, one from the front and one from the back of the
-        row, because later tokens see more keys. For `"rows"` see [`ranges_of_rows`].
-        """
+        """Ranges of packed tokens of each process, as (begin, end): one for each, unless they have whole rows."""
         if self.parts is not None:
             ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.group.size)]
             offset = 0
@@ -105,16 +74,12 @@ class ContextParallelLayout:
                     of_rank += [(offset + begin, offset + end) for begin, end in local]
                 offset += sum(end - begin for local in part for begin, end in local)
             return ranges
-        if self.comm == ROWS:
+        if self.whole_rows:
             rows = ranges_of_rows(self.layout, self.group.size)
             assert rows is not None, "the rows of this layout are not even"
             return rows
-        n, T = self.group.size, self.layout.packed_tokens
-        has_two = self.comm == KEYS and 2 * n <= T
-        ends = list(accumulate(even_split(T, 2 * n if has_two else n)))
-        chunks = list(zip([0, *ends], ends, strict=False))
-        # Causal load balance: rank r has the chunks r and 2n - 1 - r, as in Megatron and in torch's context parallel.
-        return [[chunks[rank], chunks[-1 - rank]] if has_two else [chunks[rank]] for rank in range(n)]
+        ends = list(accumulate(even_split(self.layout.packed_tokens, self.group.size)))
+        return [[chunk] for chunk in zip([0, *ends], ends, strict=False)]
 
     @cached_property
     def tokens_per_rank(self) -> list[int]:
@@ -158,10 +123,6 @@ class ContextParallelLayout:
         in_rank_order = x if self._ranks_in_order else x.index_select(0, self._rank_order)
         return self.exchange.heads_to_tokens(in_rank_order, heads)
 
-    def all_gather(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather inside of the network, `(t, ...)` to `(T, ...)`, in rank order as the keys of `local_layout`."""
-        return self.exchange.all_gather(states)
-
     def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
         return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
@@ -195,34 +156,14 @@ class ContextParallelLayout:
 
     @cached_property
     def local_layout(self) -> Layout:
-        """
-        Layout of the local tokens as queries, with all tokens, in rank order, as keys; with local keys for `"rows"`.
-
-        A segment that ends outside of a local range is cut at the end of the range, and its keys with it.
-        """
-        layout, device = self.layout, self.layout.packed_index.device
-        sources, keys = layout.indexed_positions, layout.keys.cpu()
-        positions = sources.cpu()
-        prefix_tokens = len(sources) - layout.packed_tokens  # keys of other forwards come first
-        segment_ends = list(accumulate(layout.query_lengths))
-        segments = list(zip(segment_ends, layout.query_lengths, keys.split(layout.key_lengths), strict=True))
-        query_lengths, paths = [], []
-        for range_begin, range_end in self.ranges[self.group.rank]:
-            for segment_end, length, path in segments:
-                begin, end = max(segment_end - length, range_begin), min(segment_end, range_end)
-                if begin < end:
-                    query_lengths.append(end - begin)
-                    # The last key is the last query: cut the keys of the queries behind `end`.
-                    paths.append(path[: len(path) - (segment_end - end)])
-        key_lengths = [len(path) for path in paths]
-        prefix_places = torch.arange(prefix_tokens, device=device)
-        key_places = torch.cat([prefix_places, self.index_in_rank_order + prefix_tokens])
-        key_index = key_places.index_select(0, torch.cat(paths).to(device))
-        key_source_positions = torch.cat([sources[:prefix_tokens], layout.positions.index_select(0, self._rank_order)])
-        if self.comm == ROWS:
-            key_index = key_index - sum(self.tokens_per_rank[: self.group.rank])
-            key_source_positions = self.local(layout.positions)
-        keys_are_queries = self.comm == ROWS and query_lengths == key_lengths
+        """Layout of the whole rows of this process."""
+        assert self.whole_rows, "rows that are cut have their layout in common"
+        layout, ranges = self.layout, self.ranges[self.group.rank]
+        ends = accumulate(layout.query_lengths)
+        local = [i for i, end in enumerate(ends) if any(begin < end <= last for begin, last in ranges)]
+        query_lengths, key_lengths = ([n[i] for i in local] for n in (layout.query_lengths, layout.key_lengths))
+        paths = layout.keys.split(layout.key_lengths)
+        key_index = self.local_index(torch.cat([paths[i] for i in local]))
         return Layout.of_segments(
             query_lengths,
             key_lengths,
@@ -231,9 +172,8 @@ class ContextParallelLayout:
             source=layout.source,
             packed_index=self.local(layout.packed_index),
             positions=self.local(layout.positions),
-            key_index=None if keys_are_queries else key_index,
-            spans=tuple(int(positions[path[-1]] - positions[path[0]]) + 1 for path in paths),
-            key_source_positions=None if keys_are_queries else key_source_positions,
+            key_index=None if query_lengths == key_lengths else key_index,
+            spans=tuple(layout.spans[i] for i in local),
         )
 
 

@@ -289,7 +289,7 @@ def _run(
     packed, other_padded = run(partial(forward, sample.is_packed)), None
     if packed.gradient is not None and handle.context_parallel is not None:
         # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
-        packed = packed._replace(gradient=handle.context_parallel.group.all_reduce_mean(packed.gradient))
+        packed = packed._replace(gradient=handle.context_parallel.all_reduce_mean(packed.gradient))
     with handle.disabled():
         padded = run(forward)
         if other_attention is not None:

@@ -32,7 +32,7 @@ def gradient_obstacle(model: nn.Module) -> str | None:
     if torch.is_inference_mode_enabled():
         return "torch is in inference mode"
     if differentiates_in_parts(model):
-        return "FSDP or DeepSpeed hooks into the backward pass; `trl-padfix parity` compares gradients in one process"
+        return "FSDP or DeepSpeed hooks into the backward pass"
     return None
 
 

@@ -107,7 +107,7 @@ class MicroBatchBudget(SubBatchBudget):
             rows_per_item=task.rows_per_item,
             pad_token_id=getattr(tokenizer_of(trainer.processing_class), "pad_token_id", None) or 0,
             adds_whole=may_read_steps(trainer),
-            cp_size=handle.context_parallel.group.size if handle and handle.context_parallel else 1,
+            cp_size=handle.context_parallel.size if handle and handle.context_parallel else 1,
         )
 
     def training_step(

@@ -1,15 +1,13 @@
-"""Renders messages by the chat template, and checks that the template renders all that is trained on."""
+"""Renders messages by the chat template, and checks that a rendered prompt begins its row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-
-from .data_warnings import warn_or_raise
 
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-__all__ = ["TEMPLATE_COLUMNS", "check_tool_messages", "check_turns", "renderer", "tools_of"]
+__all__ = ["TEMPLATE_COLUMNS", "check_turns", "renderer", "tools_of"]
 
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 """Columns that are arguments of the chat template."""
@@ -27,9 +25,6 @@ MAX_RENDERED_ROWS = 1000
 
 MAX_STREAMED_ROWS = 100
 """Number of rows of a stream, from the first on, that [`check_turns`] renders."""
-
-ROWS_CHECKED_FOR_TOOLS = 20
-"""Number of rows, from the first on, that [`check_tool_messages`] searches for tool calls and answers."""
 
 
 def renderer(row: dict[str, Any], processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> Callable[..., Any]:
@@ -73,55 +68,3 @@ def check_turns(
             "the generation prompt), or write rows with `prompt` and `completion` as text and leave `expand_turns` "
             "out."
         )
-
-
-def check_tool_messages(
-    dataset: Dataset | IterableDataset,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    name: str,
-    columns: Sequence[str],
-    strict: bool = True,
-) -> None:
-    """
-    Warn if the chat template silently drops tool calls, or the answers of tools; with `strict` raise a `ValueError`.
-
-    Tests the first row with tool calls and the first with answers, on the messages of all `columns` together. Streams
-    are not checked.
-    """
-    if not isinstance(dataset, Dataset) or getattr(processing_class, "chat_template", None) is None:
-        return
-    columns = [column for column in columns if column in dataset.column_names]
-    if not columns:  # rows of text, or of tokens
-        return
-    used = [*columns, *(column for column in TEMPLATE_COLUMNS if column in dataset.column_names)]
-    rows = dataset.select_columns(used).select(range(min(len(dataset), ROWS_CHECKED_FOR_TOOLS)))
-    untested = dict(_WITHOUT)
-    for number, row in enumerate(rows):
-        messages = [message for column in columns if isinstance(row[column], list) for message in row[column]]
-        render = renderer(row, processing_class)
-        for kind, without in sorted(untested.items()):
-            emptied = list(map(without, messages))
-            if emptied == messages:
-                continue
-            del untested[kind]
-            # A template that renders them cannot give the same text without them.
-            if render(emptied) == render(messages):
-                warn_or_raise(
-                    f"Row {number} (counted from 0) of the {name} dataset has {kind}, and the chat template renders "
-                    "nothing of them: the model would be trained on answers to messages that it never receives. Take "
-                    "a template that renders tools (`chat_template_path` in the configuration), or write them as "
-                    "text.",
-                    strict,
-                )
-
-
-def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "tool_calls": None} if message.get("tool_calls") else message
-
-
-def _without_answer(message: dict[str, Any]) -> dict[str, Any]:
-    return {**message, "content": ""} if message.get("role") == "tool" and message.get("content") else message
-
-
-_WITHOUT = {"tool calls": _without_calls, "messages of tools": _without_answer}
-"""By kind, the function that empties it in a message."""

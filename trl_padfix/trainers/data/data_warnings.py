@@ -1,4 +1,4 @@
-"""What is doubtful in data: a warning with the first rows, because TRL trains on it, or with `strict` an error."""
+"""What is doubtful in data: a warning with the first rows, or with `strict` an error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ NAMED_ROWS = 5
 
 def warn_or_raise(message: str, strict: bool) -> None:
     """
-    Warn about data that can be trained on.
+    Warn about data that a run can go on with.
 
     Raises:
         ValueError: With `strict`.
     """
     if strict:
         raise ValueError(message)
-    logger.warning(f"{message} This is a warning, because TRL trains on it; `strict=True` makes it an error.")
+    logger.warning(f"{message} `strict=True` makes this an error.")
 
 
 def count_and_warn(counts: Counter[str], what: str, added: int = 1, example: str = "") -> None:

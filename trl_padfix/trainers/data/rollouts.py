@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, Features, Value
 
-from .chat_templates import TEMPLATE_COLUMNS, check_tool_messages, renderer
+from .chat_templates import TEMPLATE_COLUMNS, renderer
 from .row_checks import validate_rows
 from .tokenizers import tokenizer_of
 from .turns import turns_of
@@ -223,7 +223,6 @@ class RecordedRollouts:
         reward: str = "reward",
     ):
         values, trials = _rewards(dataset, reward), _trials(dataset, task)
-        check_tool_messages(dataset, processing_class, "train", ("messages",))
         most = Counter(map(len, trials.values())).most_common(1)[0][0]
         fewer = sum(len(rows) < most for rows in trials.values())
         groups = {str(name): rows[:most] for name, rows in trials.items() if len(rows) >= most > 1}

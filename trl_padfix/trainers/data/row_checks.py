@@ -28,7 +28,7 @@ _TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decode
 
 
 class DoubtfulRowError(ValueError):
-    """A row whose messages a chat template may render, though one lacks its role or its content, or there is none."""
+    """A row whose messages a chat template may render, though one lacks its role or its content."""
 
 
 class EmptyTextError(DoubtfulRowError):
@@ -142,12 +142,10 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
         value = row[name]
         expected = "a list of messages" if name == "messages" else "text or a list of messages"
         if not isinstance(value, list) or not value:
-            # Of no message a template may render something; of a missing value TRL renders nothing.
-            kind = DoubtfulRowError if isinstance(value, list) else ValueError
-            raise kind(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
+            raise ValueError(f"{where} {_short(value)} in column `{name}`, and {expected} is needed: {remedy}.")
         for message in value:
             if defect := _defect(message):
-                kind = DoubtfulRowError if isinstance(message, dict) else ValueError
+                kind = DoubtfulRowError if isinstance(message, dict) and "role" in message else ValueError
                 raise kind(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
     for name in columns:
         if name != "prompt" and row.get(name) == "":
@@ -158,6 +156,8 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
 
 def _defect(message: Any) -> str | None:
     """Why a message is invalid; `None` if it is valid."""
+    if isinstance(message, dict) and "from" in message and "role" not in message:
+        return "with the keys `from` and `value`, which TRL reads in a column `conversations` of SFT only"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return 'without a text `role` ("user" or "assistant", for instance)'
     content = message.get("content")

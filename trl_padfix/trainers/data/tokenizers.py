@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from transformers import ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import PreTrainedTokenizerBase
 
 
 __all__ = ["check_tokenizer", "check_vocabulary", "require_eos", "tokenizer_of"]
@@ -21,15 +21,10 @@ def tokenizer_of(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> 
 
 
 def check_tokenizer(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> None:
-    """Refuse what is no tokenizer or processor, and a tokenizer that can neither pad nor end a text."""
+    """Refuse a tokenizer that can neither pad nor end a text, or has no vocabulary."""
     tokenizer = tokenizer_of(processing_class)
-    if tokenizer is None:
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return
-    if not (callable(tokenizer) and hasattr(tokenizer, "pad_token")):
-        raise TypeError(
-            f"`processing_class` is a `{type(processing_class).__name__}`, and a tokenizer or processor is needed. "
-            "Pass `AutoTokenizer.from_pretrained(...)`, or leave it out: TRL then loads that of the model."
-        )
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise ValueError(
             "The tokenizer has neither a pad token nor an EOS token, so there is nothing to pad batches or to end "
@@ -54,10 +49,13 @@ def check_vocabulary(processing_class: PreTrainedTokenizerBase | ProcessorMixin)
 def require_eos(
     dataset: Dataset | IterableDataset,
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
-    column: str = "chosen",
+    columns: Iterable[str],
 ) -> None:
-    """Raise a `ValueError` if the plain texts of `column` are to be ended with an EOS token and there is none."""
-    if tokenizer_of(processing_class).eos_token is None and isinstance(next(iter(dataset)).get(column), str):
+    """Raise a `ValueError` if plain texts in `columns` are to be ended with an EOS token and there is none."""
+    if tokenizer_of(processing_class).eos_token is not None:
+        return
+    row = next(iter(dataset), {})
+    if any(isinstance(row.get(column), str) for column in columns if column != "prompt"):
         raise ValueError(
             "The tokenizer has no EOS token, and TRL ends every plain-text completion with one. Set "
             "`tokenizer.eos_token`, or give chat messages."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["ForwardCounts", "TokenCounter", "TokenCounts", "report_of", "summed_over_processes"]
+__all__ = ["ForwardCounts", "TokenCounter", "TokenCounts", "report_of"]
 
 logger = get_logger(__name__)
 
@@ -73,19 +73,25 @@ class TokenCounter:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
-    def add(self, counts: torch.Tensor) -> None:
-        """Add the counts of a step, `(8,)`: the real tokens of its batches, and its [`ForwardCounts`]."""
+    def add(self, tokens: int | torch.Tensor, forwards: ForwardCounts, trainer: PaddingFreeTrainer) -> None:
+        """Add the real tokens of a step's batches and the counts of its forwards, summed over processes."""
+        # `tokens` may be on a device. Reading it here would wait for it in every step.
+        tokens = torch.as_tensor(tokens)
+        counts = torch.stack([tokens, *(torch.full_like(tokens, count) for count in forwards)])
+        if trainer.accelerator.num_processes > 1:
+            summed = trainer.accelerator.reduce(to_device_async(counts, trainer.accelerator.device))
+            counts = summed // data_replicas(trainer)
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
     def report(self, padding_free: bool) -> dict[str, float]:
         """The metrics since the last report; resets the counter. Fractions are of packed forwards, if any."""
         self.pause()
-        sums = torch.stack([torch.zeros(8, dtype=torch.int64), *(x.cpu() for x in self.sums.values())]).sum(0)
-        tokens, *of_forwards = sums.tolist()
-        counts = ForwardCounts(*of_forwards)
+        sums = [x.cpu() for x in self.sums.values()]
         seconds, self.seconds, self.sums = self.seconds, 0.0, {}
+        tokens, *of_forwards = torch.stack(sums).sum(0).tolist() if sums else [0]
         if not tokens:
             return {}
+        counts = ForwardCounts(*of_forwards)
         self.start()
         metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
         if padding_free and counts.real:
@@ -115,17 +121,8 @@ class TokenCounts(Part):
         before = ForwardCounts.of(self.trainer.padding.handle)
         yield
         new = ForwardCounts.of(self.trainer.padding.handle).since(before)
-        if (lengths := self.trainer.padding.task.row_lengths(step.inputs)) is None:
-            counts = _step_counts(step.batches, new)
-        else:  # packed forwards count the tokens of the tree, not those of its rows
-            new = new._replace(padded=len(lengths) * int(lengths.max()), real=int(lengths.sum()))
-            counts = torch.tensor([new.real, *new])
-        step.counts = counts  # which `ProcessErrors` adds up
+        counter.add(_real_tokens(step.batches, new), new, self.trainer)
         self._warn_if_unpacked(step)
-
-    def add(self, mode: str, counts: torch.Tensor) -> None:
-        """Add the counts of a step, summed over processes."""
-        self.counters[mode].add(counts)
 
     def _warn_if_unpacked(self, step: Step) -> None:
         """Say once that no forward has been packed so far, or since the padding removal was detached by hand."""
@@ -162,31 +159,21 @@ def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool =
     return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
 
 
-def summed_over_processes(counts: torch.Tensor, trainer: PaddingFreeTrainer) -> torch.Tensor:
-    """The counts summed over processes; processes that have the same rows count once."""
-    accelerator = trainer.accelerator
-    if accelerator.num_processes == 1:
-        return counts
-    return accelerator.reduce(to_device_async(counts, accelerator.device)) // data_replicas(trainer)
-
-
-def _step_counts(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) -> torch.Tensor:
+def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) -> int | torch.Tensor:
     """
-    The counts of a step, `(8,)`: real tokens of `batches`, and the `counts` of its forwards.
+    The real tokens of `batches`, by the `counts` of their forwards.
 
     A policy that is its own reference (with its adapter switched off) runs twice on the same batches, so the real
     tokens of the forwards are scaled to the padded size of the batches. Without packed forwards the real tokens are
     the sum of the masks.
     """
     if not batches:
-        return torch.tensor([counts.real, *counts])
+        return counts.real
     if counts.padded:
         padded = sum(batch["input_ids"].numel() for batch in batches)
-        return torch.tensor([round(counts.real * padded / counts.padded), *counts])
+        return round(counts.real * padded / counts.padded)
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
-    tokens = torch.stack([mask.sum() for mask in masks]).sum()
-    # `tokens` stays on its device: reading it here would wait for it in every step.
-    return torch.stack([tokens, *(torch.full_like(tokens, count) for count in counts)])
+    return torch.stack([mask.sum() for mask in masks]).sum()
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:

@@ -1,0 +1,84 @@
+"""`dry_run(trainer)`: the first batch as in a run, without a step, and nothing left behind."""
+
+import pytest
+import torch
+from kit.online_runs import ONLINE_SETTINGS, reward_words
+from kit.rows import build_prompts
+from kit.trainer_runs import SETTINGS, break_mode, build_model, build_pairs, build_tokenizer
+
+import trl_padfix
+from trl_padfix import dry_run
+
+
+def make(folder, **settings):
+    config = trl_padfix.DPOConfig(
+        **SETTINGS | {"output_dir": str(folder), "max_steps": 2, "logging_steps": 1, "eval_strategy": "no"} | settings
+    )
+    rows = {"train_dataset": build_pairs(24), "eval_dataset": build_pairs(8, seed=1)}
+    models = {"model": build_model(), "ref_model": build_model(seed=1)}
+    return trl_padfix.DPOTrainer(args=config, processing_class=build_tokenizer(), **models, **rows)
+
+
+def logs(trainer):
+    timed = ("runtime", "per_second")
+    return [{k: v for k, v in log.items() if not k.endswith(timed)} for log in trainer.state.log_history]
+
+
+SHARING = {"padding_free": True, "prefix_sharing": True, "eval_strategy": "steps", "eval_steps": 1}
+
+
+def test_it_compares_and_takes_no_step(tmp_path, capsys):
+    trainer = make(tmp_path / "run", **SHARING)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    assert dry_run(trainer)
+    table = capsys.readouterr().out
+    assert table.count("Dry run:") == 1
+    for text in ("prefix_sharing", "data  ", "24 rows; eval: 8 rows", "parity, train, model", "parity, eval, model"):
+        assert text in table
+    assert set(trainer.padding.parity) == {"train", "eval"}
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in trainer.model.named_parameters())
+    assert [path.name for path in tmp_path.rglob("*")] == ["run"]  # made when the trainer is
+
+
+def test_a_training_after_it_is_the_same_training(tmp_path):
+    plain, checked = make(tmp_path / "a", **SHARING), make(tmp_path / "b", **SHARING)
+    assert dry_run(checked)
+    plain.train()
+    checked.train()
+    assert logs(checked) == logs(plain)
+    assert len(logs(plain)) == 5  # two steps, two evaluations and the end
+
+
+def test_a_wrong_layout_fails_it(tmp_path, monkeypatch, capsys):
+    trainer = make(tmp_path / "run", padding_free=True)
+    break_mode(monkeypatch, "padding-free")
+    assert not dry_run(trainer)
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [{}, {"padding_free": True, "parity_check": False}])
+def test_it_says_where_nothing_is_compared(settings, tmp_path, capsys):
+    trainer = make(tmp_path / "run", **settings)
+    assert dry_run(trainer)
+    table = capsys.readouterr().out
+    assert "not compared" in table
+    assert ("computed padded" in table) == (not settings)
+
+
+def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):
+    trainer = make(tmp_path / "run", padding_free=True)
+    callbacks = list(trainer.callback_handler.callbacks)
+    trainer.data_collator = lambda rows: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        dry_run(trainer)
+    assert trainer.callback_handler.callbacks == callbacks
+    assert not trainer.is_in_train
+
+
+def test_a_trainer_that_generates_is_checked_too(tmp_path, capsys):
+    config = trl_padfix.GRPOConfig(**ONLINE_SETTINGS | {"output_dir": str(tmp_path), "padding_free": True})
+    trainer = trl_padfix.GRPOTrainer(
+        build_model(), reward_words, config, train_dataset=build_prompts(8), processing_class=build_tokenizer()
+    )
+    assert dry_run(trainer)
+    assert "parity, train, model" in capsys.readouterr().out

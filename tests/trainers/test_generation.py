@@ -1,0 +1,384 @@
+"""Evaluation that generates: what each prompt alone would be continued with, and nothing else is changed by it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from kit import generation_run
+from kit.cells import every_pair, every_second
+from kit.generation_run import build_pairs
+from kit.methods import make_trainer
+from kit.observe import has_cache
+from kit.processes import logged
+from kit.trainer_runs import MODES, SETTINGS, build_model, build_tokenizer, lora, rows_for
+from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from zoo.vision_prompts import build_image, build_processor, build_vision_model
+from zoo.vision_prompts import build_tokenizer as build_chat_tokenizer
+
+import trl_padfix
+from trl_padfix import DPOConfig
+from trl_padfix.core.remove import attachment_of
+
+
+NEW = 6
+GENERATING = {"predict_with_generate": True, "generation_max_new_tokens": NEW}
+PAD = 39
+
+
+def build_rows(name: str, count: int = 7, seed: int = 0) -> Dataset:
+    return rows_for(name.upper(), build_pairs(count, seed))
+
+
+def make(name, path, **given):
+    """A trainer on ragged rows that evaluates with generation in batches of three."""
+    given = {"train_dataset": build_rows(name), "eval_dataset": build_rows(name), "max_steps": 2} | given
+    given = {"processing_class": build_tokenizer(), "model": build_model(), "per_device_eval_batch_size": 3} | given
+    if name == "dpo" and "peft_config" not in given:
+        given = {"ref_model": build_model(seed=1, vocab_size=given["model"].config.vocab_size)} | given
+    return make_trainer(trl_padfix, name.upper(), path, **GENERATING | given)
+
+
+def written(path, name="step_00000") -> list[dict[str, str]]:
+    return [json.loads(line) for line in (Path(path) / "generations" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def alone(trainer, prompts: list[str], **settings) -> list[str]:
+    """What the model of a trainer continues each prompt with by itself, padding removal off."""
+    tokenizer, model = build_tokenizer(), trainer.model.eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        handle = attachment_of(model)
+        with handle.disabled() if handle is not None else torch.no_grad():
+            new = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, **settings
+            )[0, ids.shape[1] :]
+        found.append(tokenizer.decode(new, skip_special_tokens=True))
+    return found
+
+
+# Predictions
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "side"),
+    every_second(every_pair(["dpo", "sft"], MODES.values(), ["left", "right"])),
+)
+def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
+    trainer = make(name, tmp_path, padding_side=side, **mode)
+    trainer.evaluate()
+    rows, found = trainer.eval_dataset, written(tmp_path)
+    assert [row["prompt"] for row in found] == rows["prompt"]
+    assert [row["prediction"] for row in found] == alone(trainer, rows["prompt"])
+    answers = rows["chosen" if name == "dpo" else "completion"]
+    assert [row["reference"] for row in found] == [answer.removesuffix("<eos>").strip() for answer in answers]
+    assert len({row["prediction"] for row in found}) > 4
+    for handle in trainer.padding.handles:
+        assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
+
+
+def test_adapters_generate_with_the_model(tmp_path):
+    trainer = make("dpo", tmp_path, peft_config=lora(), padding_free=True)
+    trainer.evaluate()
+    found = [row["prediction"] for row in written(tmp_path)]
+    assert found == alone(trainer, trainer.eval_dataset["prompt"])
+    with trainer.model.disable_adapter():
+        assert found != alone(trainer, trainer.eval_dataset["prompt"])
+
+
+def conversation(*contents):
+    roles = ["system"] if len(contents) % 2 else []
+    roles += ["user", "assistant"] * (len(contents) // 2)
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft", "messages"])
+def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp_path):
+    conversations = [
+        conversation("w1 w2", "w3"),
+        conversation("w9", "w1", "w2 w3 w4", "w5", "w6 w7"),
+        conversation("w1", "w2", "w3", "w4 w5 w6"),
+    ]
+    rows = Dataset.from_list([{"prompt": c[:-1], "completion": c[-1:], "chosen": c[-1:]} for c in conversations])
+    if name == "dpo":
+        rows = rows.remove_columns("completion").add_column("rejected", [conversation("w0", "w8")[1:]] * 3)
+    elif name == "sft":
+        rows = rows.remove_columns("chosen")
+    else:
+        rows = Dataset.from_list([{"messages": c} for c in conversations])
+    model = build_model(vocab_size=80)
+    make(
+        name.replace("messages", "sft"), tmp_path, model=model, processing_class=build_chat_tokenizer("<image>"),
+        train_dataset=rows, eval_dataset=rows,
+    ).evaluate()  # fmt: skip
+    found = written(tmp_path)
+    assert [row["prompt"] for row in found] == [
+        "user: w1 w2 assistant: ",
+        "system: w9 user: w1 assistant: w2 w3 w4 <eos> user: w5 assistant: ",
+        "user: w1 assistant: w2 <eos> user: w3 assistant: ",
+    ]
+    assert [row["reference"] for row in found] == ["w3", "w6 w7", "w4 w5 w6"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "side"),
+    every_second(every_pair(["llava", "qwen2_5_vl"], ["dpo", "sft", "messages"], ["left", "right"])),
+)
+def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
+    processor, model = build_processor(name), build_vision_model(name)
+    processor.tokenizer.padding_side = side
+    texts, counts = ["w1 w2", "w3", "w4 w5 w6 w7 w8", "w9 w1"], [1, 2, 1, 1]
+    images = [[build_image(10 * i + j) for j in range(count)] for i, count in enumerate(counts)]
+    asked = [[{"role": "user", "content": text}] for text in texts]
+    answer, other = ([{"role": "assistant", "content": f"w{i} w{i}"}] for i in (2, 3))
+    columns = {
+        "dpo": lambda q: {"prompt": q, "chosen": answer, "rejected": other},
+        "sft": lambda q: {"prompt": q, "completion": answer},
+        "messages": lambda q: {"messages": q + answer},
+    }[data]
+    rows = Dataset.from_list([{"images": i, **columns(q)} for i, q in zip(images, asked, strict=True)])
+    given = {"model": model, "processing_class": processor, "train_dataset": rows, "eval_dataset": rows}
+    given |= {"ref_model": build_vision_model(name)} if data == "dpo" else {}
+    given |= {"per_device_eval_batch_size": 3, "max_length": None, "generation_kwargs": {"do_sample": False}}
+    kind = "DPO" if data == "dpo" else "SFT"
+    make_trainer(trl_padfix, kind, tmp_path, **GENERATING | given).evaluate()
+
+    expected = []
+    for i, q in zip(images, asked, strict=True):
+        prompt = trl.data_utils.prepare_multimodal_messages(q, images=i)
+        text = processor.apply_chat_template(prompt, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[i], return_tensors="pt", add_special_tokens=False)
+        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        expected.append(processor.tokenizer.decode(tokens, skip_special_tokens=True))
+    assert [row["prediction"] for row in written(tmp_path)] == expected
+    assert {row["reference"] for row in written(tmp_path)} == {"w2 w2"}
+    assert len(set(expected)) > 2
+    assert processor.tokenizer.padding_side == side
+
+
+# What becomes of them
+
+
+@pytest.mark.parametrize("name", ["dpo", "sft"])
+def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(name, tmp_path):
+    received, kept = [], []
+
+    def compute_metrics(predicted):
+        received.append(predicted)
+        return {"rows": np.float64(len(predicted.predictions)), "eval_named": 1}
+
+    trainer = make(name, tmp_path, compute_metrics=compute_metrics, include_for_metrics=["inputs"])
+    compute_loss = trainer.compute_loss
+
+    def watched(*args, return_outputs=False, **kwargs):
+        kept.append(return_outputs)
+        return compute_loss(*args, return_outputs=return_outputs, **kwargs)
+
+    trainer.compute_loss = watched
+    metrics = trainer.evaluate()
+    assert kept == [False] * 3
+    assert (metrics["eval_rows"], metrics["eval_named"]) == (7.0, 1)
+    assert any("eval_rows" in log and "eval_loss" in log for log in trainer.state.log_history)
+
+    tokenizer, (predicted,), rows = build_tokenizer(), received, written(tmp_path)
+    assert predicted.predictions.shape == (7, NEW)
+    assert (predicted.predictions >= 0).all()
+    texts = tokenizer.batch_decode(predicted.predictions, skip_special_tokens=True)
+    assert texts == [row["prediction"] for row in rows]
+    for ids, row in zip(predicted.label_ids, rows, strict=True):
+        real = ids[ids != -100]
+        assert tokenizer.decode(real, skip_special_tokens=True) == row["reference"]
+        assert (ids[len(real) :] == -100).all()
+    inputs = tokenizer.batch_decode(predicted.inputs, skip_special_tokens=True)
+    assert inputs == [row["prompt"].strip() for row in rows]
+
+
+def test_every_set_of_a_dictionary_has_its_own_metrics_and_texts(tmp_path):
+    sets = {"short": build_rows("dpo", 3), "a/b": build_rows("dpo", 5, seed=1)}
+    trainer = make("dpo", tmp_path, eval_dataset=sets, compute_metrics=lambda p: {"rows": len(p.predictions)})
+    metrics = trainer.evaluate()
+    assert (metrics["eval_short_rows"], metrics["eval_a/b_rows"]) == (3, 5)
+    for file, rows in (("step_00000_short", sets["short"]), ("step_00000_a_b", sets["a/b"])):
+        assert [row["prompt"] for row in written(tmp_path, file)] == rows["prompt"]
+
+
+def test_a_set_may_be_given_to_evaluate_and_to_predict(tmp_path):
+    trainer = make("dpo", tmp_path, eval_generation_samples=4)
+    trainer.evaluate(build_rows("dpo", 5, seed=1), metric_key_prefix="other")
+    prompts = [row["prompt"] for row in written(tmp_path, "step_00000_other")]
+    assert prompts == build_rows("dpo", 5, seed=1)["prompt"][:4]
+    found = trainer.predict(trainer.eval_dataset)
+    assert found.predictions.shape[0] == found.label_ids.shape[0] == 4
+    with pytest.raises(ValueError, match=r"from the test dataset: .* columns \['chosen_ids'"):
+        trainer.predict(trainer.eval_dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]))
+
+
+# What stays
+
+
+def curve(trainer, seed=0):
+    torch.manual_seed(seed)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def test_sampling_in_evaluation_leaves_the_training_as_it_is(tmp_path):
+    def run(path, **settings):
+        model = build_model(attention_dropout=0.5)
+        return make("sft", tmp_path / path, model=model, max_steps=3, eval_strategy="steps", eval_steps=1, **settings)
+
+    sampling = {"generation_kwargs": {"do_sample": True, "temperature": 2.0}}
+    expected = curve(run("without", predict_with_generate=False))
+    assert curve(run("with", **sampling)) == expected
+    assert curve(run("with other dropout", **sampling), seed=1) != expected
+    for path, settings in (("drawn", sampling), ("greedy", {})):
+        run(path, **settings, learning_rate=0.0).train()
+    first, second, greedy = (
+        written(tmp_path / p, f"step_0000{i}") for p, i in (("drawn", 1), ("drawn", 2), ("greedy", 1))
+    )
+    assert first == second != greedy  # drawn with the same numbers at every evaluation
+
+
+def test_everything_is_as_it_was_after_a_failure_too(tmp_path):
+    tokenizer = build_tokenizer(padding_side="right")
+    trainer = make("dpo", tmp_path, processing_class=tokenizer, padding_free=True)
+    model = trainer.model
+    model.eval()
+
+    def state():
+        return (
+            [module.training for module in model.modules()],
+            (model.config.use_cache, model.generation_config.to_dict(), tokenizer.padding_side),
+            (attachment_of(model) is trainer.padding.handle, trainer.padding.handle.enabled),
+        )
+
+    def fail(layer, args, kwargs):
+        if has_cache(kwargs):
+            raise RuntimeError("stop")
+
+    before = state()
+    trainer.evaluate()
+    assert state() == before
+    model.model.layers[1].register_forward_pre_hook(fail, with_kwargs=True)
+    with pytest.raises(RuntimeError, match="stop"):
+        trainer.evaluate()
+    assert state() == before
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trls_callback_for_completions_leaves_the_padding_side(side, tmp_path):
+    tokenizer = build_tokenizer(padding_side=side, model_input_names=["input_ids", "attention_mask"])
+    tokenizer.model_max_length = 64
+    trainer = make("dpo", tmp_path, processing_class=tokenizer, padding_free=True, predict_with_generate=False)
+    callback = trl.LogCompletionsCallback(trainer, freq=1, num_prompts=3)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert tokenizer.padding_side == trainer.data_collator.padding_side == side
+    assert [prompt for _, prompt, _ in callback.table] == 2 * trainer.eval_dataset["prompt"][:3]
+
+
+# Processes
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_two_processes_write_and_measure_what_one_does(tmp_path):
+    (tmp_path / "2").mkdir()
+    two = logged("multi_gpu", tmp_path / "2", "kit.generation_run")
+    one = generation_run.main(str(tmp_path / "1"))
+    assert (one.pop("processes"), two.pop("processes")) == (1, 2)
+    assert one == two
+    assert written(tmp_path / "1") == written(tmp_path / "2")
+    assert len(written(tmp_path / "2")) == one["rows"] == 5
+
+
+# Settings and input
+
+
+def test_settings_can_be_given_on_a_command_line(tmp_path):
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--predict_with_generate"]
+    given += ["--generation_kwargs", '{"num_beams": 2}']
+    (config,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses(given)
+    assert config.generation_kwargs == {"num_beams": 2}
+
+
+def test_generation_settings_reach_the_model(tmp_path):
+    trainer = make("dpo", tmp_path, generation_kwargs={"num_beams": 2, "min_new_tokens": 4})
+    trainer.evaluate()
+    prompts = trainer.eval_dataset["prompt"]
+    expected = alone(trainer, prompts, num_beams=2, min_new_tokens=4)
+    assert [row["prediction"] for row in written(tmp_path)] == expected != alone(trainer, prompts)
+
+
+@pytest.mark.parametrize("own", [{"num_return_sequences": 2, "num_beams": 2}, {"return_dict_in_generate": True}])
+def test_the_models_own_settings_give_one_prediction_for_each_prompt(own, tmp_path):
+    trainer = make("dpo", tmp_path)
+    trainer.model.generation_config.update(**own)
+    trainer.evaluate()
+    settings = {"num_return_sequences": 1, "return_dict_in_generate": False}
+    expected = alone(trainer, trainer.eval_dataset["prompt"], **settings)
+    assert [row["prediction"] for row in written(tmp_path)] == expected
+    assert len(set(expected)) > 4  # another prompt's would be seen
+
+
+def test_the_generation_of_a_seq2seq_trainer_is_its_own(tmp_path):
+    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 2], "labels": [7, 8, 9, 2]}]
+    config = Seq2SeqTrainingArguments(
+        str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True, report_to=[]
+    )
+    given = {"args": config, "eval_dataset": Dataset.from_list(rows), "processing_class": build_tokenizer()}
+    theirs = Seq2SeqTrainer(build_model(), **given).predict(given["eval_dataset"])
+    ours = trl_padfix.padding_free_trainer(Seq2SeqTrainer)(build_model(), **given).predict(given["eval_dataset"])
+    assert ours.predictions.tolist() == theirs.predictions.tolist()
+    assert ours.predictions.shape[1] > 1
+    assert not (tmp_path / "generations").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"generation_max_new_tokens": 0}, "`generation_max_new_tokens` must be a positive"),
+        ({"eval_generation_samples": -1}, "`eval_generation_samples` must be a positive"),
+        ({"generation_kwargs": {"max_new_tokens": 3}}, "`max_new_tokens`: `generation_max_new_tokens`"),
+        ({"generation_kwargs": {"num_return_sequences": 2}}, "one prediction"),
+    ],
+)
+def test_settings_are_refused_at_once(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DPOConfig(str(tmp_path), **SETTINGS | GENERATING | settings)
+    assert DPOConfig(str(tmp_path), **SETTINGS | settings)  # without generation they are not looked at
+
+
+CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
+UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
+
+
+EMPTY = Dataset.from_list([{"prompt": "w2", "completion": "w3"}, {"prompt": "", "completion": "w3"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dpo", {"eval_dataset": None}, "`NoneType` with columns"),
+        ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` with columns"),
+        ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset.* columns \['input_ids'"),
+        ("sft", {"formatting_func": str}, "would ignore `formatting_func`"),
+        ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
+        ("dpo", {"generation_kwargs": {"temprature": 1.0}}, r"not used by the model: \['temprature'\]"),
+        ("sft", {"eval_dataset": EMPTY}, r"prompt of row 1 \(counted from 0\) .* has no token"),
+        (
+            "sft",
+            {"processing_class": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
+            r"roles \['user'\]: there is no message of the assistant behind",
+        ),
+    ],
+)
+def test_what_could_not_be_generated_from_is_refused_before_the_first_step(name, settings, message, tmp_path):
+    model = build_model(vocab_size=80, max_position_embeddings=64)
+    with pytest.raises(ValueError, match=message):
+        make(name, tmp_path, **settings | {"model": model})
+    assert attachment_of(model) is None

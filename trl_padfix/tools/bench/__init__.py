@@ -1,1 +1,0 @@
-"""Times of a training step of TRL, padded and packed, side by side: `trl-padfix bench`."""

@@ -1,1 +1,0 @@
-"""Complete checkpoints, and resuming from them."""

@@ -1,0 +1,168 @@
+"""The dry run of a training: everything up to the first backward, and no step."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer_callback import DefaultFlowCallback
+
+from ..core.model.find import find_pretrained
+from ..core.parity.report import ParityError
+from .distributed import datasets_of, named_models_of
+from .temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from .parts import PaddingFreeTrainer
+
+
+__all__ = ["dry_run"]
+
+TRAINING = (
+    "max_length", "max_completion_length", "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "gradient_checkpointing",
+    "eval_strategy", "save_strategy", "report_to",
+)  # fmt: skip
+"""Fields of TRL's configurations that are shown, where there is one."""
+
+
+class _Stop(BaseException):
+    """Ends a training or an evaluation after its first batch."""
+
+
+def dry_run(trainer: PaddingFreeTrainer) -> bool:
+    """
+    Check a training without a step of it: the first batch, its forward, and packed against padded.
+
+    Everything runs as in `trainer.train()` up to the first backward, and as in `trainer.evaluate()` up to the second
+    batch. No weight changes, no file is written, and no callback is called. The main process prints one table: models
+    and attention, data, settings, tokens of the first batch, and the parity check. On several processes, each calls
+    it.
+
+    Args:
+        trainer:
+            A trainer of this package. It can train afterwards.
+
+    Returns:
+        `bool`: Whether packed and padded agree.
+
+    Raises:
+        Exception: Any other error of a training up to there, as the training would raise it.
+
+    Example:
+
+    ```python
+    from trl_padfix import DPOConfig, DPOTrainer, dry_run
+
+    trainer = DPOTrainer(model, args=DPOConfig("runs/dpo", padding_free=True), train_dataset=pairs)
+    if dry_run(trainer):
+        trainer.train()
+    ```
+    """
+    failed: ParityError | None = None
+    try:
+        _compute_first_batches(trainer)
+    except ParityError as error:
+        failed = error
+    if trainer.accelerator.is_main_process:
+        print(_table({**_models(trainer), **_data(trainer), **_settings(trainer), **_findings(trainer, failed)}))
+    return failed is None
+
+
+def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
+    """The first forward of a training, and of an evaluation if there is one."""
+    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    metrics = vars(trainer).get("_metrics", {})  # TRL's trainers collect them until the next log
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            temporarily_set(trainer.callback_handler, "callbacks", [DefaultFlowCallback()]),
+            temporarily_set(trainer, "_total_train_tokens", 0),
+        ):
+            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, "eval_on_start", False):
+                trainer.train()
+            if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
+                with _stopping(trainer, "prediction_step", computed=True):
+                    trainer.evaluate()
+    finally:
+        trainer.is_in_train = False
+        for of_mode in metrics.values():
+            of_mode.clear()
+
+
+@contextlib.contextmanager
+def _stopping(owner: Any, name: str, computed: bool = False) -> Iterator[None]:
+    """A block that ends at the first call of a method, or with `computed` after it."""
+    method = getattr(owner, name)
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        if computed:
+            method(*args, **kwargs)
+        raise _Stop
+
+    with contextlib.suppress(_Stop), temporarily_set(owner, name, stop):
+        yield
+
+
+def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
+    found = {}
+    for role, model in named_models_of(trainer).items():
+        pretrained, trained = find_pretrained(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+        total = sum(p.numel() for p in model.parameters())
+        found[role] = (
+            f"{type(pretrained).__name__}, {total:,} parameters, {trained if role == 'model' else 0:,} trained; "
+            f"{pretrained.dtype}, {pretrained.config._attn_implementation} attention"
+        ).replace("torch.", "")
+    return found
+
+
+def _data(trainer: PaddingFreeTrainer) -> dict[str, str]:
+    sizes = [
+        f"{name}: {len(dataset):,} rows" if hasattr(dataset, "__len__") else f"{name}: a stream"
+        for name, dataset in datasets_of(trainer).items()
+    ]
+    args, processes = trainer.args, trainer.accelerator.num_processes
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    return {
+        "data": "; ".join(sizes),
+        "a step": f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} micro-batches x "
+        f"{processes} processes = {rows} rows",
+    }
+
+
+def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
+    """The fields of TRL that matter most, and ours that are not at their defaults."""
+    args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
+    ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
+    theirs = {name: getattr(args, name) for name in TRAINING if hasattr(args, name)}
+    return {name: str(getattr(value, "value", value)) for name, value in {**ours, **theirs}.items()}
+
+
+def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[str, str]:
+    """The tokens of the first batch, and the parity check."""
+    stats = trainer.padding.stats
+    tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed tokens"
+    found = {"first batches": tokens if stats.forwards else "computed padded"}
+    for mode, reports in trainer.padding.parity.items():
+        for role, report in zip(named_models_of(trainer), reports, strict=False):
+            found[f"parity, {mode}, {role}"] = str(report)
+    if failed is not None:
+        found["FAILED"] = str(failed)
+    elif not trainer.padding.parity:
+        found["parity"] = "nothing is packed, or `parity_check` is off: not compared"
+    return found
+
+
+def _table(rows: dict[str, str]) -> str:
+    """Names at the left, values wrapped at the right."""
+    width = max(map(len, rows)) + 2
+    wrapped = [
+        textwrap.fill(text, 110, initial_indent=f"{name:{width}}", subsequent_indent=" " * width)
+        for name, text in rows.items()
+    ]
+    return "\n".join(["Dry run: the first batch, and no step.", *wrapped])
