@@ -8,7 +8,7 @@ Does your packing leak?
     python conformance/run.py NAME --case sinks
     python conformance/run.py NAME --json report.json
 
-The exit code is 0 only if nothing leaked.
+The exit code is 0 only if nothing leaked, and something was computed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def main() -> int:
     leaks = [(r["adapter"], row["case"]) for r in reports for row in r["cases"] if row["outcome"] == "LEAK"]
     for adapter, case in leaks:
         print(f"leaks: {adapter}, {case}")
-    return 1 if leaks else 0
+    if silent := [r["adapter"] for r in reports if all(row["outcome"] not in ("ok", "LEAK") for row in r["cases"])]:
+        print(f"nothing was computed: {', '.join(silent)}")
+    return 1 if leaks else 2 if silent else 0
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Flash(SFT):
     """On functions that stand in for flash-attn."""
 
     def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
-        with flash_stand_in():
+        with flash_stand_in(model):
             return super().step(model, batches)
 
 

@@ -56,7 +56,7 @@ class SFT(Adapter):
         callbacks_map["conformance"] = Recording
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
             if self.fields["attn_impl"] == "flash_attn":
-                stack.enter_context(flash_stand_in())
+                stack.enter_context(flash_stand_in(model))
             data = Path(name, "rows.jsonl")
             data.write_text("\n".join(json.dumps({"messages": _dialogue(*text)}) for text in texts))
             settings = dict(

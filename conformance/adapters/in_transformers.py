@@ -51,13 +51,9 @@ class Flash(PositionIds):
     """The same with transformers' FlashAttention-2 code, on functions that compute on a CPU what the kernels do."""
 
     def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
-        with flash_stand_in():
+        with flash_stand_in(model):
             if not model._supports_flash_attn:
                 raise NotRun("transformers has no FlashAttention for this model.")
-            if model.config.model_type in ("gpt2", "gpt_oss"):
-                raise NotRun(
-                    "Not on the functions that stand in for flash-attn: half precision only, or other kernels."
-                )
             model.set_attn_implementation("flash_attention_2")
             return super().step(model, batches)
 

@@ -46,7 +46,7 @@ class SFT(Adapter):
             torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
         with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
             if self.kernel == "flash_attention_2":
-                stack.enter_context(flash_stand_in())
+                stack.enter_context(flash_stand_in(model))
             engine = self._engine(save(model, Path(name)))
             values = {
                 "input_ids": [torch.tensor(row.ids) for row in rows],
