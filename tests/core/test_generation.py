@@ -21,7 +21,7 @@ from transformers import (
 from zoo.models import EOS, PAD, ROWS, SUPPORTED, batch, build
 from zoo.vision_prompts import build_image, build_processor, build_vision_model
 
-from trl_padfix import generate, left_align, remove_padding
+from trl_padfix import PaddingRemovalError, generate, left_align, remove_padding
 from trl_padfix.core.remove import attachment_of
 
 
@@ -283,3 +283,28 @@ def test_decoders_that_count_columns_continue_prompts_of_one_length():
     model, ids = BartForCausalLM(BartConfig(**BART)).eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(generate(model, inputs, **SETTINGS), model.generate(**inputs, **SETTINGS))
+
+
+def test_a_decode_loop_on_the_default_cache_is_the_models_own():
+    model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8]])
+    loops = []
+    for attach in (False, True):
+        with remove_padding(model) if attach else nullcontext(), torch.no_grad():
+            first = model(ids, attention_mask=torch.ones_like(ids))
+            name = "cache" if "cache" in first else "past_key_values"
+            second = model(ids[:, -1:], attention_mask=ids.new_ones(1, 5), **{name: first[name]})
+            loops.append(second.logits)
+    assert torch.equal(*loops)
+
+
+def test_a_cache_in_a_padded_batch_that_is_trained_on_is_said_and_counted():
+    model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8], [5, 6, 39, 39]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    with remove_padding(model) as handle:
+        model(ids, attention_mask=mask, use_cache=True)
+        assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 0)
+        with torch.no_grad():  # as generation does
+            model(ids, attention_mask=mask, use_cache=True)
+        assert handle.stats.padded_forwards == 1
+    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="use_cache"):
+        model(ids, attention_mask=mask, use_cache=True)

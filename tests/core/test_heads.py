@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from zoo.models import batch, build
 
 from trl_padfix import remove_padding
-from trl_padfix.core.heads import LMHeadPatch
 
 
 def labelled(side: str) -> dict[str, torch.Tensor]:
@@ -15,27 +16,51 @@ def labelled(side: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+def model_with_pad() -> Any:
+    """A model in which padding predicts something: its embedding is not zero."""
+    model = build("qwen2")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[39] = 1.0
+    return model
+
+
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_the_loss_of_labels_is_that_of_right_padding_on_either_side(name, sharing):
-    model = build(name)
-    expected = model(**labelled("right"), use_cache=False).loss
+def test_a_first_label_of_left_padding_is_computed_padded(sharing):
+    model, given = model_with_pad(), labelled("left")
+    rest = given | {"labels": given["labels"].masked_fill(given["attention_mask"].cumsum(1) == 1, -100)}
+    expected = [model(**x, use_cache=False).loss for x in (given, rest)]
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        for i, batch_of_model in enumerate((given, rest)):
+            torch.testing.assert_close(model(**batch_of_model).loss, expected[i], rtol=0, atol=1e-5)
+            assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, i)
+    assert abs(expected[0] - expected[1]) > 0.01
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_the_loss_of_labels_is_that_of_right_padding_on_either_side(sharing):
+    def without_first(side: str) -> dict[str, torch.Tensor]:
+        given = labelled(side)
+        return given | {"labels": given["labels"].masked_fill(given["attention_mask"].cumsum(1) == 1, -100)}
+
+    model = build("gpt2")
+    expected = model(**without_first("right"), use_cache=False).loss
     expected.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=sharing) as handle:
         for side in ("left", "right", "mixed", "both"):
             model.zero_grad()
-            loss = model(**labelled(side)).loss
+            loss = model(**without_first(side)).loss
             loss.backward()
             torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 assert (parameter.grad - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7
+    assert (handle.stats.padded_forwards, handle.stats.forwards) == (0, 4)
 
 
 def test_labels_predicted_from_padding_are_found_wrong(monkeypatch):
-    model = build("qwen2")
-    expected = model(**labelled("right"), use_cache=False).loss
-    monkeypatch.setattr(LMHeadPatch, "_predicted_labels", lambda self, call: {})
+    model = model_with_pad()
+    expected = model(**labelled("left"), use_cache=False).loss
+    monkeypatch.setattr("trl_padfix.core.heads.follow_padding", lambda labels, mask: False)
     with remove_padding(model):
         assert abs(model(**labelled("left")).loss - expected) > 0.01
 

@@ -23,7 +23,7 @@ NO_SOURCE = {  # tests of what no single module does
     "core": {"docstrings", "families", "imports", "stacks", "upstream", "vision", "vision_families"},
     "trainers": {"every_method", "experimental", "mixers", "off", "vision", "vision_unpaired"},
     "integrations": {"sentence_transformers", "versions"},
-    "tools": {"gpu_report"},
+    "tools": {"bench", "gpu_report"},
     "cli": set(),
 }
 

@@ -73,9 +73,6 @@ def count_from_another_id() -> None:
 def main(method: str, *args: str) -> None:
     if os.environ.get("BROKEN_LAYOUT"):
         batches.prefix_sharing_layout = confusing_layout
-        batches.LayoutInputs.rows_that_differ = lambda key, layout: torch.zeros(
-            1, dtype=torch.bool
-        )  # nor is it noticed
     if os.environ.get("ODD_BATCH"):
         count_from_another_id()
     if os.environ.get("PLAIN_TRL"):

@@ -290,14 +290,7 @@ def break_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, bool]:
     """Let the layouts of `mode` leak; returns its configuration."""
     name, broken = BROKEN[mode]
     monkeypatch.setattr(f"trl_padfix.core.call.layout_of.{name}", broken)
-    believe_layouts(monkeypatch)
     return MODES[mode]
-
-
-def believe_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no step notice that a layout is wrong for its batch."""
-    fits = torch.zeros(1, dtype=torch.bool)
-    monkeypatch.setattr("trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: fits)
 
 
 def train_beside_plain(way: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:

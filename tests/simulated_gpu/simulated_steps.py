@@ -10,8 +10,6 @@ from unittest import mock
 import torch
 from simulated_gpu.simulated_cuda import CUDA, Counts, to_simulated
 
-from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of
-
 
 __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
 
@@ -19,11 +17,7 @@ __all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
 def on_simulated(value: Any) -> Any:
     """Place a batch, or a part of one, as accelerate does."""
     if isinstance(value, Mapping):
-        placed = BatchWithMetadata({k: on_simulated(v) for k, v in value.items()})
-        batch_metadata = batch_metadata_of(value)
-        if batch_metadata is not None:  # perhaps placed already, on the CPU that the trainer took for its device
-            placed = BatchWithMetadata(placed, batch_metadata.for_device(placed, "cuda:0"))
-        return placed
+        return {k: on_simulated(v) for k, v in value.items()}
     if isinstance(value, list):
         return [on_simulated(v) for v in value]
     return to_simulated(value) if isinstance(value, torch.Tensor) else value

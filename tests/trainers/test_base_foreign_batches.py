@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import UserDict
 from collections.abc import Callable
-from copy import copy
 from types import MethodType
 from typing import Any
 
@@ -28,8 +26,6 @@ from transformers import DataCollatorWithPadding, Trainer
 
 from trl_padfix import PaddingRemovalCallback, ParityError, padding_free_trainer
 from trl_padfix.core.handle import PaddingRemoval
-from trl_padfix.trainers.data.batch_metadata import batch_metadata_of
-from trl_padfix.trainers.data.layout_collator import LayoutCollator
 
 
 PAD = 39
@@ -231,7 +227,7 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
 
 def test_a_backward_that_packs_what_was_padded_fails(tmp_path, monkeypatch):
     """The control."""
-    monkeypatch.setattr(PaddingRemoval, "was_disabled_for", lambda self, tokens: False)
+    monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
     with pytest.raises(CheckpointError):
         test_a_checkpoint_computes_again_as_it_computed(CheckpointedLabels, False, tmp_path)
 
@@ -332,38 +328,6 @@ def test_half_precision_that_does_not_run_is_not_reported(tmp_path):
     ours.train()
     (report,) = ours.padding.parity["train"]
     assert report.dtype == next(ours.model.parameters()).dtype == torch.float32
-
-
-# -- what is in a batch
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_batch_holds_tensors_only_and_its_layout_still_travels(workers, tmp_path):
-    ours = make_plain_trainer(
-        tmp_path,
-        padding_free_trainer(Trainer),
-        data_collator=labelled,
-        train_dataset=build_rows(),
-        dataloader_num_workers=workers,
-    )
-    batch = next(iter(ours.get_train_dataloader()))
-    assert {k: v.to("cpu").shape for k, v in batch.items()}.keys() == {"input_ids", "attention_mask", "labels"}
-    assert batch.keys() == dict(batch).keys() == {**batch}.keys()
-    assert torch.equal(batch.input_ids, batch["input_ids"])
-    with pytest.raises(AttributeError, match="no attribute 'pixel_values'"):
-        batch.pixel_values  # noqa: B018
-    metadata = batch_metadata_of(batch)
-    assert metadata is not None
-    assert metadata.layouts.keys() == {""}
-    assert batch_metadata_of(ours._prepare_inputs(batch)) is metadata
-    assert batch_metadata_of({**batch}) is None
-
-
-@pytest.mark.parametrize("passed_on", [copy, lambda batch: pickle.loads(pickle.dumps(batch))], ids=["copy", "pickle"])
-def test_the_metadata_of_a_batch_survives(passed_on):
-    batch = passed_on(LayoutCollator(lambda rows: collate(rows), prefix_sharing=True)(list(build_rows(4))))
-    metadata = batch_metadata_of(batch.to("cpu"))
-    assert metadata.layouts[""].packed_tokens < batch["input_ids"].numel()
 
 
 class EmptyRows:

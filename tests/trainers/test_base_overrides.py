@@ -47,7 +47,7 @@ EVERY = {
     *("_maybe_log_save_evaluate", "get_batch_samples"),
     *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save"),
 }
-GENERATING = {"_tokenize_prompts", "_generate_single_turn"}
+GENERATING = {"_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
 OWN = {
     "DPOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
     "KTOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trl_padfix.trainers.data.batch_metadata import BatchWithMetadata, batch_metadata_of
 from trl_padfix.trainers.metrics.exact_eval_means import ExactMeans, drop_duplicate_rows, local_metrics_only
 from trl_padfix.trainers.parts import Evaluation, Step
 from trl_padfix.trainers.settings import Settings
@@ -179,14 +178,6 @@ def test_a_batch_with_other_rows_stays_as_it_is():
     result, has_rows = drop_duplicate_rows(build_accelerator(1, 2, remainder=3), batch, 1)
     assert result is batch
     assert has_rows
-
-
-def test_the_layout_of_all_rows_is_dropped_with_them():
-    batch = BatchWithMetadata({"input_ids": torch.zeros(2, 4)}, object())
-    dropped, _ = drop_duplicate_rows(build_accelerator(1, 2, remainder=3), batch, 1)
-    untouched, _ = drop_duplicate_rows(build_accelerator(0, 2, remainder=3), batch, 1)
-    assert batch_metadata_of(dropped) is None
-    assert batch_metadata_of(untouched) is not None
 
 
 def test_two_processes_add_up_to_the_mean_over_all_rows():

@@ -13,7 +13,6 @@ from zoo.model_numbers import assert_same_gradients, gradients
 from zoo.models import SUPPORTED, batch, build
 
 from trl_padfix import DPOConfig, remove_padding
-from trl_padfix.core.call.batch_metadata import run_deferred_checks, share_layouts
 from trl_padfix.core.call.prefix_states import ForwardStates
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
@@ -288,22 +287,6 @@ def test_a_micro_batch_that_is_written_to_in_place_ends_the_schedule(which, at, 
     if at > 0:
         with pytest.raises(AssertionError, match="is off by"):
             assert_same_gradients(step(with_plan=True), expected)
-
-
-@pytest.mark.parametrize("which", ["ids", "mask"])
-def test_micro_batches_that_were_written_to_without_a_trace_are_found(which):
-    ids, mask = batch("right")
-    model = build("qwen2")
-    with planned(model, ids, mask, PARTS["depth first"]) as (runner, batches):
-        # Alike in all rows of this micro-batch.
-        batches[1][which == "mask"].data[:, 1] = 0 if which == "mask" else 30
-        deferred_checks = []
-        with share_layouts(deferred_checks=deferred_checks):
-            for i in range(2):
-                runner.start(i)
-                score(model, *batches[i]).sum().backward()
-        with pytest.raises(PaddingRemovalError, match="have the rows that they had"):
-            run_deferred_checks(deferred_checks)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -97,6 +97,8 @@ class Anatomy:
     @property
     def head(self) -> nn.Module | None:
         """The LM head of a model that itself calls its decoder or multimodal module; `None` for other models."""
-        # BLIP-2 returns the head of the language model that it wraps, and that model calls the decoder.
-        calls_decoder = (self.multimodal or self.decoder) in self.pretrained.children()
-        return self.pretrained.get_output_embeddings() if calls_decoder else None
+        # BLIP-2 returns the head of the language model that it wraps, and that model calls the decoder. OPT's decoder
+        # is within a module that the model passes by.
+        head, children = self.pretrained.get_output_embeddings(), [*self.pretrained.children()]
+        calls_decoder = (self.multimodal or self.decoder) in children or head in children
+        return head if calls_decoder else None

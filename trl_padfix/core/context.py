@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 
 if TYPE_CHECKING:
-    from .call.batch_metadata import KnownBatches
+    from .call.batch_cache import BatchCache, BatchVersion
     from .call.calls import ModelCall, PackedCall, RowsCall
     from .call.layers import LayerCall
-    from .model.patching import Attachment
+    from .layout.layout import Layout
+    from .model.patching import Attachment, Decision
 
 
 __all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
@@ -46,8 +47,10 @@ class Context:
     packed: PackedCall | None = None  # packed forward of its decoder
     rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
     layer: LayerCall | None = None  # call of a layer within a packed forward
-    known_batches: KnownBatches | None = None  # metadata for the batches of a training or evaluation step
+    batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
+    planned: tuple[BatchVersion, Layout] | None = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
+    decision: Decision | None = None  # how the running call of an attached model is computed
     disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
@@ -80,4 +83,4 @@ def set_until_reset(**fields: Any) -> None:
 
 def outside_calls() -> AbstractContextManager[None]:
     """A block without a running model, decoder or rows call: forwards in it are calls of their own."""
-    return within(model=None, packed=None, rows=None)
+    return within(model=None, packed=None, rows=None, decision=None)

@@ -102,15 +102,16 @@ class DecoderPatch(BatchPatch):
             if call.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self._match_other_processes(call)
             return self.wrapped(*args, **kwargs)
-        # Decoders cache by default, and a packed row has no rows that a later call could continue.
-        call["use_cache"] = False
         if packed is None:
-            # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks.
+            # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and
+            # caches as the model does alone.
             if prepared is not None:
                 call["attention_mask"] = prepared.original
             self.attachment.stats.add(layout)
             self._match_other_processes(call)
             return padded_output(self.wrapped(**self._accepted(call)), outer)
+        # Decoders cache by default, and a packed row has no rows that a later call could continue.
+        call["use_cache"] = False
         try:
             if isinstance(layout, PrefixedLayout):
                 output = self._over_prefixed_rows(call, layout, packed)
@@ -167,7 +168,6 @@ class DecoderPatch(BatchPatch):
 
     def _padded(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
-        outer.restore_labels()
         # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
         record_layout(outer, None)
         self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})

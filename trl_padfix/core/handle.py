@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.implementation import restore_attention
 from .model.older import resume_packed_search, spare_packed_search
-from .model.patching import Attachment, ForwardPatch
+from .model.patching import Attachment, Decision, ForwardPatch, running_decision
 from .model.positions import takes_positions
 from .parallel.collectives import Group
 from .parallel.layout import ContextParallelLayout, ranges_of_rows
@@ -187,7 +187,7 @@ class PaddingRemoval(Attachment):
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
-        self._disabled_for: dict[int, weakref.ref[torch.Tensor]] = {}  # see `record_tokens`
+        self._decisions: dict[int, tuple[weakref.ref[torch.Tensor], Decision]] = {}  # see `record_decision`
 
     @property
     def mixers(self) -> Mixers:
@@ -227,6 +227,12 @@ class PaddingRemoval(Attachment):
         with self.disabled():
             yield
 
+    def transformed(self) -> AbstractContextManager[None]:
+        """Compute the one forward of a block padded, since `torch.func` hides the values of its tensors."""
+        if not self.enabled:
+            return nullcontext()
+        return self.padded("tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from")
+
     def strictly(self) -> AbstractContextManager[None]:
         """Raise an error for each call of a block that cannot be packed."""
         return self._temporarily(strict=True)
@@ -244,10 +250,14 @@ class PaddingRemoval(Attachment):
             UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
-        known_batches = context().known_batches
-        batches = known_batches.batches if known_batches is not None else []
-        if self.strict or any(isinstance(b.forward_metadata.layout, PrefixedLayout) for b in batches):
+        decision = running_decision(self)
+        if decision is not None and decision.is_made:
+            return  # the backward computes a call again, which is counted
+        planned = context().planned
+        if self.strict or (planned is not None and isinstance(planned[1], PrefixedLayout)):
             raise error
+        if decision is not None:
+            decision.obstacle = error.kind, str(error)  # not the error, whose traceback holds tensors
         self.stats.add_padded()
         self.say_once(
             f"A call of {type(self.decoder).__name__} is computed padded, as without padding removal: its numbers are "
@@ -328,20 +338,20 @@ class PaddingRemoval(Attachment):
         if self._removed:
             self.remove()
 
-    def record_tokens(self, tokens: torch.Tensor) -> None:
-        """Record whether a forward on these ids or embeddings is disabled, for as long as the tensor lives."""
+    def record_decision(self, tokens: torch.Tensor, decision: Decision) -> None:
+        """Record how a forward on these ids or embeddings is computed, for as long as the tensor lives."""
         storage = tokens.untyped_storage()._cdata  # a reentrant checkpoint passes detached copies of its inputs
-        alive = {key: tensor for key, tensor in self._disabled_for.items() if key != storage and tensor() is not None}
-        self._disabled_for = alive if self.enabled else alive | {storage: weakref.ref(tokens)}
+        alive = {key: x for key, x in self._decisions.items() if x[0]() is not None}
+        self._decisions = alive | {storage: (weakref.ref(tokens), decision)}
 
-    def was_disabled_for(self, tokens: torch.Tensor) -> bool:
-        """Whether the last forward on these ids or embeddings ran in a [`PaddingRemoval.disabled`] block."""
-        tensor = self._disabled_for.get(tokens.untyped_storage()._cdata)
-        return tensor is not None and tensor() is not None
+    def decision_about(self, tokens: torch.Tensor) -> Decision | None:
+        """How the last forward on these ids or embeddings was computed."""
+        tensor, decision = self._decisions.get(tokens.untyped_storage()._cdata, (lambda: None, None))
+        return decision if tensor() is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
-        return vars(self) | {"_recomputable": set(), "_disabled_for": {}}
+        return vars(self) | {"_recomputable": set(), "_decisions": {}}
 
     def layout_of(
         self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None

@@ -9,36 +9,23 @@ decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from .call.arguments import bind
-from .call.batch_metadata import (
-    PooledTokens,
-    VerifiedMetadata,
-    defer_check,
-    find_pooled_tokens,
-    metadata_of,
-    share_layouts_in_call,
-)
+from .call.batch_cache import cache_of_call, on_host
 from .call.calls import ModelCall, model_call
-from .call.labels import (
-    FIRST_TOKENS_DROPPED,
-    SCORED_AT_PADDING,
-    SCORED_FROM_PADDING,
-    LabelsAfterPadding,
-    find_labels_after_padding,
-)
+from .call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
 from .context import within
 from .errors import UnpackableCallError
 from .layout.flat_maps import inverse_permutation, to_device_async
 from .layout.layout import Layout, pack, unpack
 from .model.older import has_cache
-from .model.patching import Attachment, BatchPatch, ForwardPatch
+from .model.patching import BatchPatch, ForwardPatch
 from .model.sharded import gathered_head
 from .parallel.layout import ContextParallelLayout
 from .refusals import check_call
@@ -50,7 +37,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch", "trust_metadata"]
+__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch"]
 
 logger = logging.get_logger(__name__)
 
@@ -64,67 +51,53 @@ class LMHeadPatch(BatchPatch):
     row with `shift_labels`. It scatters the values of the row into `(B, L - 1)`, zero elsewhere, which is the shape
     that the fused head returns for the batch.
 
-    Labels that are predicted from padding cannot be scored packed. Those of first tokens are dropped from the loss of
-    the model, and from its count. With any others the call is computed padded.
+    Labels that are predicted from padding cannot be scored packed: a call with such labels is computed padded.
     """
 
     attachment: PaddingRemoval
-
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval) -> None:
-        super().__init__(module, attachment)
-        self.verified_metadata = VerifiedMetadata()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         with gathered_head(self.module, self.attachment.decoder):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("fused_lm_head"):
-            return self._with_predicted_labels(*args, **kwargs)
-        if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
-            return self.wrapped(*args, **kwargs)
-        return self._on_labelled_positions(*args, **kwargs)
-
-    def _with_predicted_labels(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of a call without a fused head; its loss leaves out labels that a packed forward cannot score."""
         call = bind(self.wrapped, args, kwargs)
-        if (replaced := self._predicted_labels(call)) is None:
-            with self.attachment.padded(SCORED_FROM_PADDING):
-                return self.wrapped(*args, **kwargs)
-        outer = ModelCall(
-            self.attachment.decoder,
-            model_arguments=_row_arguments(call),
-            selects_columns=isinstance(call.get("logits_to_keep"), torch.Tensor),
-            labels=(replaced["labels"], call["labels"]) if "labels" in replaced else None,
-        )
-        with within(model=outer):
-            return self.wrapped(**(call | replaced))
-
-    def _on_labelled_positions(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of a call with a fused head, which gets the labelled positions as one row."""
-        labels, decoder = kwargs["labels"], self.attachment.decoder
-        call = bind(self.wrapped, args, {k: v for k, v in kwargs.items() if k not in ("labels", "fused_lm_head")})
-        if (selected := self._label_positions(call, labels)) is None:
-            with self.attachment.padded(SCORED_FROM_PADDING):
-                return self.wrapped(*args, **kwargs)
-        index, counts = selected
-        kwargs |= counts
-        with share_layouts_in_call():  # the decoder reuses the layout that is built here
-            try:
-                layout = self._layout_of(call)
-            except UnpackableCallError:
-                return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
-            if not self._can_select_states(call, labels, layout) or index.numel() == 0:
-                return self.wrapped(*args, **kwargs)
-            # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
-            columns = labels.shape[1] - 1
-            row, column = index // columns, index % columns
-            local = LocalLabels(
-                row * labels.shape[1] + column, labels[row, column + 1], self.attachment.cp_layout_of(layout)
+        with cache_of_call():  # the decoder reads the same tensors again
+            if _labels_follow_padding(self.attachment, call):
+                with self.attachment.padded(SCORED_FROM_PADDING):
+                    return self.wrapped(*args, **kwargs)
+            outer = ModelCall(
+                self.attachment.decoder,
+                model_arguments=_row_arguments(call),
+                selects_columns=isinstance(call.get("logits_to_keep"), torch.Tensor),
             )
-            head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
-            with within(model=ModelCall(decoder, scored_index=local.index, model_arguments=_row_arguments(call))):
-                output = _score_every_position(self.wrapped)(*args, **head_arguments)
+            if kwargs.get("fused_lm_head"):
+                return self._with_fused_head(outer, call, args, kwargs)
+            with within(model=outer):
+                return self.wrapped(**call)
+
+    def _with_fused_head(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The output of a call with a fused head, which gets the labelled positions as one row."""
+        labels = kwargs.get("labels")
+        if labels is None or kwargs.get("shift_labels") is not None:
+            return self.wrapped(*args, **kwargs)
+        try:
+            layout = self._layout_of({k: v for k, v in call.items() if k not in ("labels", "fused_lm_head")})
+        except UnpackableCallError:
+            return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
+        (host_labels,) = on_host(labels)
+        on_cpu = (host_labels[:, 1:] != -100).flatten().nonzero().squeeze(1)
+        if not self._can_select_states(call, labels, layout) or on_cpu.numel() == 0:
+            return self.wrapped(*args, **kwargs)
+        # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
+        index, columns = to_device_async(on_cpu, labels.device), labels.shape[1] - 1
+        row, column = index // columns, index % columns
+        local = LocalLabels(
+            row * labels.shape[1] + column, labels[row, column + 1], self.attachment.cp_layout_of(layout)
+        )
+        head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
+        with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
+            output = _score_every_position(self.wrapped)(*args, **head_arguments)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
                 values = local.all_gather_for_loss(value[0])
@@ -142,36 +115,6 @@ class LMHeadPatch(BatchPatch):
         config = self.module.config.get_text_config()
         return loss + getattr(config, "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
-    def _label_positions(
-        self, call: dict[str, Any], labels: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-        """
-        Flat indices `(n,)` into `(B, L - 1)` of the positions that predict a label; from metadata, if possible.
-
-        The second value has the arguments to replace, such as the number of labels if some are dropped. `None` if the
-        call must be computed padded.
-        """
-        target = labels[:, 1:] != -100  # a label is predicted from the column before it
-        metadata = metadata_of(call.get("input_ids"), call.get("attention_mask"))
-        if (
-            metadata is not None
-            and metadata.label_positions is not None
-            and not any(metadata.labels_after_padding or ())
-        ):
-            positions = metadata.label_positions
-            expected = target.new_zeros(target.numel()).index_fill(0, positions, True).view_as(target)
-            assumption = "The labels of the batch are at the positions that its collator recorded"
-            if self.verified_metadata.verify(assumption, (expected != target).any(1)):
-                return positions, {}
-        if (mask := _mask_of(self.attachment, call, labels)) is None:
-            return target.flatten().nonzero().squeeze(1), {}  # the host waits here, to learn how many there are
-        first, others = find_labels_after_padding(labels, mask)
-        # One copy to the host, which waits once: for the positions, and for whether any labels follow padding.
-        values = torch.cat([(target & ~first[:, 1:]).flatten(), first.any()[None], others.any()[None]]).cpu()
-        positions = to_device_async(values[:-2].nonzero().squeeze(1), labels.device)
-        arguments = self._arguments_without_first(call, labels, LabelsAfterPadding(*values[-2:].tolist()), first)
-        return None if arguments is None else (positions, arguments)
-
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only."""
         if self.attachment.multimodal is None:
@@ -188,54 +131,27 @@ class LMHeadPatch(BatchPatch):
             check_call(self.attachment, call, layout)
         return layout
 
-    def _predicted_labels(self, call: dict[str, Any]) -> dict[str, Any] | None:
-        """
-        The labels that a packed forward predicts, and their number, as arguments that replace those of the call.
 
-        `None` if the call must be computed padded.
-        """
-        labels: Any = call.get("labels")
-        if (mask := _mask_of(self.attachment, call, labels)) is None:  # nothing to compare: all labels stay
-            return {}
-        first, others = find_labels_after_padding(labels, mask)
-        metadata = metadata_of(call.get("input_ids"), mask)
-        if metadata is not None and metadata.labels_after_padding == (False, False):
-            defer_check("No label of the batch is predicted from padding", (first | others).any(1))
-            return {}
-        after_padding = LabelsAfterPadding(*torch.stack([first.any(), others.any()]).tolist())  # the host waits here
-        return self._arguments_without_first(call, labels, after_padding, first)
-
-    def _arguments_without_first(
-        self, call: dict[str, Any], labels: torch.Tensor, after_padding: LabelsAfterPadding, first: torch.Tensor
-    ) -> dict[str, Any] | None:
-        """
-        The labels of a call and their number without those of first tokens; empty if it has none of these.
-
-        `None` if the call must be computed padded: labels would be lost that the padded forward scores, or the labels
-        of the call are only some of those that its trainer has counted.
-        """
-        if after_padding.others:
-            return None
-        if not after_padding.first_tokens:
-            return {}
-        num_items, arguments = call.get("num_items_in_batch"), {"labels": labels.masked_fill(first, -100)}
-        if num_items is not None:
-            # Some versions of transformers count column 0, too, although nothing predicts it.
-            num_predicted = (labels[:, 1:] != -100).sum()
-            if int(num_items) not in (int(num_predicted), int((labels != -100).sum())):
-                return None
-            arguments["num_items_in_batch"] = num_predicted - first.sum()
-        self.attachment.say_once(FIRST_TOKENS_DROPPED)
-        return arguments
-
-
-def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], labels: Any) -> torch.Tensor | None:
+def _mask_of(attachment: PaddingRemoval, call: dict[str, Any]) -> torch.Tensor | None:
     """The mask of a call, if the call is packed with it and has labels of the same shape `(B, L)`; else `None`."""
+    labels: Any = call.get("labels")
     mask: Any = call.get("attention_mask")
     if has_cache(call) or not attachment.packs_padded:
         return None
     has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)
-    return mask if has_both and mask.dim() == 2 and mask.shape == labels.shape else None
+    if not has_both or mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device:
+        return None
+    # The decoder will read these as well: the host waits once for all of them.
+    on_host(
+        labels, mask, *(x for x in (call.get("input_ids"), call.get("position_ids")) if isinstance(x, torch.Tensor))
+    )
+    return mask
+
+
+def _labels_follow_padding(attachment: PaddingRemoval, call: dict[str, Any]) -> bool:
+    """Whether a model predicts labels of a call from padding."""
+    mask = _mask_of(attachment, call)
+    return mask is not None and follow_padding(call["labels"], mask)
 
 
 def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,13 +175,6 @@ def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Arguments that describe the rows of a model, and `use_cache`: some models do not pass them to their decoder."""
     names = ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")
     return {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
-
-
-def trust_metadata(attachment: Attachment) -> None:
-    """Skip the synchronous check of the first batch's label positions; for a benchmark that attaches in every step."""
-    for patch in attachment._patches:
-        if isinstance(patch, LMHeadPatch):
-            patch.verified_metadata.holds = True
 
 
 class LocalLabels:
@@ -329,13 +238,17 @@ class TokenLabelsPatch(BatchPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        labels: Any = call.get("labels")
-        mask = _mask_of(self.attachment, call, labels)
-        # The host waits here: no collator of ours has compared these labels with the mask before.
-        if mask is None or not ((labels != -100) & (mask == 0)).any():
-            return self.wrapped(*args, **kwargs)
-        with self.attachment.padded(SCORED_AT_PADDING):
-            return self.wrapped(*args, **kwargs)
+        with cache_of_call():
+            if (mask := _mask_of(self.attachment, call)) is None or not _are_hidden(call["labels"], mask):
+                return self.wrapped(*args, **kwargs)
+            with self.attachment.padded(SCORED_AT_PADDING):
+                return self.wrapped(*args, **kwargs)
+
+
+def _are_hidden(labels: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a token that the mask hides has a label."""
+    labels, mask = on_host(labels, mask)
+    return bool(((labels != -100) & (mask == 0)).any())
 
 
 class PoolingPatch(BatchPatch):
@@ -359,10 +272,11 @@ class PoolingPatch(BatchPatch):
         if self.attachment.pool_last_token:
             with within(model=ModelCall(decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
-        if self._scores_padding(bind(self.wrapped, args, kwargs)):
-            with self.attachment.disabled():
-                return self.wrapped(*args, **kwargs)
-        return self.wrapped(*args, **kwargs)
+        with cache_of_call():
+            if self._scores_padding(bind(self.wrapped, args, kwargs)):
+                with self.attachment.disabled():
+                    return self.wrapped(*args, **kwargs)
+            return self.wrapped(*args, **kwargs)
 
     def _scores_padding(self, call: dict[str, Any]) -> bool:
         """Whether the model scores padding, whose state a packed forward does not have. Warns and counts the call."""
@@ -370,19 +284,13 @@ class PoolingPatch(BatchPatch):
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return False
         pad = self.module.config.get_text_config().pad_token_id
-        metadata = metadata_of(ids, mask)
-        pooled = metadata.pooled if metadata is not None else None
-        if pooled is None or pooled.pad_token_id != pad:
-            pooled = PooledTokens.of(ids, mask, pad)
-        elif not any(pooled.is_padding):
-            defer_check("No padding of the batch is scored", find_pooled_tokens(ids, mask, pad)[1])
+        not_last, is_padding = _pooled_tokens(ids, mask, pad)
         remedy = (
             "Give the tokenizer a pad token of its own (`tokenizer.add_special_tokens({'pad_token': '<pad>'})`, "
             "`model.resize_token_embeddings(len(tokenizer))`, `model.config.pad_token_id = tokenizer.pad_token_id`), "
             "or score the last token of the attention mask: `pool_last_token=True`."
         )
-        if any(pooled.is_padding):
-            rows = [row for row, is_padding in enumerate(pooled.is_padding) if is_padding]
+        if rows := is_padding.nonzero().flatten().tolist():
             # Raises the error if the handle is strict.
             self.attachment.run_padded(
                 UnpackableCallError(
@@ -393,11 +301,28 @@ class PoolingPatch(BatchPatch):
                 )
             )
             return True
-        if any(pooled.not_last) and not self._has_warned:
+        if not_last.any() and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                f"In {sum(pooled.not_last)} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
+                f"In {int(not_last.sum())} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
                 f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
                 f"does the model when it is served. {remedy} Said once."
             )
         return False
+
+
+def _pooled_tokens(
+    ids: torch.Tensor | None, mask: torch.Tensor, pad_token_id: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The token of each row that a sequence classifier of transformers scores: the last one that is not the pad token.
+
+    Returns, for each row, whether it is not the last real token, and whether it is padding; both `(B,)`, bool.
+    """
+    ids, mask = on_host(ids, mask)
+    column = torch.arange(mask.shape[1])
+    # Without ids or a pad token transformers scores the last column.
+    is_candidate = torch.ones_like(mask) if ids is None or pad_token_id is None else ids != pad_token_id
+    pooled = (is_candidate * column).argmax(1)  # the last candidate; column 0 if there is none, as in transformers
+    last = (mask.bool() * column).argmax(1)
+    return pooled != last, mask.gather(1, pooled[:, None]).squeeze(1) == 0

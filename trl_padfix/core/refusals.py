@@ -23,6 +23,7 @@ from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
+from .model.patching import running_decision
 from .model.sharded import gathers_in_parts
 
 
@@ -253,6 +254,11 @@ def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has
         UnpackableCallError: If the call cannot.
         PaddingRemovalError: If no call can, because a setting was changed after attachment.
     """
+    decision = running_decision(handle)
+    if decision is not None and decision.is_made:  # the backward computes the call again, as it was computed
+        if decision.obstacle is not None:
+            raise UnpackableCallError(*decision.obstacle)
+        return
     decoder, config = handle.decoder, handle.decoder.config
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")

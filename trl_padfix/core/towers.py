@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from .call.arguments import bind, padded_output
-from .call.batch_metadata import VerifiedMetadata, metadata_of
 from .call.calls import model_call, record_layout
 from .call.images import tensors_in
 from .call.layers import takes_any_argument
-from .context import context, within
+from .context import within
 from .model.older import has_cache
 from .model.patching import BatchPatch, ForwardPatch
 
@@ -72,8 +71,7 @@ class TowerPatch(ForwardPatch):
     fails the test always runs on the full batch, such as one that returns a single row for all images. A tower with
     sharded weights (FSDP, ZeRO-3) does so as well: all processes must run it equally often.
 
-    Equality of the halves is checked on the device, unless the batch metadata already states it. The metadata holds
-    for the images themselves and for features that another tower computed from them.
+    The device compares the halves, except for features that another tower computed from one half, in the same call.
     """
 
     attachment: PaddingRemoval
@@ -81,39 +79,44 @@ class TowerPatch(ForwardPatch):
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
         self.separates_halves: bool | None = None  # `None` until the first batch with equal halves
-        self.verified_metadata = VerifiedMetadata()
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        doubled_features, inputs = call.doubled_features, call.outer_arguments
-        metadata = metadata_of(inputs.get("input_ids"), inputs.get("attention_mask")) if inputs else None
-        # If the metadata says that the halves differ, the device need not compare them.
-        may_halve = self.separates_halves is not False and (metadata is None or metadata.halves_equal is not False)
-        may_halve = may_halve and not _is_random(self.module) and not _is_sharded(self.module)
-        if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], doubled_features):
+        may_halve = self.separates_halves is not False and not _is_random(self.module) and not _is_sharded(self.module)
+        if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], call.doubled_features):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
         output = _doubled(self.wrapped(*map(_first_half, args), **half_kwargs))
         # Weak references: the projector that runs next recognises these features; the list must not keep them alive.
-        doubled_features += map(weakref.ref, tensors_in(output))
+        features = [x for x in tensors_in(output) if not x.is_inference()]
+        call.doubled_features.extend((weakref.ref(x), x._version) for x in features)
         if self.separates_halves is None:
             with torch.no_grad():
                 self.separates_halves = _are_close(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
 
-    def _halves_are_equal(self, arguments: list[Any], doubled_features: list[weakref.ref[torch.Tensor]]) -> bool:
+    def _halves_are_equal(
+        self, arguments: list[Any], doubled_features: list[tuple[weakref.ref[torch.Tensor], int]]
+    ) -> bool:
         """Whether in every tensor among the arguments the second half of the rows equals the first."""
         if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in arguments):
             return False  # a list with one tensor per image has no halves of rows
         tensors = [v for v in arguments if isinstance(v, torch.Tensor) and v.dim() > 0]
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
-        batches = context().known_batches
-        if batches is not None and all(batches.images_are_doubled(v, doubled_features) for v in tensors):
-            differ = torch.stack([(first != second).any() for first, second in (v.detach().chunk(2) for v in tensors)])
-            if self.verified_metadata.verify("The images of the batch are those of its collator", differ.any()):
-                return True
-        return all(torch.equal(*v.chunk(2)) for v in tensors)  # the host waits here
+        unknown = [v.detach() for v in tensors if not _is_one_of(doubled_features, v)]
+        if not unknown:
+            return True
+        return bool(torch.stack([(first == second).all() for first, second in (v.chunk(2) for v in unknown)]).all())
+
+
+def _is_one_of(features: list[tuple[weakref.ref[torch.Tensor], int]], x: torch.Tensor) -> bool:
+    """Whether `x`, or the tensor that it is a view of, is one of these, unmodified."""
+    alive = [(reference(), version) for reference, version in features]
+    return any(
+        t is not None and (x is t or (x._base is t and len(x) % len(t) == 0)) and x._version == version
+        for t, version in alive
+    )
 
 
 def _first_half(value: Any) -> Any:

@@ -68,8 +68,6 @@ class _SelfPreparedTask(Task):
 
     generates_rows = True
 
-    layout_policy = False  # a step joins, generates or shuffles the rows of the data loader
-
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if init_kwargs.get("data_collator") is not None:
             return  # a collator of a user's may take any columns
@@ -158,7 +156,6 @@ class TripleTask(Task):
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
     texts = ("prompt", "chosen", "rejected", "reference")
     takes_images = False
-    layout_policy = True
     rows_per_item = 3
 
     def on_attached(self) -> None:

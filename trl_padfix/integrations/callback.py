@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ import torch
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
-from ..core.call.labels import FIRST_TOKENS_DROPPED, SCORED_FROM_PADDING
+from ..core.call.batch_cache import batch_cache
+from ..core.call.labels import SCORED_FROM_PADDING
 from ..core.call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import PaddingRemoval, PaddingStats
@@ -26,7 +27,7 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.attach_models import attach_to_models
-from ..trainers.data.batch_labels import scores_padding, with_counted_labels, without_first_labels
+from ..trainers.data.batch_labels import scores_padding
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
 from ..trainers.neftune import prefix_sharing_with_neftune
@@ -174,37 +175,21 @@ class PaddingRemovalCallback(TrainerCallback):
         return handle
 
     def _score_no_padding(self, trainer: Trainer) -> None:
-        """Keep labels that are predicted from padding out of the loss and its count, or compute their batch padded."""
-        prepare, compute, count = trainer._prepare_inputs, trainer.compute_loss, trainer._get_num_items_in_batch
-
-        def prepare_inputs(inputs: Any) -> Any:
-            prepared = prepare(inputs)
-            predicted = without_first_labels(prepared) if isinstance(prepared, MutableMapping) else prepared
-            if predicted is not prepared:
-                self.handles[0].say_once(FIRST_TOKENS_DROPPED)
-            return predicted
+        """Compute a batch padded if its labels are predicted from padding."""
+        compute, saved = trainer.compute_loss, vars(trainer).get("compute_loss")
 
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            is_padded = isinstance(inputs, Mapping) and scores_padding(inputs)
-            with entered(handle.padded(SCORED_FROM_PADDING) for handle in self.handles if is_padded):
-                return compute(model, inputs, *args, **kwargs)
+            with batch_cache():
+                is_padded = scores_padding(inputs)
+                with entered(handle.padded(SCORED_FROM_PADDING) for handle in self.handles if is_padded):
+                    return compute(model, inputs, *args, **kwargs)
 
-        def count_items(batches: list[Any], *args: Any) -> Any:
-            return count([with_counted_labels(x) if isinstance(x, MutableMapping) else x for x in batches], *args)
-
-        hooks = {
-            "_prepare_inputs": prepare_inputs,
-            "compute_loss": compute_loss,
-            "_get_num_items_in_batch": count_items,
-        }
-        saved = {name: vars(trainer)[name] for name in hooks if name in vars(trainer)}
-        vars(trainer).update(hooks)
+        trainer.compute_loss = compute_loss
 
         def restore() -> None:
-            for name, hook in hooks.items():
-                if vars(trainer).get(name) is hook:  # not a method that other code has set since
-                    del vars(trainer)[name]
-                    vars(trainer).update({name: saved[name]} if name in saved else {})
+            if vars(trainer).get("compute_loss") is compute_loss:  # not a method that other code has set since
+                del trainer.compute_loss
+                vars(trainer).update({} if saved is None else {"compute_loss": saved})
 
         self._undo.callback(restore)
 

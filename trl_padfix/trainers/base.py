@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.batch_metadata import TensorVersion, with_known_batch
+from ..core.call.batch_cache import batch_cache
 from ..core.call.labels import SCORED_FROM_PADDING
 from .attention_choice import AttentionChoice
 from .batching.micro_batch_budget import MicroBatchBudget
@@ -49,8 +49,6 @@ from .checks import check_arguments
 from .context_parallel import ContextParallel
 from .custom_loss import may_read_steps, observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
-from .data.batch_metadata import BatchWithMetadata, batch_metadata_of, pop_metadata
-from .data.precomputed_layouts import PrecomputedLayouts
 from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
@@ -74,10 +72,9 @@ PARTS: tuple[type[Part], ...] = (
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
     ExactMeans,  # drops rows of a batch, so before all parts that read it
-    Parity,  # its forwards are not counted, and build layouts of their own
-    PrecomputedLayouts,
+    Parity,  # its forwards are not counted
     StepOrder,
-    MicroBatchBudget,  # wraps the collator that adds layouts
+    MicroBatchBudget,
     Generation,  # generates after the forwards of an evaluation, so that they have been counted
     TokenCounts,
     WholeCheckpoints,
@@ -94,7 +91,7 @@ class PaddingFreeMixin:
 
     Attributes:
         padding ([`Padding`]):
-            Handles, token counts, layouts, parity reports and settings.
+            Handles, token counts, parity reports and settings.
     """
 
     task_class: ClassVar[type[Task]] = Task
@@ -257,17 +254,9 @@ class PaddingFreeMixin:
             return self.padding.part(SubBatchBudget).train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        # Trainer calls this in each training and prediction step after it has counted the labels, and before any
-        # `compute_loss`: also before one that a user has set on the trainer itself, which nothing wraps.
         if step_of(inputs) is not None:  # a whole step, which a user's `training_step` prepares before it passes it on
             return inputs
-        prepared = super()._prepare_inputs(inputs)
-        if (metadata := batch_metadata_of(inputs)) is not None and batch_metadata_of(prepared) is None:
-            prepared = BatchWithMetadata(prepared, metadata)  # transformers makes a new dictionary of the same tensors
-        scored = self.padding.task.loss_inputs(prepared)
-        if scored is not prepared and "labels" in scored:
-            self.padding.first_labels = TensorVersion.of(scored["labels"]), prepared["labels"]
-        return scored
+        return super()._prepare_inputs(inputs)
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -281,33 +270,29 @@ class PaddingFreeMixin:
         """
         A block with the forwards of policy and reference on one batch.
 
-        They are packed with the batch's layouts, compared with padded ones on the first batch, and counted. A block
-        within such a block only updates the batch.
+        They are compared with padded ones on the first batch, and counted. A block within such a block only updates
+        the batch. Each block reads its tensors anew: code of a user may have written to them.
         """
         padding, running = self.padding, self.padding.running
         inputs = whole_batch(self, inputs)
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        # `_prepare_inputs` has done `loss_inputs` already, except for a batch that a user took from the data loader.
-        scored = padding.task.loss_inputs(inputs)
-        plain, batch_metadata = pop_metadata(scored)
         if running is None:  # another trainer may have evaluated the model since the last step
             self._follow_models()
         else:  # a subclass may have edited the batch of the outer block
-            batch_metadata = running.batch_metadata
-            padding.part(ContextParallel).check_batch(plain)
-        known = []
-        if batch_metadata is not None:
-            known = batch_metadata.known_batches(plain if running is None else inputs)
-        step = Step(model, plain, mode, number, padding.task.padded_batches, batch_metadata, known, returns_outputs)
-        blocks = map(with_known_batch, known)
-        if running is None:
-            blocks = (part.around_step(step) for part in padding.parts)
+            padding.part(ContextParallel).check_batch(inputs)
+        step = Step(model, inputs, mode, number, padding.task.padded_batches, returns_outputs)
+        parts = padding.parts if running is None else ()
+        blocks = (part.around_step(step) for part in parts)
         # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
-        is_padded = running is None and padding.task.predicts_next_tokens() and scores_padding(scored)
-        padded = (handle.padded(SCORED_FROM_PADDING) for handle in padding.handles if is_padded)
-        with temporarily_set(padding, "running", step), entered(padded), entered(blocks):
-            yield step
+        with batch_cache():
+            packs = padding.task.predicts_next_tokens() and padding.handles[0].enabled
+            is_padded = packs and scores_padding(inputs)
+            handles = padding.handles if is_padded else []
+            disabled = (handle.disabled() for handle in handles)
+            padded = (handle.padded(SCORED_FROM_PADDING) for handle in handles)  # within the blocks, which count it
+            with temporarily_set(padding, "running", step), entered(disabled), entered(blocks), entered(padded):
+                yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
@@ -328,12 +313,8 @@ class PaddingFreeMixin:
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         batches = [micro_batch for batch in batch_samples for micro_batch in micro_batches_of(batch)]
-        version, all_labels = self.padding.first_labels
-        # In evaluation Trainer counts the prepared batch, which has lost the labels of first tokens. TRL counts them.
-        if all_labels is not None:
-            batches = [{**b, "labels": all_labels} if _has_labels(b, version) else b for b in batches]
         with self.padding.part(ContextParallel).gathering_from_all():
-            return super()._get_num_items_in_batch(self.padding.task.label_count_inputs(batches), device)
+            return super()._get_num_items_in_batch(batches, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         return sum(map(super().floating_point_ops, micro_batches_of(inputs)))
@@ -377,7 +358,6 @@ class PaddingFreeMixin:
     def _save_checkpoint(
         self, model: torch.nn.Module, trial: dict[str, Any] | None, *args: Any, **kwargs: Any
     ) -> None:
-        self.padding.part(PrecomputedLayouts).run_deferred_checks()  # before wrong weights are saved
         with self.padding.part(WholeCheckpoints).saving(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
@@ -393,12 +373,6 @@ class PaddingFreeMixin:
         if not self.padding.part(WholeCheckpoints).is_saving:  # it is called again when the checkpoint is in its place
             with temporarily_set(self, "args", trls_configuration(self.args)):
                 super()._push_from_checkpoint(checkpoint_folder)
-
-
-def _has_labels(batch: object, version: TensorVersion) -> bool:
-    """Whether a batch has these very labels."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return isinstance(labels, torch.Tensor) and version.matches(labels)
 
 
 def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ class DPOTask(PairTask):
 
     columns = [{"chosen", "rejected"}]
     needs = "DPO needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    layout_policy = True
     generates_rows = False
     collators = {
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,

@@ -97,7 +97,6 @@ class KTOTask(Task):
     columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
     texts = ("prompt", "completion", "chosen", "rejected")
-    layout_policy = True
     generates_rows = False
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,

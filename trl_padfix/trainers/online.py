@@ -17,8 +17,7 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.batch_metadata import KnownBatch, with_known_batch
-from ..core.call.layout_of import LayoutInputs
+from ..core.call.batch_cache import batch_cache
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
 from .batching.token_budget import SubBatchBudget
@@ -28,8 +27,6 @@ from .context_parallel import ContextParallel
 from .data.columns import blank_texts, column_names
 from .data.data_warnings import warn_or_raise
 from .data.image_rows import ImageCounts, numbered_images
-from .data.layout_collator import attach_metadata
-from .data.precomputed_layouts import PrecomputedLayouts
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary
 from .distributed import datasets_of
@@ -59,7 +56,6 @@ def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
 class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
-    layout_policy = False  # the data loader yields prompts only; `OnlineLayouts` adds the layouts of whole rows
     generates_rows = True
 
     scores = "_get_per_token_logps_and_entropies"
@@ -136,38 +132,13 @@ class OnlineTask(Task):
         return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
 
 
-class OnlineLayouts(PrecomputedLayouts):
-    """Layouts of generated rows: one host-device synchronisation for all micro-batches of a generation."""
-
-    def rows(self, ids: torch.Tensor, mask: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """A block that reuses the metadata of the running step for rows that TRL concatenated into new tensors."""
-        step = self.trainer.padding.running
-        metadata = None if step is None else step.batch_metadata
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        if step is None or metadata is None or not metadata.unmodified(step.inputs, *names):
-            return contextlib.nullcontext()
-        key = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=self.shares_by_ids())
-        known = metadata.forward_metadata.get("")
-        if key is None or known is None or tuple(ids.shape) != known.layout.batch_shape:
-            return contextlib.nullcontext()
-        return with_known_batch(KnownBatch.of(key, known))
-
-    def with_layouts(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Micro-batches of a generation with their layouts, so that their steps need no synchronisation."""
-        padding = self.trainer.padding
-        if not padding.handles or self.settings.max_tokens_per_batch is not None:
-            return batches  # the budget splits them, and builds layouts of the sub-batches
-        rows = [(*padding.task.padded_batches(b)[0].values(), b["completion_ids"].shape[1]) for b in batches]
-        return attach_metadata(batches, rows, self.shares_by_ids())
-
-
 class OnlineTrainer(PaddingFreeMixin):
     """[`PaddingFreeMixin`] for a TRL trainer that generates its completions: a mixin in front of TRL's class."""
 
     task_class = OnlineTask
     part_classes = (
         AttentionChoice, RemovePadding, ContextParallel, Parity,
-        OnlineLayouts, SubBatchBudget, TokenCounts, WholeCheckpoints,
+        SubBatchBudget, TokenCounts, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -184,6 +155,10 @@ class OnlineTrainer(PaddingFreeMixin):
         with entered(handle.disabled() for handle in self.padding.handles):
             return super()._generate_single_turn(*args, **kwargs)
 
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        with batch_cache():
+            return super()._generate_and_score_completions(inputs)
+
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
@@ -197,24 +172,19 @@ class OnlineTrainer(PaddingFreeMixin):
 
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
-        """A block with a scoring forward: it uses the layout of the running step, and the token budget splits it."""
-        with (
-            self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images),
-            self.padding.part(OnlineLayouts).rows(ids, mask),
-        ):
+        """A block with a scoring forward, which the token budget splits."""
+        with self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
-        task, layouts = self.padding.task, self.padding.part(OnlineLayouts)
-        buffered = self._buffered_inputs
+        task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self._buffered_inputs is buffered:  # an evaluation, which buffers nothing, or a later step of a generation
-            return inputs if self.model.training else layouts.with_layouts([inputs])[0]
-        if task.may_regroup():
-            window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
-            self._buffered_inputs = group_prompts(self._buffered_inputs, window)
-        self._buffered_inputs = layouts.with_layouts(self._buffered_inputs)
+        # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
+        if self._buffered_inputs is buffered or not task.may_regroup():
+            return inputs
+        window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
+        self._buffered_inputs = group_prompts(self._buffered_inputs, window)
         return self._buffered_inputs[self._step % len(self._buffered_inputs)]
 
 

@@ -11,11 +11,9 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..core.call.batch_metadata import TensorVersion
 from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval, PaddingStats
-from ..core.layout.layout import Layout
 from ..core.model.find import find_decoder, find_multimodal, find_pretrained
 from ..core.model.patching import Attachment
 from ..core.parity.report import ParityReport
@@ -59,9 +57,6 @@ class Padding:
         handles (`list[PaddingRemoval]`):
             Handles of the policy, and of the reference or teacher model if there is one; empty without
             `padding_free`.
-        layouts (`dict[str, Layout]`):
-            Layouts that the data loader computed for the batch of the last step. Keys are prefixes of tensor names:
-            `""`, in KTO also `"KL_"`. Empty if the forwards build their layouts.
         parity (`dict[str, list[ParityReport]]`):
             Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
             evaluation batch.
@@ -84,7 +79,6 @@ class Padding:
     def __init__(self, settings: Settings):
         self.settings = settings
         self.handles: list[PaddingRemoval] = []
-        self.layouts: dict[str, Layout] = {}
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
@@ -92,8 +86,6 @@ class Padding:
         self.is_restored = False
         self.running: Step | None = None
         self.gradient_hook: str | None = None  # under a token budget: what acts in each backward of a step
-        # Labels of the last batch that was prepared for a loss, and before those of first tokens were dropped.
-        self.first_labels = TensorVersion(None, None), None
 
     @property
     def handle(self) -> PaddingRemoval | None:
@@ -239,7 +231,11 @@ class RemovePadding(Part):
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):
             trainer.data_collator = replace(
-                collator, for_trainer=True, strict=self.settings.strict, **self._id_limits()
+                collator,
+                for_trainer=True,
+                strict=self.settings.strict,
+                packed_rows=trainer.padding.task.packs_rows(),
+                **self._id_limits(),
             )
 
     def _padding_side_of_tokenizer(self) -> str:

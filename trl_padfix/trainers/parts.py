@@ -1,7 +1,7 @@
 """
 Base class of the parts of a trainer, with the objects that their hooks receive.
 
-A part is one feature of a trainer: its attention, its layouts, its token budget, its token counts. `base.py` has the
+A part is one feature of a trainer: its attention, its token budget, its token counts. `base.py` has the
 ordered tuple of parts, and calls each hook below for one part after the other.
 """
 
@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from ..core.call.batch_metadata import KnownBatch
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer, TrainingArguments
 
-    from .data.batch_metadata import BatchMetadata
     from .packing import Padding
     from .settings import Settings
 
@@ -43,12 +40,10 @@ class Step:
 
     Attributes:
         model (`torch.nn.Module`): The model that the loss is computed with, wrapped for training.
-        inputs (`dict`): The batch, without its metadata. A part may replace it until `batches` is first read.
+        inputs (`dict`): The batch. A part may replace it until `batches` is first read.
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step; in training the first one is 1.
         padded_batches (`Callable`): `Task.padded_batches`.
-        batch_metadata (`BatchMetadata`, *optional*): Metadata that the data loader computed with the batch.
-        known (`list` of [`KnownBatch`]): The part of this metadata that is valid for `inputs`.
         returns_outputs (`bool`): Whether `compute_loss` returns `(loss, outputs)`.
         result (`Any`): The value that TRL's `compute_loss` returned; a part may replace it.
     """
@@ -58,8 +53,6 @@ class Step:
     mode: str
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
-    batch_metadata: BatchMetadata | None = None
-    known: list[KnownBatch] = field(default_factory=list)
     returns_outputs: bool = False
     result: Any = None
 

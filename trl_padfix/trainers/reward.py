@@ -9,7 +9,6 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
-from ..core.handle import PaddingRemoval
 from ..core.model.find import find_pretrained
 from .base import PaddingFreeMixin
 from .batching.measures import RewardMeasure
@@ -33,7 +32,6 @@ class RewardTask(PairTask):
     columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
     takes_images = False
-    layout_policy = True
     generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     measure = RewardMeasure
@@ -69,9 +67,6 @@ class RewardTask(PairTask):
                         "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
                         "its own, set `pool_last_token=True`, or pad right."
                     )
-
-    def pooling_pad_id(self, handle: PaddingRemoval) -> int | None:
-        return None if handle.pool_last_token else self._pad_token_id()
 
     def _pad_token_id(self) -> int:
         return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id

@@ -17,9 +17,8 @@ from .batching.measures import TextMeasure
 from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_labels import with_labels
 from .data.chat_templates import check_turns
-from .data.collators import DataCollatorForLanguageModeling, drop_first_labels, pad_right
+from .data.collators import DataCollatorForLanguageModeling, pad_right
 from .data.columns import column_names, untrained_rows
 from .data.data_warnings import name_rows, warn_or_raise
 from .data.row_checks import validate_rows
@@ -41,7 +40,6 @@ __all__ = ["SFTTrainer"]
 class SFTTask(Task):
     """Rows are texts, conversations, or prompts with completions."""
 
-    layout_policy = True
     generates_rows = False
     collators = {
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
@@ -144,49 +142,23 @@ class SFTTask(Task):
         return not self.trainer.model_accepts_loss_kwargs and self.trainer.compute_loss_func is None
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        if "labels" not in batch:
-            return None
-        trained = batch["labels"][:, 1:] != -100
-        if self._labels_begin_rows and "attention_mask" in batch:
-            # The first token of a left-padded row has a label until `loss_inputs`, and no token that predicts it.
-            trained &= batch["attention_mask"].diff(dim=1) != 1
-        return trained.sum()
+        return (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else None
 
     def num_label_tokens(self, batch: dict[str, Any]) -> torch.Tensor:
         count = self.num_loss_items(batch)
         return super().num_label_tokens(batch) if count is None else count
 
-    @property
-    def _labels_begin_rows(self) -> bool:
-        """
-        Whether left-padded batches of the data loader keep the labels of first tokens.
-
-        TRL's right-padded rows have these labels, too. TRL counts them and passes them to `compute_metrics`, but the
-        shift by one position keeps them out of the loss.
-        """
-        collator = self.trainer.data_collator
-        return getattr(collator, "for_trainer", False) and collator.padding_side == "left"
-
-    def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self._labels_begin_rows or not {"attention_mask", "labels"} <= inputs.keys():
-            return super().loss_inputs(inputs)
-        return with_labels(inputs, drop_first_labels(inputs)["labels"])
-
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
-        # A `compute_metrics` for TRL drops the first column of the labels, which is that of right-padded rows.
-        if not self._labels_begin_rows or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
+        # A `compute_metrics` for TRL gets right-padded rows.
+        collator = self.trainer.data_collator
+        pads_left = getattr(collator, "for_trainer", False) and collator.padding_side == "left"
+        if not pads_left or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
             return logits, labels
         mask = inputs["attention_mask"].to(logits.device)
         # Roll each row to the left by its number of pad tokens, `mask.argmax(1)`.
         columns = (torch.arange(mask.shape[1], device=mask.device) + mask.argmax(1, keepdim=True)) % mask.shape[1]
         inputs.update(pad_right(inputs))  # in place: with `include_for_metrics` Trainer passes them on, too
         return logits.take_along_dim(columns[..., None], dim=1), inputs["labels"].to(logits.device)
-
-    def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        # transformers counts the labels of right-padded rows: `labels[:, 1:]` for most models, else all of them.
-        if not self._labels_begin_rows:
-            return super().label_count_inputs(batches)
-        return [pad_right(batch) if "attention_mask" in batch else batch for batch in batches]
 
 
 class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):

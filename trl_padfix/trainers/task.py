@@ -13,11 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
-from ..core.call.labels import FIRST_TOKENS_DROPPED
-from ..core.handle import PaddingRemoval
 from .checks import require_columns, require_rows
 from .custom_loss import custom_loss_name
-from .data.batch_labels import with_counted_labels, without_first_labels
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -55,12 +52,6 @@ class Task:
 
     collators: ClassVar[dict[type, type]] = {}
     """TRL's collators, each with the collator of this package that replaces it and honours `padding_side`."""
-
-    layout_policy: bool | None = None
-    """
-    Whether the collator computes the layouts of a batch. `True`: if every forward of a step and of an evaluation is
-    within `compute_loss`. `None`: for training only, and only if `padded_batches` is not overridden.
-    """
 
     generates_rows: bool | None = None
     """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""
@@ -120,19 +111,9 @@ class Task:
 
     # -- batches
 
-    def precomputes_layouts(self, is_training: bool) -> bool:
-        """Whether the collator computes the layouts of training batches, or of evaluation batches."""
-        if self.layout_policy is not None:
-            return self.layout_policy
-        return is_training and type(self).padded_batches is Task.padded_batches
-
     def packs_rows(self) -> bool:
         """Whether TRL packs several sequences into a row. They are then kept apart without `padding_free`, too."""
         return False
-
-    def pooling_pad_id(self, handle: PaddingRemoval) -> int | None:
-        """The pad token id by which a sequence classifier finds the token that it scores; `None` if it needs none."""
-        return None
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         """Ids and mask of each forward of the policy in a step on `inputs`; an empty list if they are not in it."""
@@ -153,14 +134,6 @@ class Task:
     def model_for_loss(self, model: torch.nn.Module) -> Callable[..., Any]:
         """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
-
-    def loss_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch that the loss gets, made of a batch of the data loader. A second call must change nothing."""
-        # Without padding the first token of a row has nothing that predicts it, as if padding were on the right.
-        if not self.predicts_next_tokens() or (predicted := without_first_labels(inputs)) is inputs:
-            return inputs
-        self.trainer.padding.handles[0].say_once(FIRST_TOKENS_DROPPED)
-        return predicted
 
     def predicts_next_tokens(self) -> bool:
         """Whether the model predicts each label from the token before it, and its padding is removed."""
@@ -201,10 +174,6 @@ class Task:
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         """Logits and labels for `compute_metrics`, made of those that TRL returns for a batch."""
         return logits, labels
-
-    def label_count_inputs(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The batches in the form in which transformers counts their labels (`num_items_in_batch`)."""
-        return list(map(with_counted_labels, batches)) if self.predicts_next_tokens() else batches
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         """Number of items (pairs, tokens) that the loss of a batch is a mean over; `None` if unknown."""

@@ -79,22 +79,9 @@ def test_the_fused_head_scores_the_labels_and_nothing_else(name, side, items, sh
 
 
 @SHARING
-@pytest.mark.parametrize("side", ["left", "both"])
-def test_labels_of_first_tokens_are_not_scored(side, sharing):
+@pytest.mark.parametrize("side", ["left", "both", "holes"])
+def test_labels_behind_a_hidden_token_are_scored_padded(side, sharing):
     ids, mask = batch(side)
-    model = fused("qwen2")
-    expected = fused_numbers(model, ids, mask, answers(ids, mask, prompt=0))
-
-    with remove_padding(model, prefix_sharing=sharing):
-        # Each first real token is a label here, and in every row that begins behind padding nothing predicts it.
-        got = fused_numbers(model, ids, mask, ids.masked_fill(mask == 0, -100))
-
-    assert_same_fused_numbers(got, expected)
-
-
-@SHARING
-def test_labels_behind_a_hidden_span_are_scored_padded(sharing):
-    ids, mask = batch("holes")
     labels = ids.masked_fill(mask == 0, -100)
     model = fused("qwen2")
     expected = fused_numbers(model, ids, mask, labels)

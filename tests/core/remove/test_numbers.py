@@ -36,7 +36,7 @@ from zoo.models import COLUMNS, PAD, SUPPORTED, batch, build, drawn_batches, pad
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.batch_metadata import share_layouts
+from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache
 
 
 # -- the same numbers
@@ -240,12 +240,13 @@ class Waits(TorchDispatchMode):
 
 @SHARING
 @pytest.mark.parametrize("name", ["qwen2", "mistral"])
-def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing):
+def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing, monkeypatch):
+    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)  # as on a device
     ids, mask = batch("mixed")
     model = build(name)
     with remove_padding(model, prefix_sharing=sharing), torch.no_grad(), contextlib.ExitStack() as stack:
         decoder = model.get_decoder()
-        stack.enter_context(share_layouts())
+        stack.enter_context(batch_cache())
         decoder(ids, attention_mask=mask)
         with Waits() as waits:
             decoder(ids, attention_mask=mask)
@@ -292,9 +293,9 @@ def test_policy_and_reference_use_one_layout(sharing, built):
     ids, mask = batch("mixed")
     policy, reference = build("qwen2"), build("qwen2", seed=1)
     with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
-        with share_layouts():
+        with batch_cache():
             logits_of(policy, ids, mask)
-            with pytest.raises(ValueError, match="inner"), share_layouts():
+            with pytest.raises(ValueError, match="inner"), batch_cache():
                 raise ValueError("inner")
             for model in (reference, policy):
                 logits_of(model, ids, mask)
@@ -307,7 +308,7 @@ def test_policy_and_reference_use_one_layout(sharing, built):
 def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
     ids, mask = batch("right")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing) as handle, share_layouts():
+    with remove_padding(model, prefix_sharing=sharing) as handle, batch_cache():
         logits_of(model, ids, mask)
         mask[0, 10] = 0
         expected = logits_of(build("qwen2"), ids, mask)
@@ -319,15 +320,15 @@ def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
         assert_equal_where_real(logits_of(model, ids, mask), expected, mask)
         assert len(built) == (3 if sharing else 2)
 
-        logits_of(model, ids.clone(), mask.clone())
-        assert len(built) == (4 if sharing else 3)
+        logits_of(model, ids.clone(), mask.clone())  # equal values
+        assert len(built) == (3 if sharing else 2)
     assert handle.stats.packed_tokens > 0
 
 
 def test_both_modes_keep_their_own_layout(built):
     ids, mask = batch("right")
     one, other = build("qwen2"), build("qwen2")
-    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, share_layouts():
+    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, batch_cache():
         for model in (one, other, one, other):
             logits_of(model, ids, mask)
 

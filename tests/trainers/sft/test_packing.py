@@ -9,7 +9,7 @@ import trl
 from kit.cells import once_each, slow_but
 from kit.rows import METRICS, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated, packing
-from kit.trainer_runs import MODES, assert_same, believe_layouts, build_model, run, trained
+from kit.trainer_runs import MODES, assert_same, build_model, run, trained
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.models import build
@@ -126,7 +126,6 @@ def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
         "trl_padfix.core.call.layout_of.packed_layout",
         lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
     )
-    believe_layouts(monkeypatch)
     with pytest.raises(ParityError, match="parity FAILED"):
         make(config=packing()).train()
     theirs = trl_packed("bfd")

@@ -56,10 +56,8 @@ class ModelCall:
             Whether the decoder returns the state of each row's last real token in all columns of the row.
         layout ([`Layout`], *optional*):
             Layout of the states `(B, L, H)` that the decoder has returned, for the modules after it.
-        doubled_features (`list[weakref.ref[torch.Tensor]]`):
-            Outputs of towers whose two halves are equal.
-        labels (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
-            The labels that the model got, a copy without those that follow padding, and the labels of the caller.
+        doubled_features (`list[tuple[weakref.ref[torch.Tensor], int]]`):
+            Outputs of towers whose two halves are equal, with their version counters.
     """
 
     decoder: nn.Module
@@ -69,14 +67,7 @@ class ModelCall:
     selects_columns: bool = False
     pools_last: bool = False
     layout: Layout | None = None
-    doubled_features: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-    labels: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def restore_labels(self) -> None:
-        """Undo the change of the labels, for a decoder that runs padded: the model reads them after its decoder."""
-        if self.labels is not None:
-            copy, labels = self.labels
-            copy.copy_(labels)
+    doubled_features: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

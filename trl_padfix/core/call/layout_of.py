@@ -1,8 +1,8 @@
 """
-The layout of a decoder call, or of a batch in its collator.
+The layout of a decoder call.
 
-Both are read in the same way: a [`LayoutInputs`] holds the tensors that a layout is built from, and builds it.
-[`layout_of`] uses the layout that the running step has for the same tensors, or builds one.
+A [`LayoutInputs`] holds the tensors that a layout is built from, and builds it, once for the forwards of a loss on the
+same tensors (`batch_cache.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_la
 from ..layout.layout import Layout
 from ..layout.tree_arguments import tree_arguments_in, tree_layout
 from ..model.older import CACHES, has_cache
-from .batch_metadata import ForwardMetadata, KnownBatch
+from .batch_cache import cached_layout, on_host
 from .calls import LAYOUT, ModelCall
 from .images import content_keys, token_keys
 from .prepared_masks import PreparedMasks
@@ -147,71 +147,45 @@ class LayoutInputs:
             return cls(ids, mask, positions, shares=True)
         return cls(ids, torch.ones(batch.shape[:2], dtype=torch.int64, device=batch.device) if mask is None else mask)
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Ids, mask, positions and `cu_seqlens`, each a tensor or `None`."""
-        return self.ids, self.mask, self.positions, self.cu_seqlens
-
-    @property
-    def depends_on(self) -> tuple[bool, ...]:
-        """Whether the layout depends on each of the `tensors`; a padded layout without sharing needs only the mask."""
-        return (self.shares or self.is_packed, True, self.shares or self.is_packed, True)
-
     def build(self, token_budget: int | None = None) -> Layout:
         """
-        Build the layout, on the device of the tensors. On an accelerator this costs one synchronisation.
+        The layout, on the device of the tensors. If the host has not read them, it waits for the device once.
 
         Prefixes are shared if that saves time, or if the packed row would otherwise exceed `token_budget`, whose rows
         were chosen with shared tokens counted once.
         """
-        if not self.shares:
-            return self._layout(shares=False)
-        shared = self._layout(shares=True)
-        exceeds_budget = token_budget is not None and shared.real_tokens > token_budget
-        return shared if shared.sharing_pays or exceeds_budget else self._layout(shares=False)
+        batch = self.mask if self.ids is None else self.ids
+        assert batch is not None
+        shape, reads_positions = (batch.shape[0], batch.shape[1]), self.shares or self.is_packed
+        ids, positions = self.ids if self.shares else None, self.positions if reads_positions else None
+        tensors = [ids, self.mask, positions, self.cu_seqlens]
 
-    def _layout(self, shares: bool) -> Layout:
-        ids, mask, positions, cu_seqlens = self.tensors
-        if mask is not None and not shares:
-            return padding_free_layout(mask)
-        assert ids is not None  # `read` has them for packed batches, and where prefixes may be shared
-        if self.is_packed:
-            columns = torch.arange(ids.shape[1], device=ids.device) if positions is None else positions
-            columns = columns.expand(ids.shape[:2])
-            return packed_layout(columns, cu_seqlens=cu_seqlens, input_ids=ids if shares else None)
-        mask = torch.ones_like(ids) if mask is None else mask
-        return prefix_sharing_layout(ids, mask, positions) if shares else padding_free_layout(mask)
+        def build() -> Layout:
+            with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
+                ids, mask, positions, cu_seqlens = on_host(*tensors)
+                if mask is None and not self.is_packed:
+                    mask = torch.ones(shape, dtype=torch.int64)
+                layout = _build(shape, ids, mask, positions, cu_seqlens)
+                if ids is not None and not layout.sharing_pays:
+                    exceeds_budget = token_budget is not None and layout.real_tokens > token_budget
+                    layout = layout if exceeds_budget else _build(shape, None, mask, positions, cu_seqlens)
+                return layout.to(batch.device)
 
-    def rows_that_differ(self, layout: Layout) -> torch.Tensor:
-        """
-        Rows of the batch that do not fit a layout, `(B,)`, bool; computed on their device without synchronisation.
+        return cached_layout((shape, self.shares, self.is_packed, token_budget), tensors, build)
 
-        A layout fits if its real tokens and sequences are those of the batch, and if each shared token has the values
-        of the token that computes it.
-        """
-        ids, mask, positions, cu_seqlens = self.tensors
-        real, source, shape = layout.real_index, layout.source, layout.batch_shape
-        # In a packed batch the first token of each sequence has position 0.
-        position_R = layout.positions if source is None else layout.positions[source]
-        if not self.is_packed:
-            is_real = real.new_zeros(layout.padded_tokens).index_fill(0, real, 1)
-            differs = is_real != (1 if mask is None else mask.flatten() != 0)
-        elif cu_seqlens is not None:
-            begins = real.new_zeros(layout.padded_tokens + 1).index_fill(0, cu_seqlens.long(), 1)[:-1]
-            # Each row begins a sequence, as in `packed_layout`.
-            differs = begins.view(shape).index_fill(1, real.new_zeros(1), 1).flatten() != (position_R == 0)
-        else:
-            assert positions is not None
-            steps = positions.expand(shape).diff(dim=1, prepend=positions.expand(shape)[:, :1])
-            differs = (steps != 1).flatten() != (position_R == 0)
-        if source is not None:
-            computed_by = layout.packed_index[source]
-            keys = [] if positions is None else [*positions.reshape(-1, *positions.shape[-2:])]
-            assert ids is not None
-            for values in (x.expand(shape).flatten() for x in (ids, *keys)):
-                # `real` is an index: a boolean mask in its place would make the host wait for the number of tokens.
-                differs = differs.index_put((real,), differs[real] | (values[real] != values[computed_by]))
-        return differs.view(layout.batch_shape).any(1)
+
+def _build(
+    shape: tuple[int, int],
+    ids: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Layout:
+    """The layout of tensors on the host: of a packed batch if they have no mask; with `ids` prefixes are shared."""
+    if mask is None:
+        columns = (torch.arange(shape[1]) if positions is None else positions).expand(shape)
+        return packed_layout(columns, cu_seqlens=cu_seqlens, input_ids=ids)
+    return padding_free_layout(mask) if ids is None else prefix_sharing_layout(ids, mask, positions)
 
 
 def layout_of(
@@ -244,6 +218,7 @@ def layout_of(
     ids = call["input_ids"] if call.get("input_ids") is not None else around.get("input_ids")
     if LAYOUT not in call and (tree := tree_arguments_in(call)):
         return _layout_of_tree(call, tree, ids, around, handle)
+    _refuse_new_cache(call, handle)
     if has_cache(call) or LAYOUT in call:
         return None  # a call with a cache, as in generation, or one that is packed already
     if call.get("encoder_hidden_states") is not None:
@@ -273,20 +248,27 @@ def layout_of(
         return None
     if handle.prefix_sharing is True and not inputs.shares:
         handle.report_unshared(sharing_obstacle(call))
-    if compares_embeds and inputs.shares and not inputs.is_packed:
-        # The embeddings are among the keys of the tokens. They exist only in this forward: no metadata covers them.
+    if compares_embeds and inputs.shares and not inputs.is_packed:  # the embeddings are among the keys of the tokens
         assert inputs.ids is not None
-        return replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared)).build(
-            handle.token_budget
-        )
-    known_batches = context().known_batches
-    layout = known_batches.layout(inputs) if known_batches is not None else None
-    if layout is None:
-        with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
-            layout = inputs.build(handle.token_budget)
-        if known_batches is not None:
-            known_batches.batches.append(KnownBatch.of(inputs, ForwardMetadata(layout)))
+        inputs = replace(inputs, positions=content_keys(call, inputs.ids, inputs.mask, prepared))
+    planned = context().planned
+    if planned is not None and inputs.positions is None and planned[0].matches(inputs.ids, inputs.mask):
+        return planned[1]
+    layout = inputs.build(handle.token_budget)
     return None if inputs.is_packed and layout.is_trivial else layout
+
+
+def _refuse_new_cache(call: dict[str, Any], handle: PaddingRemoval) -> None:
+    """Raise an error if a padded batch that is trained on shall begin a cache, as no generation does."""
+    mask = call.get("attention_mask")
+    begins_cache = call.get("use_cache") is True and all(call.get(name) is None for name in CACHES)
+    is_padded_batch = isinstance(mask, torch.Tensor) and mask.dim() == 2 and handle.packs_padded
+    if begins_cache and is_padded_batch and torch.is_grad_enabled() and not on_host(mask)[0].bool().all():
+        raise UnpackableCallError(
+            "use_cache",
+            "The model was called with `use_cache=True`: a packed forward has no rows whose cache a later call could "
+            "continue. Leave `use_cache` out of a loss.",
+        )
 
 
 def sharing_obstacle(arguments: Mapping[str, Any]) -> str | None:

@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from ..context import within
 from ..layout.shared_prefixes import PrefixedLayout
-from .batch_metadata import (
-    ForwardMetadata,
-    KnownBatch,
-    KnownBatches,
-    metadata_of,
-    share_layouts_in_call,
-    with_known_batch,
-)
-from .layout_of import LayoutInputs
+from .batch_cache import BatchVersion, cache_of_call
 
 
 __all__ = ["run_prefix_forward", "with_prefix_states"]
@@ -54,7 +45,8 @@ def run_prefix_forward(
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
     records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
-    with within(model=None, runner=None, known_batches=KnownBatches([_known_batch(call, ForwardMetadata(layout))])):
+    planned = BatchVersion.of(ids, mask), layout
+    with within(model=None, runner=None, planned=planned):
         output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
     if head_arguments:
         records["head",] = (output.logits,)  # backward must begin with the head, as FSDP2 expects
@@ -63,10 +55,5 @@ def run_prefix_forward(
 @contextmanager
 def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
     """Until the block ends, a forward of a model with the arguments `call` has this `layout` and reads its states."""
-    metadata = metadata_of(call["input_ids"], call["attention_mask"]) or ForwardMetadata(layout)
-    with share_layouts_in_call(), with_known_batch(_known_batch(call, replace(metadata, layout=layout))):
+    with cache_of_call(), within(planned=(BatchVersion.of(call["input_ids"], call["attention_mask"]), layout)):
         yield
-
-
-def _known_batch(call: dict[str, Any], metadata: ForwardMetadata) -> KnownBatch:
-    return KnownBatch.of(LayoutInputs(call["input_ids"], call["attention_mask"], shares=True), metadata)

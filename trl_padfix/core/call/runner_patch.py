@@ -28,6 +28,9 @@ class RunnerPatch(ForwardPatch):
 
     last_runner: ForwardRunner | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"last_runner": None}  # a copy of the model has no graph to recompute
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner
         if runner is not None:

@@ -8,6 +8,17 @@ prefixes.
 
 Micro-batches come depth first, so the shared prefixes that are in memory together are about one path of the prefix
 tree.
+
+A token has several numbers. `i` is a micro-batch or the forward of a prefix on its rows:
+
+| a number | counts | held by |
+|---|---|---|
+| in the tree | the distinct tokens of the step, depth first | `paths`, `tokens_of_batch`, `_PrefixDraft.tokens` |
+| of a prefix | the shared prefixes, enclosing ones first | `owner` (-1: of none), `PrefixedLayout.prefixes` |
+| flat | the columns of the padded `(b, l)` of `i`, row after row | `real_index`, `packed_index` |
+| real | the real tokens of `i`, row after row | `source` (its index) |
+| packed | what the forward `i` reads, then its new tokens | `packed_number`, `source`, `key_index` (their values) |
+| in a prefix | the tokens of one prefix, ascending in the tree | `fork_tokens` |
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """
-Changes of a decoder's modules after padding removal was attached: hooks, and modules that were replaced.
+Changes of a decoder's modules after padding removal was attached: hooks, forwards, and modules that were replaced.
 
 A hook within the decoder gets the packed row `(1, T, ...)` instead of the padded batch. If the hook depends on the
-place of a token, or on the row, its results would differ. A module that replaces another has none of its patches.
+place of a token, or on the row, its results would differ; so would those of a new module, or of another `forward`. A
+module that replaces another has none of its patches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ..errors import UnpackableCallError
 
@@ -21,16 +23,24 @@ __all__ = ["ModuleChanges"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+_GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+"""Hooks of all modules of the process."""
+
 _HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_padfix", "wandb"}
 """Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
+
+_HARMLESS_MODULES = _HARMLESS | {"bitsandbytes", "liger_kernel", "peft", "torchao"}
+"""Packages whose modules treat each token by itself, or wrap others."""
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
 """In names of hooks on an embedding that let its output require a gradient: transformers', PEFT's, TRL's."""
 
+_ONE_ROW = "A packed forward would give it one row of all real tokens in place of the padded batch."
+
 
 class ModuleChanges:
     """
-    Finds hooks and modules that were added to a decoder after attachment.
+    Finds hooks, forwards and modules that were added to a decoder after attachment.
 
     Args:
         decoder (`torch.nn.Module`):
@@ -45,36 +55,42 @@ class ModuleChanges:
         # Modules, not their ids: a deep copy of the model has other ids.
         self.patched = set(self.modules) & set(patched)
         self.types = frozenset(type(module) for module in self.patched)
-        self.unpatched = {module for module in self.modules if type(module) in self.types} - self.patched
+        self.known = set(self.modules)
         self.accepted: set[Callable[..., Any]] = set()
         self.accept_hooks()
 
     def accept_hooks(self) -> None:
-        """Take the hooks that are registered now as part of the model."""
+        """Take the hooks, the forwards and the modules that are there now as part of the model."""
+        self.known |= {module for module in self.decoder.modules() if type(module) not in self.types}
         self._check_modules()
-        self.accepted |= {hook for hooks in self.hooks for hook in hooks.values() if not _is_harmless(hook)}
+        self.accepted |= {hook for _, hook in self._hooks() if not _is_harmless(hook)}
+        self.accepted |= {forward for forward in self._forwards() if forward is not None}
 
     def check(self) -> None:
         """
         Compare the modules of the decoder with those at attachment; on the host, in a millisecond for 2,000 modules.
 
         Raises:
-            UnpackableCallError: If a module was replaced, or has a new hook.
+            UnpackableCallError: If a module was replaced, or has a new hook or forward.
         """
         self._check_modules()
-        if not any(self.hooks):  # as in nearly all models
+        for forward in self._forwards():
+            if forward is not None and forward not in self.accepted and not _is_harmless(forward):
+                raise UnpackableCallError(
+                    "forward",
+                    f"`{_name(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
+                    f"padding removal was attached. {_ONE_ROW} Set it before padding removal is attached, if it "
+                    "treats every token by itself.",
+                )
+        if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # as in nearly all models
             return
-        for i, hooks in enumerate(self.hooks):
-            for hook in hooks.values():
-                if hook in self.accepted or _is_harmless(hook):
-                    continue
-                module = self.modules[i // len(_HOOKS)]
+        for place, hook in self._hooks():
+            if hook not in self.accepted and not _is_harmless(hook):
                 raise UnpackableCallError(
                     "hook",
-                    f"`{_name(hook)}` was registered as a hook of a {type(module).__name__} "
-                    f"in {type(self.decoder).__name__} after padding removal was attached. A packed forward would "
-                    "give it one row of all real tokens in place of the padded batch. Remove the hook after use; or "
-                    "register it before padding removal is attached, if it treats every token by itself.",
+                    f"`{_name(hook)}` was registered as a hook of {place} in {type(self.decoder).__name__} after "
+                    f"padding removal was attached. {_ONE_ROW} Remove the hook after use; or register it before "
+                    "padding removal is attached, if it treats every token by itself.",
                 )
 
     @property
@@ -86,14 +102,26 @@ class ModuleChanges:
             return True
         return False
 
+    def _hooks(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """All hooks, each with the modules that it is registered for."""
+        for i, hooks in enumerate(self.hooks):
+            yield from ((f"a {type(self.modules[i // len(_HOOKS)]).__name__}", hook) for hook in hooks.values())
+        yield from (("all modules", hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values())
+
+    def _forwards(self) -> set[Any]:
+        """The forwards that were set on modules themselves, and those of their classes."""
+        return {members.get("forward") for members in self.members} | {c.forward for c in self.classes}
+
     def _read_modules(self) -> None:
-        """Record the modules, and the dictionaries of their children and hooks."""
+        """Record the modules, and the dictionaries of their children, hooks and attributes."""
         self.modules, self.children = [], [self.decoder._modules]
         for children in self.children:  # the loop appends to its list: breadth first
             modules = [child for child in children.values() if child is not None]
             self.modules += modules
             self.children += [module._modules for module in modules]
-        self.hooks = [vars(module)[name] for module in self.modules for name in _HOOKS]
+        self.members = [vars(module) for module in self.modules]
+        self.hooks = [members[name] for members in self.members for name in _HOOKS]
+        self.classes = set(map(type, self.modules))
 
     def _check_modules(self) -> None:
         """Read the modules again if any was added, removed or replaced; an error if patches are missing then."""
@@ -103,22 +131,28 @@ class ModuleChanges:
             return
         self._read_modules()
         # Wrappers (LoRA's, FSDP's, those of checkpointing) keep the patched modules, and so do no harm.
-        missing = self.patched.difference(self.modules)
-        missing |= {m for m in self.modules if type(m) in self.types and m not in self.patched | self.unpatched}
-        if missing:
-            self.modules = []  # compare again in the next call
+        changed = self.patched.difference(self.modules)
+        changed |= {
+            m
+            for m in set(self.modules) - self.known
+            if type(m) in self.types or _package(type(m)) not in _HARMLESS_MODULES
+        }
+        if changed:
+            module, self.modules = next(iter(changed)), []  # compare again in the next call
             raise UnpackableCallError(
                 "replaced module",
-                f"A {type(next(iter(missing))).__name__} of {type(self.decoder).__name__} was added, removed or "
-                "replaced after padding removal was attached. Only modules that were there have patches. Call "
+                f"A {type(module).__name__} of {type(self.decoder).__name__} was added, removed or replaced after "
+                f"padding removal was attached. Only modules that were there have patches. {_ONE_ROW} Call "
                 "`handle.remove()` before such a change, and attach again after it.",
             )
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    function = _function(hook)
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return package in _HARMLESS or _READY_FOR_CHECKPOINTS in _name(hook)
+    return _package(_function(hook)) in _HARMLESS or _READY_FOR_CHECKPOINTS in _name(hook)
+
+
+def _package(thing: Any) -> str:
+    return (getattr(thing, "__module__", None) or "").partition(".")[0]
 
 
 def _name(hook: Callable[..., Any]) -> str:

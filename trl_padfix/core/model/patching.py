@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_backward"]
+__all__ = [
+    "Attachment",
+    "BatchPatch",
+    "Decision",
+    "ForwardPatch",
+    "beneath_patches",
+    "in_backward",
+    "running_decision",
+]
 
 
 class Attachment:
@@ -191,24 +201,64 @@ class ForwardPatch:
             self.module.forward = self.below
 
 
+@dataclass(eq=False)
+class Decision:
+    """
+    How a call of an attached model was computed, for a backward that computes it again.
+
+    Attributes:
+        attachment ([`Attachment`]): The attachment of the model.
+        disabled (`bool`): Whether it ran in an [`Attachment.disabled`] block.
+        obstacle (`tuple[str, str]`, *optional*): Kind and message of the error for which it was computed padded.
+        is_made (`bool`): Whether the call has ended, so that it is computed again as it was.
+    """
+
+    attachment: Attachment
+    disabled: bool = False
+    obstacle: tuple[str, str] | None = None
+    is_made: bool = False
+
+
+def running_decision(attachment: Attachment) -> Decision | None:
+    """The decision about the running call of a model, if it is that of `attachment`."""
+    decision = context().decision
+    return decision if decision is not None and decision.attachment is attachment else None
+
+
 class BatchPatch(ForwardPatch):
     """
     The patch of a module whose forward gets the ids or embeddings of a batch.
 
-    User code may checkpoint the whole model. Its forward is then computed again in the backward pass. If the forward
-    ran in an [`Attachment.disabled`] block, this block has ended by then, and the patch disables packing again.
+    User code may checkpoint the whole model. Its forward is then computed again in the backward pass, where a hook, a
+    setting or an [`Attachment.disabled`] block may have come or gone. A call is packed or padded as it was at first.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if isinstance(tokens, torch.Tensor):
-            if not in_backward():
-                self.attachment.record_tokens(tokens)
-            elif self.attachment.was_disabled_for(tokens):
-                with self.attachment.disabled():
-                    return super().call(*args, **kwargs)
-        return super().call(*args, **kwargs)
+        if not isinstance(tokens, torch.Tensor):
+            return super().call(*args, **kwargs)
+        if retrieve_all_functorch_interpreters():  # within `torch.func`
+            with self.attachment.transformed():
+                return super().call(*args, **kwargs)
+        decision = running_decision(self.attachment)
+        if decision is not None:  # of the module around
+            decision.disabled |= not decision.is_made and not self.attachment.enabled
+            if not decision.is_made:
+                self.attachment.record_decision(tokens, decision)
+            return super().call(*args, **kwargs)
+        decision = self.attachment.decision_about(tokens) if in_backward() else None
+        if decision is not None:
+            toggled = self.attachment.disabled() if decision.disabled else self.attachment.reenabled()
+            with toggled, within(decision=decision):
+                return super().call(*args, **kwargs)
+        decision = Decision(self.attachment, disabled=not self.attachment.enabled)
+        self.attachment.record_decision(tokens, decision)
+        try:
+            with within(decision=decision):
+                return super().call(*args, **kwargs)
+        finally:
+            decision.is_made = True
 
 
 def in_backward() -> bool:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...core.call.batch_metadata import PooledTokens
 from ...core.errors import PaddingRemovalError
-from ..data.batch_labels import label_positions, rows_with_labels_of_padding
-from ..data.batch_metadata import pop_metadata
+from ..data.batch_labels import scores_padding
 from ..data.image_rows import image_tensors
-from ..data.layout_collator import LayoutCollator
 from .bin_packing import pack_by_budget, pack_depth_first, split_by_length
 from .measures import RowMeasure, batch_costs
 from .micro_batches import CollatedStep, MicroBatch
@@ -93,14 +90,13 @@ class BudgetCollator:
         else:
             step = self._split_by_tokens(step, share, examples, weights)
         if self.weight_by_tokens:
-            labels = [label_positions(m.batch) for m in step.micro_batches]
-            counts = [0 if positions is None else len(positions) for positions in labels]
+            counts = [int((m.batch["labels"][:, 1:] != -100).sum()) for m in step.micro_batches]
             total = max(sum(counts), 1)
             weighted = zip(step.micro_batches, counts, strict=True)
             step = step._replace(micro_batches=[m._replace(weight=count / total) for m, count in weighted])
         batches = [m.batch for m in step.micro_batches]
         if self.adds_whole and len(batches) > 1 and any(map(image_tensors, batches)):
-            step = step._replace(whole=pop_metadata(self.collator(examples))[0])
+            step = step._replace(whole=self.collator(examples))
         if self.plan_in_worker and len(batches) > 1 and (inputs := ids_and_masks(batches)):
             step = step._replace(prefix_plan=plan_on_host(inputs, self.budget))
         return step
@@ -119,7 +115,7 @@ class BudgetCollator:
 
     def _split_by_rows(self, micro_batch: MicroBatch) -> list[MicroBatch]:
         """Split a micro-batch of TRL by rows. The loss is a mean over the rows that the collator returned."""
-        plain, count = pop_metadata(micro_batch.batch)[0], len(micro_batch.items)
+        plain, count = micro_batch.batch, len(micro_batch.items)
         if any(not isinstance(v, torch.Tensor) or v.dim() == 0 or len(v) % count for v in plain.values()):
             logger.warning(
                 f"`max_tokens_per_batch`: the collator makes a batch with values that do not have a row for each "
@@ -132,7 +128,7 @@ class BudgetCollator:
         if len(parts) == 1:
             return [micro_batch]
         selected = [micro_batch.select(part, count) for part in parts]
-        return [m._replace(batch=self._with_metadata(m.batch)) for m in selected]
+        return selected
 
     def _split_by_tokens(
         self, step: CollatedStep, share: Share, examples: list[dict[str, Any]], weights: np.ndarray
@@ -173,21 +169,9 @@ class BudgetCollator:
         Rows are padded to other lengths here than in the batch of TRL, so the loss would change. `numbers`: the row of
         the dataset of each item.
         """
-        rows, use = rows_with_labels_of_padding(batch), "has labels"
-        remedy = "Let your collator set labels to -100 where the attention mask is 0"
-        pad = self.collator.pooling_pad_id if isinstance(self.collator, LayoutCollator) else None
-        if pad is not None and "attention_mask" in batch:
-            is_scored = PooledTokens.of(batch["input_ids"], batch["attention_mask"], pad).is_padding
-            if scored := [row for row, is_padding in enumerate(is_scored) if is_padding]:
-                rows, use, remedy = scored, "is scored", f"Let your collator pad with the model's `pad_token_id={pad}`"
-        if rows:
+        if scores_padding(batch):
             raise PaddingRemovalError(
-                f"Padding {use} in rows {sorted({numbers[row % len(numbers)] for row in rows})} of the dataset, "
-                "and `max_tokens_per_batch` pads rows to other lengths than TRL: the loss would depend on it. "
-                f"{remedy}, or leave the budget out."
+                f"Padding has labels in rows {sorted(set(numbers))} of the dataset, and `max_tokens_per_batch` pads "
+                "rows to other lengths than TRL: the loss would depend on it. Let your collator set labels to -100 "
+                "where the attention mask is 0, or leave the budget out."
             )
-
-    def _with_metadata(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch with the metadata that the collator adds, if it does."""
-        adds_metadata = isinstance(self.collator, LayoutCollator)
-        return replace(self.collator, collator=lambda _: batch)([]) if adds_metadata else batch

@@ -22,7 +22,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from ..custom_loss import computes_loss_itself, custom_loss_name, is_custom_collator, may_read_steps
-from ..data.batch_metadata import pop_metadata
 from ..data.image_rows import has_pixels, without_images
 from ..data.tokenizers import tokenizer_of
 from ..distributed import gather_counts, is_sharded, max_over_processes, sync_gradients_in_last
@@ -268,8 +267,8 @@ class MicroBatchBudget(SubBatchBudget):
             whole = join_batches(batches, trainer.padding.task.rows_per_item)
             expected = loss_and_norm([partial(loss, whole, None)], parameters)
             with self._run(MicroBatchRunner(len(batches))):
-                split = zip(map(pop_metadata, batches), weights, strict=True)
-                claimed = loss_and_norm([partial(loss, plain, weight) for (plain, _), weight in split], parameters)
+                split = zip(batches, weights, strict=True)
+                claimed = loss_and_norm([partial(loss, plain, weight) for plain, weight in split], parameters)
         if differs(expected, claimed, next(trainer.model.parameters()).dtype):
             raise ValueError(
                 f"`loss_reduction={reduction!r}` is not what `{custom_loss_name(trainer)}` computes: on the first "

@@ -13,7 +13,6 @@ from torch import nn
 
 from ...core.layout.flat_maps import FlatIndexMaps
 from ...core.layout.shared_prefixes import PrefixPlan
-from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..data.image_rows import image_tensors
 from .bin_packing import halve_largest
 
@@ -45,8 +44,8 @@ class MicroBatch(NamedTuple):
     items: Sequence[int] = ()
 
     def select(self, places: Sequence[int], count: int) -> MicroBatch:
-        """The items at these places of the `count` items, with their share of the weight, without metadata."""
-        batch = items_of(pop_metadata(self.batch)[0], places, count)
+        """The items at these places of the `count` items, with their share of the weight."""
+        batch = items_of(self.batch, places, count)
         items = [self.items[place] for place in places] if self.items else ()
         return MicroBatch(batch, self.weight * len(places) / count, items)
 
@@ -113,7 +112,7 @@ class CollatedStep(NamedTuple):
         return items_of(joined, places, len(items))
 
 
-class StepBatch(BatchWithMetadata):
+class StepBatch(dict):
     """
     A step as code of a user finds it: the batch of TRL, a dictionary of tensors.
 
@@ -221,7 +220,7 @@ def join_batches(batches: Sequence[dict[str, Any]], rows_per_item: int, pad_toke
 
     The rows of a micro-batch come in `rows_per_item` blocks (chosen, rejected), and so do those of the whole batch.
     """
-    plain = [pop_metadata(batch)[0] for batch in batches]
+    plain = batches
     counts = [len(batch["input_ids"]) // rows_per_item for batch in plain]
     pads_left = any(not batch["attention_mask"][:, 0].all() for batch in plain if "attention_mask" in batch)
 

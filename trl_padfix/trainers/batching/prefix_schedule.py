@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-from ...core.call.batch_metadata import BatchVersion, defer_check
+from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import ForwardRunner, within
@@ -32,7 +32,6 @@ from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
 from ..activation_checkpointing import checkpointing_kwargs
-from ..data.batch_metadata import pop_metadata
 
 
 __all__ = [
@@ -219,9 +218,7 @@ class MicroBatchRunner:
         """
         if not (inputs := ids_and_masks(batches)):
             return cls(len(batches))
-        metadata = [(batch, pop_metadata(batch)[1]) for batch in batches]
-        is_current = all(x is not None and x.unmodified(batch, "input_ids", "attention_mask") for batch, x in metadata)
-        if gather is not None or plan is STALE_PLAN or (plan is not None and not is_current):
+        if gather is not None or plan is not None:
             plan = plan_on_host([(ids.cpu(), mask.cpu()) for ids, mask in inputs], budget, gather)
         if isinstance(plan, FlatIndexMaps):
             plan = plan.to(inputs[0][0].device)
@@ -293,9 +290,7 @@ class MicroBatchRunner:
         if not is_unmodified:
             schedule.finish_early(run_prefix)
             return None
-        layout = schedule.next_batch(run_prefix)
-        _check_rows(call["input_ids"], call["attention_mask"], layout)
-        return layout
+        return schedule.next_batch(run_prefix)
 
     def _inputs_of_prefix(self, prefix: PrefixedLayout, index: int, tokens: torch.Tensor | None) -> dict[str, Any]:
         """Ids and mask of micro-batch `index`, with the `tokens` of the first forward of a recomputed prefix."""
@@ -327,16 +322,6 @@ def _is_checkpointed() -> bool:
     """Whether this thread is within a checkpoint of torch, which recomputes its forward in backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
-
-
-def _check_rows(ids: torch.Tensor, mask: torch.Tensor, layout: PrefixedLayout) -> None:
-    """Defer the check that a micro-batch has the rows of the plan: its own tokens and those of the prefixes."""
-    new = [] if layout.new is None else [ids.flatten()[layout.new.packed_index]]
-    computed = torch.cat([*(states.ids for states in layout.prefix_states.reads), *new])
-    violations = (ids.flatten()[layout.real_index] != computed[layout.source]).any()
-    is_real = torch.zeros_like(mask.flatten(), dtype=torch.bool).index_fill(0, layout.real_index, True)
-    violations = violations | ((mask.flatten() != 0) != is_real).any()
-    defer_check("Micro-batches have the rows that they had when their step was planned", violations)
 
 
 def _missing_micro_batch() -> PaddingRemovalError:

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from ..custom_loss import is_custom_collator
-from ..data.layout_collator import LayoutCollator
 from ..distributed import data_replicas
 from ..parts import Part
 from ..settings import check_grouping
@@ -158,7 +157,7 @@ class StepOrder(Part):
     def collator(self) -> Any:
         """The collator that the trainer was given."""
         collator = self.trainer.data_collator
-        while isinstance(collator, BudgetCollator | LayoutCollator):
+        while isinstance(collator, BudgetCollator):
             collator = collator.collator
         return collator
 

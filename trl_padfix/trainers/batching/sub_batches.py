@@ -19,7 +19,7 @@ from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ...core.call.batch_metadata import BatchVersion, defer_check
+from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates
 from ...core.context import context, within
@@ -59,15 +59,6 @@ class _SplitBatch:
     rows: list[torch.Tensor]
     inputs: list[tuple[torch.Tensor, torch.Tensor | None]]
     plan: PrefixPlan | None = None
-
-    def check_rows(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Defer the check that these tensors still hold the rows that were split."""
-        differs: list[torch.Tensor] = []
-        for rows, (ids_then, mask_then) in zip(self.rows, self.inputs, strict=True):
-            differs.append((ids[rows] != ids_then).any())
-            if mask is not None and mask_then is not None:
-                differs.append((mask[rows] != mask_then).any())
-        defer_check("A forward in sub-batches has the rows that it had when it was split", torch.stack(differs).any())
 
     def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
         """The arguments of each sub-batch: its rows of values that have one for each row, and all other values."""
@@ -115,7 +106,6 @@ class SubBatches:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
         for batch in self._batches:
             if batch.version.matches(ids, mask):
-                batch.check_rows(ids, mask)
                 return batch
         # One copy to the host for all sub-batches: the only wait for the device that splitting needs.
         has_ids = ids.dim() == 2

@@ -127,18 +127,11 @@ class SubBatchBudget(Part):
         )
 
     def _images_of_step(self) -> ImageCounts | None:
-        """Images of the rows of the running step, as TRL or the collator has counted them; `None` without images."""
+        """Images of the rows of the running step, as TRL has counted them; `None` without images."""
         step = self.trainer.padding.running
         if step is None or not isinstance(step.inputs, Mapping):
             return None
-        if counts := numbered_images(step.inputs):
-            return counts
-        metadata = step.batch_metadata
-        if metadata is None or not metadata.num_images or not metadata.unmodified(step.inputs, "input_ids"):
-            return None
-        # Chosen and rejected rows have the same images.
-        blocks = len(step.inputs["input_ids"]) // len(metadata.num_images)
-        return {"num_images": metadata.num_images * blocks}
+        return numbered_images(step.inputs) or None
 
     def compute_loss(
         self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 
-from ..data.batch_metadata import BatchWithMetadata, pop_metadata
 from ..distributed import sync_gradients_in_last
 from ..temporary_attributes import temporarily_set
 from .budget_checks import has_images, joins_micro_batches
@@ -53,7 +52,7 @@ def step_of_user(trainer: PaddingFreeTrainer, inputs: Any, trl_sizes: Sequence[i
                 "by row, so it is computed as one, whatever its tokens."
             )
         return CollatedStep([MicroBatch(inputs, 1.0)], keeps_micro_batches=True)
-    plain = pop_metadata(inputs)[0]
+    plain = inputs
     count = len(plain["input_ids"]) // rows_per_item
     if any(not isinstance(v, torch.Tensor | list) or len(v) % count for v in plain.values()):
         raise ValueError(
@@ -116,4 +115,4 @@ def whole_batch(trainer: PaddingFreeTrainer, inputs: Any) -> Any:
             "one loss of it, where TRL has one for each of `gradient_accumulation_steps`. Call "
             "`super().training_step`, which computes them in turn, or leave the budget out."
         )
-    return BatchWithMetadata(StepBatch((), step))
+    return dict(StepBatch((), step))

@@ -48,6 +48,7 @@ class SidedCollator:
     strict: bool = False
     vocabulary: int | None = None
     stand_ins: frozenset[int] = frozenset()
+    packed_rows: bool = False
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     texts: ClassVar[dict[str, str]] = {"chosen_ids": "chosen completion", "rejected_ids": "rejected completion"}
@@ -99,7 +100,7 @@ class SidedCollator:
             f"Row {rows[0]} of the batch holds the token id {unknown[rows[0]][0]}, and the model has embeddings for "
             f"0 to {self.vocabulary - 1}."
         )
-        if "seq_lengths" in examples[0]:
+        if "seq_lengths" in examples[0] and (self.packed_rows or getattr(self, "padding_free", False)):
             raise ValueError(f"{error} Rows are packed, so it cannot be left out: correct the data.")
         # The text is the key of the count: it must not hold values of a row.
         treatment = f"rows hold token ids outside of 0 to {self.vocabulary - 1}; they are taken for empty ones"
@@ -248,9 +249,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
 
     Collates `B` rows to `input_ids`, `attention_mask` and `labels`, each a `torch.Tensor` of shape `(B, L)`.
 
-    The first token of a left-padded row has no label, because no token precedes it. Rows of a packed dataset (with
-    `seq_lengths`) are concatenated to one row, also with `padding_free=False`: their positions then tell the sequences
-    apart.
+    The first token of a left-padded row has no label, because no token precedes it.
 
     Args:
         pad_token_id, pad_to_multiple_of, padding_side, vocabulary:
@@ -258,7 +257,11 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to concatenate all rows to one row, with position ids and no mask.
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As in [`DataCollatorForPreference`]; first tokens also keep their labels, because trainers drop them later.
+            As in [`DataCollatorForPreference`]. Labels of first tokens then stand in column 0, where no loss scores
+            them: transformers counts them in some models.
+        packed_rows (`bool`, *optional*, defaults to `False`):
+            Whether rows with `seq_lengths` are packed ones, and are concatenated also with `padding_free=False`: their
+            positions then tell the sequences apart. Trainers set it for `eval_packing`.
         **kwargs:
             The other fields of TRL's.
 
@@ -287,39 +290,42 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples, "rows have no token; they teach nothing. Drop them")
-        if "seq_lengths" in examples[0] and not self.padding_free:
+        if self.packed_rows and "seq_lengths" in examples[0] and not self.padding_free:
             return replace(self, padding_free=True).torch_call(examples)
         batch = super().torch_call(examples)
         if self.padding_free:
             return batch
         batch = self.without_empty_rows(batch)
-        if self.padding_side == "left":
-            return pad_left(batch, keep_first_labels=self.for_trainer)
-        return batch
+        return pad_left(batch, keep_first_labels=self.for_trainer) if self.padding_side == "left" else batch
 
 
 def pad_left(batch: dict[str, Any], keep_first_labels: bool = False) -> dict[str, Any]:
-    """Move the padding of right-padded `(B, L)` tensors to the left; the first token of a row loses its label."""
+    """
+    Move the padding of right-padded `(B, L)` tensors to the left.
+
+    The first token of a row loses its label, since only padding would predict it. With `keep_first_labels` the label
+    is put into column 0, which no loss scores: transformers counts it in some models, as it does with right padding.
+    """
     mask = batch["attention_mask"]
     batch = _rolled(batch, mask.shape[1] - mask.sum(1, keepdim=True))
-    return batch if keep_first_labels else drop_first_labels(batch)
+    return _with_swapped_labels(batch, keep_first_labels) if "labels" in batch else batch
 
 
 def pad_right(batch: dict[str, Any]) -> dict[str, Any]:
-    """Move the padding of left-padded `(B, L)` tensors to the right."""
+    """Move the padding of left-padded `(B, L)` tensors to the right: the inverse of [`pad_left`]."""
+    batch = _with_swapped_labels(batch, True) if "labels" in batch else batch
     return _rolled(batch, -batch["attention_mask"].argmax(1, keepdim=True))
 
 
-def drop_first_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """A left-padded batch without labels for the first tokens of rows: they would be scored from padding."""
-    if "labels" not in batch:
-        return batch
-    begins = torch.zeros_like(batch["labels"], dtype=torch.bool)
-    # From column 1: a row that begins in column 0 has no column before it, and losses never score column 0.
-    # The first real token only: a label behind a hidden span is predicted from a masked token, as in TRL.
-    mask = batch["attention_mask"]
-    begins[:, 1:] = (mask.cumsum(1) * mask)[:, 1:] == 1
-    return {**batch, "labels": batch["labels"].masked_fill(begins, -100)}
+def _with_swapped_labels(batch: dict[str, Any], swap: bool) -> dict[str, Any]:
+    """A left-padded batch in which the label of each first token and that of column 0 are swapped, or both -100."""
+    labels, first = batch["labels"].clone(), batch["attention_mask"].argmax(1)
+    rows = (first > 0).nonzero().flatten()
+    columns = first[rows]
+    in_column_0, of_first_tokens = labels[rows, 0], labels[rows, columns]
+    labels[rows, columns] = in_column_0 if swap else -100
+    labels[rows, 0] = of_first_tokens if swap else -100
+    return {**batch, "labels": labels}
 
 
 def _rolled(batch: dict[str, Any], by: torch.Tensor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
-from .batch_metadata import PREFIXES
+from .batch_labels import PREFIXES
 from .collators import SidedCollator, pad_left
 
 
@@ -143,7 +143,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
         processor, max_length, padding_side:
             As in [`DataCollatorForVisionPreference`].
         for_trainer (`bool`, *optional*, defaults to `False`):
-            As there; first tokens also keep their labels, because trainers drop them later.
+            As there. Labels of first tokens then stand in column 0, where no loss scores them.
         **kwargs:
             The other fields of TRL's.
 

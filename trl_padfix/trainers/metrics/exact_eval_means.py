@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from ..data.batch_metadata import pop_metadata
 from ..distributed import data_replicas, datasets_of
 from ..parts import Evaluation, Part, Step, entered
 from ..temporary_attributes import temporarily_set
@@ -147,13 +146,12 @@ def drop_duplicate_rows(
     Example: with a remainder of 3 and 2 items per process, process 0 keeps both of its items and process 1 its first.
     """
     state, rows = accelerator.gradient_state, batch["input_ids"].shape[0]
-    original, (batch, _) = batch, pop_metadata(batch)  # layouts of fewer rows are other layouts
     if accelerator.num_processes == replicas or not state.end_of_dataloader or state.remainder <= 0:
-        return original, True
+        return batch, True
     items = rows // rows_per_item
     unique = min(max(state.remainder - accelerator.process_index // replicas * items, 0), items)
     tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if unique in (0, items) or any(v.shape[0] not in (items, rows) for v in tensors.values()):
-        return original, unique > 0
+        return batch, unique > 0
     kept = {k: torch.cat([part[:unique] for part in v.split(items)]) for k, v in tensors.items()}
     return {**batch, **kept}, True

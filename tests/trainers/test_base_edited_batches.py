@@ -1,4 +1,4 @@
-"""A batch that is edited between its collator and the loss: TRL's figures for what it holds then, or a stop."""
+"""A batch that is edited between its collator and the loss: TRL's figures for what it holds then."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import trl
 from kit.cells import every_pair, every_second, slow_but
 from kit.loss_watchers import before_loss
 from kit.methods import DEFAULTS, make_trainer
-from kit.trainer_runs import trained
+from kit.trainer_runs import break_mode, trained
 
 import trl_padfix
-from trl_padfix import PaddingRemovalError
 
 
 Batch = dict[str, Any]
@@ -66,7 +65,6 @@ def permuted_through_data(batch: Batch) -> None:
 
 
 EDITS = {edit.__name__: edit for edit in (with_new_tensors, in_place, through_data, permuted, permuted_through_data)}
-UNSEEN = {"through_data", "permuted_through_data"}
 
 
 # -- trainings with an edit
@@ -110,13 +108,8 @@ def trls(tmp_path_factory):
     return of
 
 
-def is_stopped(kind: str, mode: str, edit: str) -> bool:
-    """Whether what was written unseen makes the layout wrong: without sharing, only another mask does."""
-    return edit in UNSEEN and (mode == "prefix sharing" or edit == "permuted_through_data")
-
-
 @pytest.mark.parametrize(("kind", "edit", "mode"), every_second(every_pair(KINDS, EDITS, MODES)))
-def test_an_edited_batch_gives_trls_figures_or_stops(kind, edit, mode, tmp_path, trls):
+def test_an_edited_batch_gives_trls_figures(kind, edit, mode, tmp_path, trls):
     check(kind, "compute_loss", edit, mode, tmp_path, trls)
 
 
@@ -131,11 +124,6 @@ def test_so_do_edits_in_other_hooks(kind, edit, hook, tmp_path, trls):
 
 def check(kind: str, hook: str, edit: str, mode: str, path: Any, trls: Any) -> None:
     config = {"padding_free": True, "parity_check": False} | MODES[mode]
-    if is_stopped(kind, mode, edit):
-        with pytest.raises(PaddingRemovalError, match=r"in step \d of (train|eval).*Rows: \[.*\]") as stopped:
-            figures(trl_padfix, kind, path, hook, edit, **config)
-        assert "leaves no trace" in str(stopped.value)
-        return
     ours, theirs = figures(trl_padfix, kind, path, hook, edit, **config), trls(kind, hook, edit)
     assert len(ours) == len(theirs) > 2
     for own, reference in zip(ours, theirs, strict=True):
@@ -151,23 +139,14 @@ def test_so_do_edited_micro_batches_that_share_prefixes(kind, edit, tmp_path, tr
     monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
     config = {"padding_free": True, "prefix_sharing": True, "parity_check": False, "max_tokens_per_batch": 40}
     config |= {} if kind in ("GRPO", "RLOO") else {"max_length": 30}
-    try:
-        ours = figures(trl_padfix, kind, tmp_path, "compute_loss", edit, **config)
-    except PaddingRemovalError:
-        assert edit in UNSEEN
-        return
-    assert edit != "through_data" or kind in ("KTO", "GRPO", "RLOO")  # which are split when their loss is computed
+    ours = figures(trl_padfix, kind, tmp_path, "compute_loss", edit, **config)
     for own, reference in zip(ours, trls(kind, "compute_loss", edit), strict=True):
         assert own == pytest.approx(reference, rel=1e-4, abs=1e-5)
 
 
-def test_the_layout_of_the_collator_would_give_other_figures(tmp_path, trls, monkeypatch):
-    """The negative control: a step that takes what came with the batch for whatever it holds."""
-    monkeypatch.setattr("trl_padfix.core.call.batch_metadata.TensorVersion.matches", lambda self, other: True)
-    monkeypatch.setattr(
-        "trl_padfix.core.call.layout_of.LayoutInputs.rows_that_differ", lambda key, layout: torch.zeros(1) == 1
-    )
-    config = {"padding_free": True, "prefix_sharing": True, "parity_check": False}
+def test_a_wrong_layout_gives_other_figures(tmp_path, trls, monkeypatch):
+    """The negative control."""
+    config = {"padding_free": True, "parity_check": False} | break_mode(monkeypatch, "prefix sharing")
     ours = figures(trl_padfix, "DPO", tmp_path, "compute_loss", "with_new_tensors", **config)
     theirs = trls("DPO", "compute_loss", "with_new_tensors")
-    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-2)
+    assert ours[0]["grad_norm"] != pytest.approx(theirs[0]["grad_norm"], rel=1e-3)

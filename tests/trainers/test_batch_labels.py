@@ -1,4 +1,4 @@
-"""Labels that follow padding: TRL's number, or that of right padding; never a mean over labels that nobody scored."""
+"""Labels that follow padding: their batch is computed padded, and its figures are TRL's."""
 
 from __future__ import annotations
 
@@ -68,8 +68,6 @@ class Hidden(Cloned):
                 begin = int(real.argmax()) + 2
                 batch["attention_mask"][row, begin : begin + 1] = 0
                 labels[row, begin] = -100
-        # The labels of first tokens are another matter, see below.
-        labels[:, 1:][batch["attention_mask"].cumsum(1)[:, 1:] == 1] = -100
         return batch | {"labels": labels}
 
 
@@ -107,10 +105,8 @@ class HidesSome(HiddenPrompts):
 
 def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels after padding are dropped without a word, as they were."""
-    find = lambda labels, mask: (labels != labels,) * 2  # noqa: E731
-
-    for module in ("trl_padfix.core.heads", "trl_padfix.core.call.labels"):
-        monkeypatch.setattr(f"{module}.find_labels_after_padding", find)
+    for module in ("trl_padfix.core.heads", "trl_padfix.trainers.data.batch_labels"):
+        monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
 
 
 def mean_loss(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -207,45 +203,55 @@ def plain(folder, side: str, trainer_class: type = Trainer, **given: Any) -> Tra
 
 
 @pytest.mark.parametrize("way", ["callback", "class", "attached", "class with sharing"])
-def test_first_tokens_are_neither_scored_nor_counted(way, tmp_path):
-    given = {"max_steps": 3, "gradient_accumulation_steps": 1 if way == "attached" else 2}
-    given |= {"eval_dataset": token_rows(8)}
-    expected = trained(plain(tmp_path / "right", "right", **given))
-    left = trained(plain(tmp_path / "left", "left", **given))
+def test_batches_with_labels_of_first_tokens_are_computed_padded(way, tmp_path):
+    given = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_dataset": token_rows(8)}
+    right = trained(plain(tmp_path / "right", "right", **given))
+    expected = trained(plain(tmp_path / "left", "left", **given))
     ours, callbacks = Trainer, []
     if way.startswith("class"):
         ours = padding_free_trainer(Trainer, prefix_sharing="sharing" in way)
     if way == "callback":
-        callbacks = [PaddingRemovalCallback()]
+        callbacks = [callback := PaddingRemovalCallback()]
     trainer = plain(tmp_path / "ours", "left", ours, callbacks=callbacks, **given)
     handle = trl_padfix.remove_padding(trainer.model) if way == "attached" else None
-    computed = entered_tokens(trainer.model)
     if way == "callback":
         trainer.train()  # a callback removes no padding after the training
-        got, expected = trajectory(trainer), expected[:-1]
+        got, expected, stats = trajectory(trainer), expected[:-1], callback.stats
     else:
         got = trained(trainer)
+        stats = handle.stats if handle is not None else trainer.padding.stats
     assert_same(got, expected)
-    with pytest.raises(AssertionError):  # the padded number is another one
-        assert_same(got, left[: len(got)])
-    assert computed
-    if handle is not None:
-        assert handle.stats.padded_forwards == 0
+    with pytest.raises(AssertionError):  # the figures of right padding are others
+        assert_same(got, right[: len(got)])
+    assert stats.padded_forwards > 0 == stats.forwards
 
 
-def test_a_count_of_other_batches_leaves_the_call_as_it_came(tmp_path):
-    given = {"max_steps": 3, "gradient_accumulation_steps": 2}
-    expected = trained(plain(tmp_path / "theirs", "left", **given))
-    trainer = plain(tmp_path / "ours", "left", **given)
-    with trl_padfix.remove_padding(trainer.model) as handle:
-        assert_same(trained(trainer), expected)
-    assert handle.stats.padded_forwards == 6
+class Masked(DataCollatorForLanguageModeling):
+    """Labels of first tokens are -100."""
+
+    def __call__(self, examples: list[dict[str, Any]]) -> Any:
+        batch = super().__call__(examples)
+        batch["labels"][batch["attention_mask"].cumsum(1) == 1] = -100
+        return batch
+
+
+@pytest.mark.parametrize("way", ["callback", "class with sharing"])
+def test_without_labels_of_first_tokens_they_are_packed(way, tmp_path):
+    collator = Masked(build_tokenizer(padding_side="left"), mlm=False)
+    given = {"max_steps": 3, "data_collator": collator, "train_dataset": token_rows()}
+    expected = trained(make_plain_trainer(tmp_path / "theirs", Trainer, **given))
+    callback = PaddingRemovalCallback()
+    kind = padding_free_trainer(Trainer, prefix_sharing=True) if way != "callback" else Trainer
+    trainer = make_plain_trainer(tmp_path / "ours", kind, callbacks=[callback] * (way == "callback"), **given)
+    assert_same(trained(trainer), expected)
+    stats = callback.stats if way == "callback" else trainer.padding.stats
+    assert stats.forwards > 0 == stats.padded_forwards
 
 
 def test_a_callback_leaves_the_hooks_of_the_trainer_as_they_were(tmp_path):
     trainer = plain(tmp_path, "left", callbacks=[PaddingRemovalCallback()], max_steps=1)
     trainer.train()
-    assert not {"compute_loss", "_prepare_inputs", "_get_num_items_in_batch"} & vars(trainer).keys()
+    assert "compute_loss" not in vars(trainer)
 
 
 # -- a plain loop
@@ -274,7 +280,7 @@ class Hiding:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_labels_behind_hidden_spans_are_trained_on_as_in_trl(side, tmp_path, monkeypatch):
+def test_labels_behind_hidden_spans_are_trained_on_as_in_trl(side, tmp_path):
     def run(library, **mode):
         kind = type("Own", (Hiding, library.SFTTrainer), {})
         return trained(make_trainer(library, "SFT", tmp_path, kind, max_steps=3, optim="sgd", **mode))
@@ -282,15 +288,3 @@ def test_labels_behind_hidden_spans_are_trained_on_as_in_trl(side, tmp_path, mon
     mode = {"padding_free": True, "padding_side": side}
     expected = run(trl)
     assert_same(run(trl_padfix, **mode), expected)
-    if side == "left":  # the control: every label behind a masked token is dropped
-        monkeypatch.setattr(
-            "trl_padfix.trainers.sft.drop_first_labels",
-            lambda batch: {
-                **batch,
-                "labels": batch["labels"].masked_fill(
-                    torch.nn.functional.pad(batch["attention_mask"].diff(dim=1) == 1, (1, 0)), -100
-                ),
-            },
-        )
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(run(trl_padfix, **mode), expected)

@@ -1,0 +1,170 @@
+"""
+Waits of the host that a step of this package causes, counted on the simulated device.
+
+Layouts cost one wait for each batch of rows, whatever the number of forwards on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trl
+from kit.cells import every_second, once_each, slow_but
+from kit.methods import DEFAULTS, make_trainer
+from kit.trainer_runs import build_model, build_pairs
+from kit.vision_runs import build_captions, make_vision_trainer
+from kit.vision_runs import build_pairs as build_image_pairs
+from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
+
+import trl_padfix
+from trl_padfix.core import heads
+from trl_padfix.trainers.metrics.token_counts import TokenCounts
+
+
+def make(kind: str, tmp_path, package: Any = trl_padfix, **given: Any) -> Any:
+    given = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 3} | given
+    given = {name: DEFAULTS[kind][name]() for name in ("train_dataset", "eval_dataset")} | given
+    return make_trainer(
+        package, kind, tmp_path / "run", **({"padding_free": True} if package is trl_padfix else {}) | given
+    )
+
+
+def first_batch(trainer: Any, loader: str = "train") -> dict[str, torch.Tensor]:
+    """The first batch, on the device; a step has been run on it, with the comparison of the first batch."""
+    batch = on_simulated(next(iter(getattr(trainer, f"get_{loader}_dataloader")())))
+    place_models(trainer)
+    step(trainer, batch, training=loader == "train")
+    return batch
+
+
+def waits_of_step(gpu: Any, trainer: Any, loader: str = "train") -> int:
+    batch = first_batch(trainer, loader)
+    (waits,), _ = waits_and_losses(gpu, trainer, batch, training=loader == "train")
+    assert gpu.varlen  # the kernel of packed rows
+    return sum(waits.values())
+
+
+PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "waits", "sharing"),
+    every_second(
+        once_each(
+            [
+                # Labels that TRL makes of completion masks for a forward are read by themselves: in KTO for policy and
+                # reference, and for mismatched completions.
+                ("KTO", {}, 4),
+                ("DPO", {}, 2),  # policy and reference have the same labels
+                ("SFT", {}, 1),
+                ("SFT", PACKING, 2),  # labels of rows that arrive packed are read by themselves
+                ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 1),
+                ("Reward", {}, 1),
+                ("Reward", {"padding_side": "left"}, 1),
+                ("Reward", {"pool_last_token": True}, 1),
+            ],
+            [False, True],
+        )
+    ),
+)
+def test_a_step_waits_once_for_its_batch(kind, config, waits, sharing, gpu, tmp_path):
+    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=sharing, **config)) == waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "waits"), slow_but([("DPO", 2)], [("DPO", 2), ("KTO", 4), ("Reward", 1), ("SFT", 1)])
+)
+def test_so_does_an_evaluation(kind, waits, gpu, tmp_path):
+    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=True), "eval") == waits
+
+
+@pytest.mark.parametrize(("kind", "sharing"), every_second(once_each(["GRPO", "RLOO"], [False, True])))
+def test_so_does_each_step_of_a_generation(kind, sharing, gpu, tmp_path):
+    trainer = make(kind, tmp_path, prefix_sharing=sharing, gradient_accumulation_steps=2)
+    trainer.current_gradient_accumulation_steps = 2  # `train` sets it
+    trainer.model.train()
+    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    place_models(trainer)
+    batches = [on_simulated(batch) for batch in trainer._buffered_inputs]
+    step(trainer, batches[0])
+    waits, _ = waits_and_losses(gpu, trainer, *batches)
+    assert [sum(w.values()) for w in waits] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "sharing", "waits"),
+    # The batch; and for each forward whether its images repeat, and with sharing what its embeddings are.
+    slow_but(
+        [("SFT", "llava", True, 4)],
+        [("SFT", "llava", True, 4), ("SFT", "llava", False, 3), ("DPO", "llava", False, 4)],
+    ),
+)
+def test_a_forward_on_images_waits_for_what_it_compares(kind, family, sharing, waits, gpu, tmp_path):
+    data = (build_captions if kind == "SFT" else build_image_pairs)(4)
+    given = {"per_device_train_batch_size": 4, "padding_free": True, "train_dataset": data}
+    trainer = make_vision_trainer(trl_padfix, kind, family, tmp_path / "run", prefix_sharing=sharing, **given)
+    assert waits_of_step(gpu, trainer) == waits
+
+
+# -- TRL's waits
+
+
+def dpo(tmp_path, package: Any = trl_padfix) -> trl.DPOTrainer:
+    model, reference = (build_model(seed=seed) for seed in (0, 1))
+    modes = {"padding_free": True, "prefix_sharing": True} if package is trl_padfix else {}
+    given = {"per_device_train_batch_size": 8, "train_dataset": build_pairs(8, prompt=(3, 9), answer=(2, 9))}
+    return make_trainer(package, "DPO", tmp_path, model=model, ref_model=reference, **modes | given)
+
+
+def sft(tmp_path, package: Any = trl_padfix) -> trl.SFTTrainer:
+    return make_trainer(package, "SFT", tmp_path, **({"padding_free": True} if package is trl_padfix else {}))
+
+
+@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 20, 28), (sft, 7, 12)])
+def test_labels_that_are_all_labels_are_not_selected(make, waits, waits_of_trl, gpu, tmp_path, monkeypatch):
+    trainer = make(tmp_path)
+    batch = first_batch(trainer)
+    trainer.model.zero_grad()
+
+    def count() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
+        gpu.reset()
+        loss = step(trainer, batch)
+        gradients = [p.grad.held for p in trainer.model.parameters()]
+        trainer.model.zero_grad()
+        return gpu.synchronisations.total(), loss, gradients
+
+    found, loss, gradients = count()
+    monkeypatch.setattr(heads, "_score_every_position", lambda forward: forward)
+    selecting, same_loss, same_gradients = count()
+    forwards = 2 if make is dpo else 1
+    assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
+    assert loss == same_loss
+    assert all(map(torch.equal, gradients, same_gradients))
+    theirs = make(tmp_path, package=trl)
+    batch = first_batch(theirs)
+    gpu.reset()
+    step(theirs, batch)
+    assert gpu.synchronisations.total() == waits_of_trl
+
+
+def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tmp_path, monkeypatch):
+    trainer = make("SFT", tmp_path)
+    batch = first_batch(trainer)
+    counter = trainer.padding.part(TokenCounts).counters["train"]
+    alone = counter.report(True)
+    accelerator = trainer.accelerator
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    monkeypatch.setattr(type(accelerator), "device", torch.device("cuda:0"))
+    monkeypatch.setattr(accelerator, "reduce", lambda counts: counts * 2)
+    for name in ("gather", "gather_for_metrics"):
+        monkeypatch.setattr(accelerator, name, lambda x: x)
+    gpu.reset()
+    trainer.state.global_step = 1  # the first step, with the parity check, waits
+    step(trainer, batch)
+    assert sum(gpu.ours().values()) == 1  # for the batch
+    gpu.reset()
+    two = counter.report(True)
+    assert sum(gpu.ours().values()) == 1
+    assert two["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
