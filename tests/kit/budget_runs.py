@@ -22,6 +22,7 @@ from kit.rows import build_rows
 from kit.trainer_runs import ELSEWHERE, SETTINGS, build_model, build_tokenizer, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 from zoo import models
 
@@ -73,7 +74,8 @@ def make(library: Any, kind: str, folder: Any, *, budget: bool = False, **given:
 def figures_of(trainer: Any) -> torch.Tensor:
     """Train, and return all that was logged of the steps, and the trained weights."""
     trainer.train()
-    weights = [p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad]
+    trained = [p.detach() for p in trainer.model.parameters() if p.requires_grad]
+    weights = [(p.full_tensor() if isinstance(p, DTensor) else p).double().flatten() for p in trained]
     logs = [log for log in trainer.state.log_history if "loss" in log]
     names = sorted({name for log in logs for name in log if not any(part in name for part in ELSEWHERE)})
     assert len(logs) == STEPS
