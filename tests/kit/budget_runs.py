@@ -150,7 +150,7 @@ IMAGE_BUDGETS = {"DPO": {"prefix_sharing": True, "max_tokens_per_batch": 79}, "S
 
 def make_on_images(library: Any, kind: str, family: str, folder: Any, **given: Any) -> Any:
     """A trainer of TRL's or of ours on ragged examples with two images, one and none."""
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": IMAGE_BATCH}
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": IMAGE_BATCH, "optim": "sgd", "learning_rate": 3e-3}
     rows = {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, IMAGES)}
     return make_vision_trainer(library, kind, family, folder, **rows | settings | given)
 
@@ -237,7 +237,7 @@ def train_experts(folder: Path) -> dict[str, Any]:
 
 
 def train_on_images(folder: Path) -> dict[str, Any]:
-    """DPO and SFT, TRL's and ours, with an image in every row, or in some of them."""
+    """DPO and SFT with an image in every row, or in some of them: TRL's, ours, and ours within a budget."""
     config: dict[str, Any] = {"per_device_train_batch_size": IMAGE_BATCH // int(os.environ["WORLD_SIZE"])}
     logged: dict[str, Any] = {}
     if on_gpus():
@@ -249,7 +249,7 @@ def train_on_images(folder: Path) -> dict[str, Any]:
             given = config | {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, images)}
             if on_gpus() and name == "some":  # with TRL, too, processes would wait in the vision tower
                 continue
-            for library, more in ((trl, {}), (trl_padfix, FREE | budget)):
+            for library, more in ((trl, {}), (trl_padfix, FREE), (trl_padfix, FREE | budget)):
                 trainer = make_on_images(library, kind, "llava", folder / kind, **given | more)
                 split = train_split(trainer)
                 logged.setdefault(f"{kind}, {name}", []).append(trainer.state.log_history)
