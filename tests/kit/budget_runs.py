@@ -22,6 +22,7 @@ from kit.rows import build_rows
 from kit.trainer_runs import ELSEWHERE, SETTINGS, build_model, build_tokenizer, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 from zoo import models
 
@@ -73,7 +74,8 @@ def make(library: Any, kind: str, folder: Any, *, budget: bool = False, **given:
 def figures_of(trainer: Any) -> torch.Tensor:
     """Train, and return all that was logged of the steps, and the trained weights."""
     trainer.train()
-    weights = [p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad]
+    trained = [p.detach() for p in trainer.model.parameters() if p.requires_grad]
+    weights = [(p.full_tensor() if isinstance(p, DTensor) else p).double().flatten() for p in trained]
     logs = [log for log in trainer.state.log_history if "loss" in log]
     names = sorted({name for log in logs for name in log if not any(part in name for part in ELSEWHERE)})
     assert len(logs) == STEPS
@@ -148,7 +150,7 @@ IMAGE_BUDGETS = {"DPO": {"prefix_sharing": True, "max_tokens_per_batch": 79}, "S
 
 def make_on_images(library: Any, kind: str, family: str, folder: Any, **given: Any) -> Any:
     """A trainer of TRL's or of ours on ragged examples with two images, one and none."""
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": IMAGE_BATCH}
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": IMAGE_BATCH, "optim": "sgd", "learning_rate": 3e-3}
     rows = {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, IMAGES)}
     return make_vision_trainer(library, kind, family, folder, **rows | settings | given)
 
@@ -235,7 +237,7 @@ def train_experts(folder: Path) -> dict[str, Any]:
 
 
 def train_on_images(folder: Path) -> dict[str, Any]:
-    """DPO and SFT, TRL's and ours, with an image in every row, or in some of them."""
+    """DPO and SFT with an image in every row, or in some of them: TRL's, ours, and ours within a budget."""
     config: dict[str, Any] = {"per_device_train_batch_size": IMAGE_BATCH // int(os.environ["WORLD_SIZE"])}
     logged: dict[str, Any] = {}
     if on_gpus():
@@ -247,7 +249,7 @@ def train_on_images(folder: Path) -> dict[str, Any]:
             given = config | {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, images)}
             if on_gpus() and name == "some":  # with TRL, too, processes would wait in the vision tower
                 continue
-            for library, more in ((trl, {}), (trl_padfix, FREE | budget)):
+            for library, more in ((trl, {}), (trl_padfix, FREE), (trl_padfix, FREE | budget)):
                 trainer = make_on_images(library, kind, "llava", folder / kind, **given | more)
                 split = train_split(trainer)
                 logged.setdefault(f"{kind}, {name}", []).append(trainer.state.log_history)

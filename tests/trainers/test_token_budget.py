@@ -163,9 +163,7 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
     found = logged(strategy, tmp_path, "kit.budget_runs", "rows")
     for kind in ("DPO", "SFT", "Reward", "KTO"):
         theirs, ours, *resumed = found[kind]
-        # TRL logs extremes, and means of those of processes, by batches, whose rows are other ones here.
-        left_out = ("reward", "accuracy", "margin") if kind == "Reward" else ()
-        assert_same(figures(ours, left_out), figures(theirs, left_out))
+        assert_same(figures(ours), figures(theirs))
         for history in resumed:
             assert_same(figures(history, ("num_tokens",))[5:], figures(ours, ("num_tokens",))[5:])
     for kind in ("DPO", "SFT"):
@@ -179,8 +177,11 @@ def test_two_processes_have_trls_numbers_on_images(strategy, tmp_path):
     found = logged(strategy, tmp_path, "kit.budget_runs", "images")
     for name, histories in found.items():
         if not name.endswith("chunks"):
-            theirs, ours = histories
-            assert_same(figures(ours), figures(theirs))
+            # The first accuracies are ties.
+            theirs, whole, split = (figures(history, ("accuracies",)) for history in histories)
+            assert_same(split, whole)
+            if strategy == "multi_gpu":
+                assert_same(split, theirs)
             assert max(found[f"{name}, chunks"], default=1) > 1
 
 

@@ -72,12 +72,16 @@ class SubBatches:
             Splits the rows of a forward.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward with images is computed as one.
+        meets_in_tower (`bool`, *optional*, defaults to `False`):
+            Whether processes that shard the model meet in its vision tower. All rows of all of them must then have
+            images, or none.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
     splitter: RowSplitter
     images: ImageCounts | None = None
+    meets_in_tower: bool = False
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
 
@@ -92,15 +96,13 @@ class SubBatches:
         return self._batches[-1]
 
     def can_split(self, batch: Mapping[str, Any], count: int) -> bool:
-        """Whether a batch of `count` rows has no images, or those of each row are known on every process."""
-        if not has_pixels(batch):
-            return True
-        if (sync_count := self.splitter.sync_count) is not None:
-            # Processes that shard a model meet in its vision tower: all rows must have images, on all of them.
+        """Whether a batch of `count` rows has no images, or those of each row are known; alike on all processes."""
+        has_images, sync_count = has_pixels(batch), self.splitter.sync_count
+        if sync_count is not None and self.meets_in_tower:
             lacks_images = self.images is None or not all(self.images["num_images"])
-            if sync_count(int(lacks_images)):
+            if sync_count(int(has_images)) and sync_count(int(not has_images or lacks_images)):
                 return False
-        return split_images(batch, count, self.images) is not None
+        return not has_images or split_images(batch, count, self.images) is not None
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""

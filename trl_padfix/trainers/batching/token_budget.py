@@ -205,14 +205,17 @@ class TokenBudget(Part):
         if self.budget is None:
             return contextlib.nullcontext()
         step = self.trainer.padding.running
-        if not images and step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs):
-            images = self._images_of(step.inputs, *self._ids_and_mask(step.inputs)[:1])
+        has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
+        if step is not None and has_images and not images and step.batches and "input_ids" in step.batches[0]:
+            images = self._images_of(step.inputs, step.batches[0]["input_ids"])
         return within(runner=self._sub_batches(images or None))
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
         is_planned_together = self._shares_across and is_sharded(self.trainer)
         splitter = self._splitter(shares_across=self._shares_across and not is_planned_together)
-        return SubBatches(splitter, images, self._checked_models)
+        handle = self.trainer.padding.handle
+        meets_in_tower = is_sharded(self.trainer) and handle is not None and handle.multimodal is not None
+        return SubBatches(splitter, images, meets_in_tower, self._checked_models)
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
@@ -250,13 +253,13 @@ class TokenBudget(Part):
         num_items = call.get("num_items_in_batch")
         if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
             return compute(inputs, *args, **kwargs)
-        split = self._split(inputs)
-        if split is None or (split.count == 1 and trainer.accelerator.num_processes == 1):
+        split, has_others = self._split(inputs), trainer.accelerator.num_processes > 1
+        if has_others and max_over_processes(trainer, int(split is None)):  # as on all processes, which gather metrics
+            split = None
+        if split is None or (split.count == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
-        runner, metrics = (
-            ChunkRunner(split.count, split.plan, with_head=split.is_planned_together),
-            ChunkMetrics(trainer),
-        )
+        runner = ChunkRunner(split.count, split.plan, with_head=split.is_planned_together)
+        metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
             temporarily_set(self, "_chunks", runner),
