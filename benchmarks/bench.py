@@ -43,8 +43,8 @@ from trl.trainer.utils import pad
 from trl_padfix import PaddingRemoval, __version__, expand_turns, remove_padding
 from trl_padfix.core.attention.compiled import compile_layers
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
-from trl_padfix.trainers.batching.measures import PairMeasure, TextMeasure
-from trl_padfix.trainers.batching.prefix_groups import group_rows
+from trl_padfix.trainers.batching.row_order import group_rows
+from trl_padfix.trainers.batching.token_costs import RowCosts, dataset_costs
 
 
 __all__ = [
@@ -436,9 +436,17 @@ def _tokenizer(data: Dataset | None, settings: Settings) -> Any:
     return train_tokenizer(texts, min(ALL_SHAPES[settings.shape]["vocab_size"], 8192))
 
 
-def _measure(settings: Settings, **options: Any) -> TextMeasure | PairMeasure:
-    """Counts the tokens of the rows."""
-    return TextMeasure(**options) if settings.trainer == "sft" else PairMeasure(**options)
+def _costs(rows: list[dict[str, Any]], settings: Settings, *, sharing: bool) -> RowCosts:
+    """The tokens of the rows."""
+    pairs = [("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")]
+    return dataset_costs(rows, [("input_ids",)] if settings.trainer == "sft" else pairs, sharing=sharing)
+
+
+def _sequences(row: dict[str, Any], settings: Settings) -> list[list[int]]:
+    """The token ids of each sequence of a row."""
+    if settings.trainer == "sft":
+        return [row["input_ids"]]
+    return [[*row["prompt_ids"], *row[answer]] for answer in ("chosen_ids", "rejected_ids")]
 
 
 def _grouped(rows: list[dict[str, Any]], count: int, settings: Settings) -> list[dict[str, Any]]:
@@ -450,7 +458,8 @@ def _grouped(rows: list[dict[str, Any]], count: int, settings: Settings) -> list
     """
     draw = random.Random(SEED)
     order = draw.sample(range(len(rows)), len(rows))
-    grouped = group_rows(order, _measure(settings, sharing=True).costs(rows), settings.pairs).tolist()
+    costs = _costs([rows[i] for i in order], settings, sharing=True)
+    grouped = [order[i] for i in group_rows(costs, settings.pairs)]
     begin = settings.warmup * settings.pairs
     warmup, counted = grouped[:begin], grouped[begin:count]
     draw.shuffle(counted)
@@ -773,11 +782,12 @@ def divide_rows(step: BenchStep, variant: Variant, counted: Batches) -> Batches:
         packed_batches = _in_parts(packed, max(1, len(packed) // len(counted)))
         batches = [[rows[i] for packed_row in batch for i in packed_row] for batch in packed_batches]
     elif variant.batching == "grouped":
-        longest = _measure(settings).longest([step.rows[i] for i in rows])
-        batches = _in_parts([rows[i] for i in (-longest).argsort(kind="stable")], settings.pairs)
+        lengths = [max(map(len, _sequences(step.rows[i], settings))) for i in rows]
+        longest_first = sorted(range(len(rows)), key=lambda i: -lengths[i])
+        batches = _in_parts([rows[i] for i in longest_first], settings.pairs)
     else:
-        costs = _measure(settings, sharing=bool(variant.shares)).costs([step.rows[i] for i in rows])
-        parts = _in_parts(group_rows(range(len(rows)), costs, settings.pairs).tolist(), settings.pairs)
+        costs = _costs([step.rows[i] for i in rows], settings, sharing=bool(variant.shares))
+        parts = _in_parts(group_rows(costs, settings.pairs).tolist(), settings.pairs)
         batches = [[rows[i] for i in part] for part in parts]
     # Sorted by length or prefix, the first batches would be the largest while the machine warms up.
     random.Random(SEED).shuffle(batches)

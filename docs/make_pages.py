@@ -1,5 +1,5 @@
 """
-Writes the page that is made from the code: the options from the fields of the configurations.
+Writes what is made: the page of options, from the fields of the configurations, and `llms.txt`, from the pages.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -8,21 +8,22 @@ Writes the page that is made from the code: the options from the fields of the c
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import trl
+from copied_pages import ELSEWHERE
 
 import trl_padfix
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
 FOLDER = Path(__file__).parent
-REFUSED = {"kto": {"loss_reduction"}}  # a field of its configuration, and an error
 ATTENTION = (  # a flag of TRL's model configuration
     'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
-    "or for a vision model a name for each part. Refused before weights load if it cannot run."
+    "or for a vision model a name for each part."
 )
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
@@ -42,8 +43,7 @@ def options() -> str:
     for method in METHODS:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
-            if name not in REFUSED.get(method, ()):
-                methods.setdefault(name, []).append(METHODS[method])
+            methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
         "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
@@ -70,16 +70,27 @@ def options() -> str:
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "Under `max_tokens_per_batch` TRL's metrics over tokens (`entropy`, `mean_token_accuracy`, `logits/chosen`, "
-        "`logits/rejected`) are means over all tokens of a step; TRL's are means over means of micro-batches. With "
-        "`prefix_sharing` and gradient accumulation `entropy` and `kl` of GRPO, RLOO and distillation are means over "
-        "other micro-batches than TRL's. `num_input_tokens_seen` counts the padding of micro-batches, of which "
-        "there is less.\n"
+        "With `prefix_sharing` and gradient accumulation, and no `max_tokens_per_batch`, `entropy` and `kl` of GRPO, "
+        "RLOO and distillation are means over other micro-batches than TRL's.\n"
     )
     return page
 
 
-PAGES = {"options.md": options}
+def llms() -> str:
+    """The pages in the order of the navigation, each with its headings, for language models."""
+    folder = Path(__file__).parent
+    text = "# trl_padfix\n\n> Train with TRL and compute only real, distinct tokens; the losses are TRL's.\n\n"
+    for line in (folder.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
+        title, _, page = line.strip(" -").partition(": ")
+        if not page:
+            text += f"\n## {title.rstrip(':')}\n\n"
+        elif page not in ELSEWHERE:
+            headings = re.findall(r"^## (.*)$", (folder / page).read_text(), re.MULTILINE)
+            text += f"- [{title}]({page}){': ' if headings else ''}{'; '.join(headings)}\n"
+    return text
+
+
+PAGES = {"llms.txt": llms, "options.md": options}
 
 
 def _default(field) -> str:

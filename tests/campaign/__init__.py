@@ -23,7 +23,7 @@ __all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part", "write_row"]
 
 HELD, REFUSED = "held", "refused"
 
-TABLE = Path(__file__).parents[2] / "docs" / "reliability.md"
+TABLE = Path(__file__).with_name("README.md")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ print({part.module}.attempt(case, Path(tempfile.mkdtemp())))
 
 
 def write_row(part: Part, outcome: Outcome, seed: int) -> None:
-    """Write what came of a part into its row of the table in docs/reliability.md."""
+    """Write what came of a part into its row of the table in the README beside this file."""
     held, refused, broke = (outcome.counts[name] for name in (HELD, REFUSED, "broke"))
     row = f"| {part.what} | {outcome.tried:,} | {held + refused:,} | {refused:,} | {broke:,} | {seed} |"
     text, count = re.subn(rf"^\| {re.escape(part.what)} \|.*$", row, TABLE.read_text(), flags=re.MULTILINE)

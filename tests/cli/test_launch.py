@@ -272,8 +272,11 @@ def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_dry_run_prints_one_table_and_writes_nothing(processes, recipe, tmp_path):
-    command = ["-m", "trl_padfix", "dpo", "--config", str(recipe), "--padding_free", "true", "--dry_run"]
-    result = run_script(*command, "--num_processes", str(processes), "--output_dir", str(tmp_path / "run"))
+    launched = ["-m", "trl_padfix"]
+    if processes > 1:
+        launched = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "-m", "trl_padfix.cli.launch"]
+    settings = ["--config", str(recipe), "--padding_free", "true", "--output_dir", str(tmp_path / "run")]
+    result = run_script(*launched, "dpo", *settings, "--dry_run")
     assert result.stdout.count("Dry run: the first batch, and no step.") == 1
     assert f"x {processes} processes = {4 * processes} rows" in result.stdout
     assert re.search(r"^parity, train, model +parity ok \(padding-free", result.stdout, re.MULTILINE)

@@ -1,7 +1,7 @@
 """
 Every causal-LM type of transformers, packed: exact, or refused with the reason, and never wrong.
 
-`tests/core/families.json` is the record, `docs/families.md` the table made from it.
+`tests/core/families.json` is the record, `docs/families.md` has the table made from it.
 `python tests/core/test_families.py --write` computes both again; without it they are compared. `pytest -m families`
 computes every family again.
 """
@@ -24,15 +24,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.families import build, families
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
-from zoo.family_tables import general, write
+from zoo.family_tables import PAGE, general, parts, write
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 
 
 WAYS = (PACKED, FORKED, ROWS, WHOLE)
 RECORD = Path(__file__).with_name("families.json")
-TABLE = Path(__file__).parents[2] / "docs" / "families.md"
-EVIDENCE = TABLE.parent / "numbers.md"
+EVIDENCE = PAGE.with_name("numbers.md")
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
 REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]
 
@@ -40,16 +39,15 @@ INTRODUCTION = """\
 # Families
 
 Causal language model types of transformers 5.24: `remove_padding` computes them **exactly**, or **refuses** them with
-the reason. `trl-padfix doctor --model ID` says it of your model, layer by layer.
+the reason. `trl-padfix doctor --model ID` says it of your model. [With images](#families-with-images).
 
-Each type was a tiny random model in float32 with every kind of layer of its configuration class (no cross-attention to
-images), on rows longer than every window, both padding sides, common prefixes. "Exact": log-probabilities, gradients
-(relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
+Each type was a tiny random model in float32 with every kind of layer, on rows longer than every window, both padding
+sides, common prefixes. "Exact": log-probabilities, gradients (relative), router logits and auxiliary loss are within
+1e-4 of each row computed alone.
 
 The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 
-Two modules give a token other numbers in other batches in transformers itself. The parity check names them if it
-fails:
+Two modules give a token other numbers in other batches in transformers itself:
 
 - Indexers that select keys (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`): torch does not define which of two
   equal scores `topk` takes.
@@ -124,7 +122,7 @@ def test_enough_families_are_exact():
 
 
 def test_the_table_is_that_of_the_record():
-    assert TABLE.read_text() == table(record())
+    assert parts()[0] == table(record())
 
 
 def test_the_page_of_evidence_has_the_counts_of_the_record():
@@ -169,4 +167,4 @@ def test_models_of_the_families_are_the_same_each_time():
 
 
 if __name__ == "__main__":  # arguments: "--write", then types of models
-    write(RECORD, TABLE, families(), family_outcomes, table)
+    write(RECORD, 0, families(), family_outcomes, table)

@@ -1,7 +1,7 @@
 """
 Every image-text-to-text type of transformers, packed: exact, or refused with the reason, and never wrong.
 
-`tests/core/vision_families.json` is the record, `docs/vision_families.md` the table made from it.
+`tests/core/vision_families.json` is the record, `docs/families.md` has the table made from it.
 `python tests/core/test_vision_families.py --write` computes both again; without it they are compared.
 `pytest -m families` computes every type again.
 """
@@ -20,29 +20,22 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE
-from zoo.family_tables import general, write
+from zoo.family_tables import WITH_IMAGES, general, parts, write
 from zoo.vision_families import vision_families
 from zoo.vision_outcomes import KINDS, vision_outcomes
 
 
 RECORD = Path(__file__).with_name("vision_families.json")
-TABLE = Path(__file__).parents[2] / "docs" / "vision_families.md"
 NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "smolvlm", "idefics3"}
 
-INTRODUCTION = """\
-# Vision-language families
+INTRODUCTION = f"""\
+{WITH_IMAGES}
+Image-text-to-text types of transformers 5.24, on rows with one image, two or none, some with the same ids and another
+image, padded left and right. "Exact" includes the gradients of the vision tower. *As padded*: packed is within 1e-4 of
+the model's own padded batch, which differs from its rows alone. A type that was *not run* is still checked by the
+rules and by the parity check.
 
-Image-text-to-text types of transformers 5.24: `remove_padding` computes them **exactly**, on batches with images and
-on batches of text, or **refuses** them with the reason.
-
-Each was tested as a tiny random model in float32, on rows with one image, two or none, some with the same ids and
-another image, padded left and right. "Exact" means that log-probabilities and gradients (relative, of the vision
-tower too) are within 1e-4 of each row computed alone. *As padded*: the model's own padded batch differs from its rows
-alone by more than that, and packed is within 1e-4 of the padded batch. A type that was *not run* is still checked by
-the rules and by the parity check.
-
-Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`, which has all
-figures and reasons; do not edit."""
+Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`; do not edit."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
@@ -105,7 +98,7 @@ def test_the_record_has_every_type_and_none_is_wrong():
 
 
 def test_the_table_is_that_of_the_record():
-    assert TABLE.read_text() == table(record())
+    assert parts()[1] == table(record())
 
 
 FAST = {"blip-2", "gemma4", "paligemma", "lfm2_vl"}
@@ -127,4 +120,4 @@ def test_a_type_is_exact_or_refused_as_recorded(family):
 
 
 if __name__ == "__main__":  # arguments: "--write", then types of models
-    write(RECORD, TABLE, vision_families(), vision_outcomes, table)
+    write(RECORD, 1, vision_families(), vision_outcomes, table)

@@ -41,15 +41,15 @@ def graphs() -> Iterator[dict[str, Any]]:
 def prefixes() -> Iterator[dict[str, int]]:
     """Shared prefixes of steps of micro-batches, summed over the steps."""
     from trl_padfix.core.layout import shared_prefixes
-    from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
+    from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
 
-    shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, MicroBatchRunner.check
+    shared_prefixes.MIN_SAVED_TOKENS, found, check = 1, {"prefixes": 0}, ChunkRunner.check
 
     def checked(runner):
         found["prefixes"] += len(runner.plan.prefixes) if runner.plan else 0
         check(runner)
 
-    MicroBatchRunner.check = checked
+    ChunkRunner.check = checked
     yield found
 
 

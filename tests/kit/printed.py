@@ -23,6 +23,7 @@ PAGES = (
     "docs/*/*.md",
     "recipes/*.md",
     "recipes/*/*.md",
+    "skills/*/*.md",
     ".github/ISSUE_TEMPLATE/*.yml",
     "noxfile.py",
 )

@@ -13,18 +13,19 @@ from unittest import mock
 
 from kit.budget_runs import make
 
+import trl_padfix
 from trl_padfix.core.parity.report import ParityReport
 
 
 __all__ = ["main"]
 
 RANK = int(os.environ.get("RANK", 0))
-PACKED = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": None}
+PACKED = {"padding_free": True, "prefix_sharing": True}
 
 
 def train(folder: Path, fails: bool) -> str:
     """The error of this process in a training, as text; `fails`: the parity check of process 1 finds a difference."""
-    trainer = make("dpo", folder, ours=True, max_steps=2, per_device_train_batch_size=4, parity_check=True, **PACKED)
+    trainer = make(trl_padfix, "DPO", folder, max_steps=2, per_device_train_batch_size=4, parity_check=True, **PACKED)
     broken = mock.patch.object(ParityReport, "ok", False) if fails and RANK == 1 else contextlib.nullcontext()
     try:
         with broken:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from kit.observe import entered_tokens
 from kit.split_runs import average, break_it, difference, take_gradients, tell
 from torch import nn
+from torch.nn.functional import pad
 from zoo.families import build as build_family
 from zoo.models import batch, build
 
@@ -26,8 +27,7 @@ from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.trainers.batching.micro_batches import join_batches
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
+from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
 
 
 __all__: list[str] = []
@@ -71,16 +71,17 @@ def differences(name: str) -> Iterator[dict[str, Any]]:
             with remove_padding(model, prefix_sharing=True) as handle, attach_runner_patch(model):
                 split_rows(handle)
                 entered = entered_tokens(model)
-                runner = MicroBatchRunner(len(batches), plan, batches)
+                runner = ChunkRunner(len(batches), plan)
                 with within(runner=runner):
                     for i, rows in enumerate(batches):
-                        runner.start(i)
+                        runner.start(i, *rows)
                         got.append(logps_of(model, *rows))
                         (got[-1].sum(1) / 5).sin().sum().backward()
                     runner.check()
             average(found := take_gradients(model))
-            rows = [dict(zip(("input_ids", "attention_mask"), tensors, strict=True)) for tensors in batches]
-            joined = join_batches(rows, rows_per_item=1).values()
+            width = max(ids.shape[1] for ids, _ in batches)
+            columns = zip(*batches, strict=True)
+            joined = (torch.cat([pad(x, (0, width - x.shape[1])) for x in column]) for column in columns)
             again = sum(prefix.tokens for prefix in plan.prefixes.values() if prefix.recompute)
             yield {
                 "values": max((a - b).abs().max().item() for a, b in zip(got, want, strict=True)),

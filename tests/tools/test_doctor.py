@@ -94,7 +94,7 @@ def test_only_what_this_machine_can_run_is_suggested(monkeypatch):
 
 def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypatch):
     monkeypatch.setattr(
-        "trl_padfix.versions.installed_version", lambda name: {"trl": "1.2.0", "transformers": "5.1.0"}.get(name)
+        "trl_padfix.versions.installed_version", lambda name: {"trl": "1.10.99", "transformers": "5.1.0"}.get(name)
     )
     result = doctor()
     assert result.exit_code == 0

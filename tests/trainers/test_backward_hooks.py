@@ -1,13 +1,15 @@
-"""Code that acts in the backward pass: under a token budget it acts once in a step, on the gradient of all rows."""
+"""Code that acts in the backward pass: under a token budget it acts once on a batch, on the gradient of all rows."""
 
 from functools import cache
 
 import pytest
 import torch
-from kit.budget_runs import ALL_TRAINERS, BUDGET, assert_same, make, make_recorded, train
+import trl
+from kit.budget_runs import BUDGETS, assert_same, make, train_split
 from kit.cells import once_each
 from transformers import TrainerCallback
 
+import trl_padfix
 from trl_padfix.trainers import backward_hooks
 
 
@@ -27,47 +29,51 @@ def step_in_backward(parameter):
 HOOKS = {"clamped": clamp, "stepped": step_in_backward}
 
 
-def run(name, hook, ours):
-    """Figures and weights of three steps with hooks, and the tokens of each forward."""
-
-    def register(trainer):
-        for parameter in trainer.model.parameters():
-            HOOKS[hook](parameter)
-
-    if name == "grpo":
-        trainer = make_recorded("unused", 6, ours=ours)
-        register(trainer)
-        trainer.train()
-        figures, forwards = None, []
-    else:
-        figures, forwards, trainer = train(name, register, ours=ours)
-    return figures, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), forwards
+def run(kind, hook, ours, **config):
+    """Three steps with hooks."""
+    trainer = make(trl_padfix if ours else trl, kind, "unused", budget=ours, **config)
+    for parameter in trainer.model.parameters():
+        HOOKS[hook](parameter)
+    return train_split(trainer)
 
 
-theirs = cache(lambda name, hook: run(name, hook, False)[:2])
+theirs = cache(lambda kind, hook, **config: run(kind, hook, False, **config).figures)
 
 
-@pytest.mark.parametrize(("name", "hook"), once_each([*ALL_TRAINERS, "grpo"], HOOKS))
-def test_hooks_act_on_the_gradient_of_a_step(name, hook):
-    figures, weights, forwards = run(name, hook, True)
-    if name == "grpo":  # which logs more figures than one with recorded rewards has in common
-        assert_same(weights, theirs(name, hook)[1], atol=3e-5)  # one of 18,208 is 1.3e-5 off on some processors
-        return
-    assert_same(figures, theirs(name, hook)[0])
-    assert_same(weights, theirs(name, hook)[1])
-    assert max(forwards) <= BUDGET[name]
+@pytest.mark.parametrize(("kind", "hook"), once_each(["SFT", "DPO", "Reward", "KTO", "GRPO"], HOOKS))
+def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
+    ours = run(kind, hook, True)
+    assert_same(ours.figures, theirs(kind, hook))
+    assert max(ours.forwards) <= BUDGETS[kind]
 
 
-@pytest.mark.parametrize(("name", "hook"), [("sft", "clamped"), ("kto", "stepped")])
-def test_once_for_each_micro_batch_they_give_other_weights(name, hook, monkeypatch):
+@pytest.mark.parametrize("hook", HOOKS)
+def test_with_accumulation_they_act_on_that_of_each_batch(hook):
+    given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    assert_same(run("SFT", hook, True, **given).figures, theirs("SFT", hook, **given))
+
+
+@pytest.mark.parametrize(("kind", "hook"), [("SFT", "clamped"), ("KTO", "stepped")])
+def test_once_for_each_chunk_they_give_other_weights(kind, hook, monkeypatch):
     monkeypatch.setattr(backward_hooks, "LIBRARIES", (*backward_hooks.LIBRARIES, __name__.partition(".")[0]))
-    _, weights, _ = run(name, hook, True)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(weights, theirs(name, hook)[1])
+        assert_same(run(kind, hook, True).figures, theirs(kind, hook), factor=10)
+
+
+def test_a_hook_that_a_callback_registers_acts_on_it_too():
+    class Late(TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            clamp(model.lm_head.weight)
+
+    runs = [
+        train_split(make(library, "SFT", "unused", budget=library is trl_padfix, callbacks=[Late()])).figures
+        for library in (trl_padfix, trl)
+    ]
+    assert_same(*runs)
 
 
 def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):
-    trainer = make("sft", tmp_path, ours=True)
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     weight = trainer.model.lm_head.weight
     assert backward_hooks.gradient_hook_name(trainer) is None
     weight.register_hook(torch.nn.Module().zero_grad)  # a bound method of torch
@@ -76,36 +82,18 @@ def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):
     assert "clamp.<locals>.<lambda>, a gradient hook of " in backward_hooks.gradient_hook_name(trainer)
     with caplog.at_level("WARNING", logger="trl_padfix"):
         trainer.get_train_dataloader()
-    assert "acts in the backward pass, on the gradient of a micro-batch" in caplog.text
+    assert "acts in the backward pass, so the loss gets the outputs of all rows" in caplog.text
 
 
 def test_a_layerwise_optimizer_is_one(tmp_path):
-    trainer = make("sft", tmp_path, ours=True)
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
     assert backward_hooks.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
 
 
 def test_backward_hooks_of_modules_are_warned_about(tmp_path, caplog):
-    trainer = make("sft", tmp_path, ours=True)
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.model.lm_head.register_full_backward_hook(lambda *args: None)
     with caplog.at_level("WARNING", logger="trl_padfix"):
         trainer.get_train_dataloader()
-    assert "the backward hooks of modules (" in caplog.text
-    assert "of lm_head) are called for each of them" in caplog.text
-
-
-def test_a_hook_beside_accumulated_steps_is_refused(tmp_path):
-    trainer = make("dpo", tmp_path, ours=True, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    clamp(trainer.model.lm_head.weight)
-    with pytest.raises(ValueError, match="acts in the backward pass, of which TRL has several in a step"):
-        trainer.train()
-
-
-def test_a_hook_that_a_callback_registers_is_an_error(tmp_path):
-    class Late(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            clamp(model.lm_head.weight)
-
-    trainer = make("sft", tmp_path, ours=True, callbacks=[Late()])
-    with pytest.raises(ValueError, match=r"a gradient hook of .* was set during training"):
-        trainer.train()
+    assert "of lm_head is a backward hook of a module" in caplog.text

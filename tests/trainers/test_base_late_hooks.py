@@ -4,11 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import trl
 from kit.budget_runs import assert_same, build_branching, make
 from kit.trainer_runs import our_warnings, trained
 from transformers import TrainerCallback
 from zoo import models
 
+import trl_padfix
 from trl_padfix import ParityError
 from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.core.handle import PaddingRemoval
@@ -35,17 +37,17 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
 
     def train(name, change, ours, **given):
-        given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.05} | given
+        given = {"max_steps": 3} | given
         data = build_branching(name)
         given = {"train_dataset": data, "eval_dataset": data.select(range(4))} | given
-        trainer = make(name, tmp_path, ours=ours, callbacks=[Hooking(change)], **given)
+        trainer = make(trl_padfix if ours else trl, name, tmp_path, budget=ours, callbacks=[Hooking(change)], **given)
         return trained(trainer), trainer
 
     return train
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "kto"])
-def test_micro_batches_that_share_prefixes_go_on_padded_and_so_does_the_evaluation(name, run, monkeypatch, caplog):
+@pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO"])
+def test_chunks_that_share_prefixes_go_on_padded_and_so_does_the_evaluation(name, run, monkeypatch, caplog):
     expected, _ = run(name, by_column, False)
     figures, trainer = run(name, by_column, True, prefix_sharing=True)
     assert_same(figures, expected)
@@ -54,20 +56,20 @@ def test_micro_batches_that_share_prefixes_go_on_padded_and_so_does_the_evaluati
     assert any("was registered as a hook of a Embedding" in text for text in our_warnings(caplog))
     monkeypatch.setattr(PaddingRemoval, "has_changed", False)
     with pytest.raises((UnpackableCallError, ParityError), match=r"was registered as a hook|parity FAILED"):
-        run(name, by_column, True, prefix_sharing=True)
+        run(name, by_column, True, prefix_sharing=True, parity_check=True)
 
 
 def test_padded_on_the_left_they_are_numbered_as_packed_ones(run, monkeypatch):
     """GPT-2 itself numbers the columns of a batch."""
     build = lambda: {"model": models.build("gpt2").train(), "ref_model": models.build("gpt2", seed=1)}  # noqa: E731
-    expected, _ = run("dpo", lambda states: states * 1.1, False, **build())
+    expected, _ = run("DPO", lambda states: states * 1.1, False, **build())
     mode = {"padding_side": "left", "max_tokens_per_batch": None}
-    figures, trainer = run("dpo", lambda states: states * 1.1, True, **mode, **build())
+    figures, trainer = run("DPO", lambda states: states * 1.1, True, **mode, **build())
     assert_same(figures, expected)
     assert trainer.padding.stats.padded_forwards > 0
     monkeypatch.setattr(packing, "number_padded_rows", lambda model: None)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run("dpo", lambda states: states * 1.1, True, **mode, **build())[0], expected)
+        assert_same(run("DPO", lambda states: states * 1.1, True, **mode, **build())[0], expected)
 
 
 def training_step(self, model, inputs, *args):
@@ -85,6 +87,6 @@ def test_an_evaluation_is_padded_though_the_training_compared_nothing(run, monke
     monkeypatch.setattr("trl.SFTTrainer.training_step", training_step)
     monkeypatch.setattr("trl_padfix.SFTTrainer.training_step", training_step)
     figures = [
-        run("sft", by_column, ours, **({"max_tokens_per_batch": None} if ours else {}))[0] for ours in (False, True)
+        run("SFT", by_column, ours, **({"max_tokens_per_batch": None} if ours else {}))[0] for ours in (False, True)
     ]
     assert_same(figures[1], figures[0])

@@ -42,12 +42,15 @@ def test_overridden_methods_take_the_arguments_of_trls(name):
 
 EVERY = {
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "evaluate", "train", "log"),
-    *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader", "_get_train_sampler"),
-    *("_get_num_items_in_batch", "_track_num_input_tokens", "floating_point_ops", "_prepare_inputs"),
-    *("_maybe_log_save_evaluate", "get_batch_samples"),
+    *(
+        "get_train_dataloader",
+        "get_eval_dataloader",
+        "get_test_dataloader",
+    ),
+    *("_get_num_items_in_batch", "get_batch_samples"),
     *("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_save"),
 }
-GENERATING = {"_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
+GENERATING = {"_prepare_inputs", "_tokenize_prompts", "_generate_single_turn", "_generate_and_score_completions"}
 OWN = {
     "DPOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
     "KTOTrainer": {"_prepare_dataset", "_precompute_ref_logps"},
@@ -68,7 +71,7 @@ EVERY_FIELD = {
     *("padding_free", "prefix_sharing", "parity_check", "strict", "attn_implementation"),
     *("packed_multiple_of", "max_tokens_per_batch"),
 }
-OF_DATA = {"padding_side", "loss_reduction", "group_by_prefix", "group_by_prefix_buffer"}
+OF_DATA = {"padding_side", "group_by_prefix", "group_by_prefix_buffer"}
 OF_EVALUATION = {*EvaluationConfig.__dataclass_fields__}
 OWN_FIELDS = {
     "DPOTrainer": {"ref_attn_implementation"} | OF_DATA | OF_EVALUATION,

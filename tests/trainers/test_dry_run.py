@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.online_runs import ONLINE_SETTINGS, reward_words
+from kit.online_runs import ONLINE_SETTINGS, reward_words, save_policy
 from kit.rows import build_prompts
 from kit.trainer_runs import SETTINGS, break_mode, build_model, build_pairs, build_tokenizer
 
@@ -76,9 +76,13 @@ def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):
 
 
 def test_a_trainer_that_generates_is_checked_too(tmp_path, capsys):
-    config = trl_padfix.GRPOConfig(**ONLINE_SETTINGS | {"output_dir": str(tmp_path), "padding_free": True})
+    config = trl_padfix.GRPOConfig(**ONLINE_SETTINGS | {"output_dir": str(tmp_path / "run"), "padding_free": True})
     trainer = trl_padfix.GRPOTrainer(
-        build_model(), reward_words, config, train_dataset=build_prompts(8), processing_class=build_tokenizer()
+        save_policy(tmp_path / "policy"),
+        reward_words,
+        config,
+        train_dataset=build_prompts(8),
+        processing_class=build_tokenizer(),
     )
     assert dry_run(trainer)
     assert "parity, train, model" in capsys.readouterr().out

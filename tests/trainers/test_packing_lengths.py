@@ -6,6 +6,7 @@ import os
 from itertools import product
 
 import pytest
+import trl
 from datasets import load_dataset
 from kit import budget_runs
 from kit.cells import slow_but
@@ -13,6 +14,7 @@ from kit.methods import METHODS
 from kit.observe import entered_tokens
 from kit.trainer_runs import MODES, assert_same, figures
 
+import trl_padfix
 from trl_padfix import DPOConfig, padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.tools.tiny import train_tokenizer
@@ -71,21 +73,19 @@ def test_without_the_field_no_share_is_logged(makers):
 
 
 @pytest.mark.parametrize("sharing", slow_but([True], [False, True]))
-@pytest.mark.parametrize("name", slow_but(["dpo"], list(budget_runs.ALL_TRAINERS)))
-def test_micro_batches_have_few_lengths_within_the_budget(name, sharing, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "Reward", "KTO"]))
+def test_chunks_have_few_lengths_within_the_budget(kind, sharing, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "MIN_SAVED_TOKENS", 1)  # every shared prefix has a forward of its own
-    given = {"train_dataset": budget_runs.build_branching(name, prompts=3), "max_steps": 5} | budget_runs.LOSSES.get(
-        name, {}
-    )
-    theirs = budget_runs.make(name, tmp_path, ours=False, **given)
+    given = {"train_dataset": budget_runs.build_branching(kind, prompts=3)}
+    theirs = budget_runs.make(trl, kind, tmp_path, **given)
     theirs.train()
-    budget = {"max_tokens_per_batch": 64, "packed_multiple_of": 16, "prefix_sharing": sharing, "parity_check": False}
-    ours = budget_runs.make(name, tmp_path, ours=True, **given | budget)
+    budget = {"max_tokens_per_batch": 64, "packed_multiple_of": 16, "prefix_sharing": sharing}
+    ours = budget_runs.make(trl_padfix, kind, tmp_path, budget=True, **given | budget)
     with entered_tokens(ours.model) as entered:
         ours.train()
     budget_runs.assert_same(*(figures(trainer.state.log_history) for trainer in (ours, theirs)))
     assert set(entered) <= {16, 32, 48, 64}
-    assert len(entered) >= 5 * 2  # steps of several forwards
+    assert len(entered) >= budget_runs.STEPS * 2  # batches of several forwards
     stats = ours.padding.stats
     assert stats.filler_tokens > 0
     assert (stats.packed_tokens < stats.real_tokens) is sharing
@@ -121,7 +121,7 @@ def test_a_length_that_cannot_be_is_an_error_of_the_configuration(given, says, t
     ("multiple", "pairs", "sharing"), [(64, 8, False), (64, 8, True), (128, 16, True), (256, 32, True)]
 )
 def test_filler_is_a_small_share_of_real_pairs(multiple, pairs, sharing):
-    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/memory.md, and few lengths."""
+    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/speed.md, and few lengths."""
     rows = load_dataset("json", data_files=HH_RLHF, split="train").select(range(1600))
     texts = [*rows["chosen"], *rows["rejected"]]
     tokenizer = train_tokenizer(texts, 8192)

@@ -1,4 +1,4 @@
-"""Each distinct token of a step is computed once: gradients, token counts, and how long states are kept."""
+"""Each distinct token of a batch is computed once: gradients, token counts, and how long states are kept."""
 
 import contextlib
 
@@ -19,7 +19,8 @@ from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner, PrefixSchedule, sharing_obstacle
+from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner, PrefixSchedule, sharing_obstacle
+from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
@@ -67,23 +68,23 @@ def whole(model, ids, mask):
 
 @contextlib.contextmanager
 def planned(model, ids, mask, parts, budget=ENOUGH, gather=None, with_head=False):
-    """A block with a runner of micro-batches, and their ids and masks."""
+    """A block with a runner of chunks, and their ids and masks."""
     batches = [(ids[part], mask[part]) for part in parts]
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model):
         plan = planning.plan_shared_prefixes(batches, budget, gather)
-        runner = MicroBatchRunner(len(batches), plan, batches, with_head)
+        runner = ChunkRunner(len(batches), plan, with_head)
         with within(runner=runner):
             yield runner, batches
 
 
-def in_micro_batches(model, *args, **given):
+def in_chunks(model, *args, **given):
     """
     Each part with a backward of its own: gradients, the tokens of each forward, and those that are computed twice by
     intention.
     """
     with planned(model, *args, **given) as (runner, batches), entered_tokens(model) as entered:
         for i, (ids, mask) in enumerate(batches):
-            runner.start(i)
+            runner.start(i, ids, mask)
             score(model, ids, mask).sum().backward()
         runner.check()
     again = sum(prefix.tokens for prefix in runner.plan.prefixes.values() if prefix.recompute)
@@ -95,7 +96,7 @@ FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2")
 
 @pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
 @pytest.mark.parametrize(("name", "implementation"), slow_but(FAST, SUPPORTED + STATES))
-def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, budget):
+def test_chunks_have_the_gradient_of_one_forward(name, implementation, budget):
     ids, mask = batch("mixed")
     flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
     with flash:
@@ -103,7 +104,7 @@ def test_micro_batches_have_the_gradient_of_one_forward(name, implementation, bu
         expected = whole(model, ids, mask)
         distinct, twice = prefix_sharing_layout(ids, mask).packed_tokens, []
         for parts in PARTS.values():
-            found, entered, again = in_micro_batches(model, ids, mask, parts, budget)
+            found, entered, again = in_chunks(model, ids, mask, parts, budget)
             assert_same_gradients(found, expected)
             assert sum(entered) == distinct + again
             twice.append(again)
@@ -127,7 +128,7 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
 
         plan = planning.plan_shared_prefixes([(ids[part], mask[part]) for part in parts], ENOUGH, gather)
         prefixes, filler = plan.prefixes.values(), sum(layout.filler or 0 for layout in plan.layouts.values())
-        found, entered, again = in_micro_batches(model, ids, mask, parts, ENOUGH, gather)
+        found, entered, again = in_chunks(model, ids, mask, parts, ENOUGH, gather)
         assert_same_gradients(found, expected)
         assert len(entered) == len(parts) + sum(len(prefix.layouts) for prefix in prefixes)
         dummies = sum(len(prefix.layouts) for prefix in prefixes if not prefix.tokens)
@@ -144,7 +145,7 @@ def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, bu
     model = build(name, "eager", output_router_logits=True).train()
     expected, distinct = whole(model, ids, mask), prefix_sharing_layout(ids, mask).packed_tokens
     for parts in PARTS.values():
-        found, entered, again = in_micro_batches(model, ids, mask, parts, budget, with_head=True)
+        found, entered, again = in_chunks(model, ids, mask, parts, budget, with_head=True)
         assert_same_gradients(found, expected)
         assert sum(entered) == distinct + again
     output = model(input_ids=ids, attention_mask=mask, use_cache=False)
@@ -155,7 +156,7 @@ def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, bu
 def in_one_forward(model, ids, mask, budget, across=True):
     """A loss that compares rows, whose forward is computed in sub-batches."""
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=SubBatches(budget, True, share_across_sub_batches=across)):
+        with within(runner=SubBatches(RowSplitter(budget, True, across))):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), take_gradients(model), sum(entered)
@@ -197,8 +198,8 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
         return closes(schedule, prefixes)
 
     monkeypatch.setattr(PrefixSchedule, "_pending_backward", but_one_kind)
-    found, *_ = in_micro_batches(model, ids, mask, PARTS["depth first"])
-    with pytest.raises(AssertionError, match="is off by"):
+    found, *_ = in_chunks(model, ids, mask, PARTS["depth first"])
+    with pytest.raises(AssertionError, match="off by"):
         assert_same_gradients(found, expected)
 
 
@@ -212,12 +213,12 @@ def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budge
         expected = whole(inner, ids, mask)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         for parts in PARTS.values():
-            assert_same_gradients(in_micro_batches(inner, ids, mask, parts, budget)[0], expected)
+            assert_same_gradients(in_chunks(inner, ids, mask, parts, budget)[0], expected)
         assert_same_gradients(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
 
 
-def test_sums_over_many_micro_batches_are_in_float32():
-    """Rows of one prompt, each a micro-batch: under autocast as near to float32 as one forward is."""
+def test_sums_over_many_chunks_are_in_float32():
+    """Rows of one prompt, each a chunk: under autocast as near to float32 as one forward is."""
     ids = torch.randint(2, 39, (48, 24), generator=torch.Generator().manual_seed(0))
     ids[:, :20] = ids[0, :20]
     mask, model = torch.ones_like(ids), build("qwen2").train()
@@ -225,7 +226,7 @@ def test_sums_over_many_micro_batches_are_in_float32():
     off = []
     for parts in ([list(range(48))], [[row] for row in range(48)]):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = in_micro_batches(model, ids, mask, parts)[0] if len(parts) > 1 else whole(model, ids, mask)
+            found = in_chunks(model, ids, mask, parts)[0] if len(parts) > 1 else whole(model, ids, mask)
         off.append(sum(float((found[n] - exact[n]).norm()) ** 2 for n in exact) ** 0.5)
     assert off[1] < 1.2 * off[0]
 
@@ -238,7 +239,7 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
             expected = score(model, ids, mask)
         with planned(model, ids, mask, parts, budget=8) as (runner, batches):
             for i, part in enumerate(parts):
-                runner.start(i)
+                runner.start(i, *batches[i])
                 torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
                 (schedule,) = runner.schedules.values()
                 alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
@@ -247,51 +248,41 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
                 assert not any(x.requires_grad for x in states)
 
 
-def test_a_micro_batch_without_its_forward_is_an_error():
+def test_a_chunk_without_its_forward_is_an_error():
     model = build("qwen2")
     with planned(model, *batch("right"), PARTS["depth first"]) as (runner, batches):
-        runner.start(0)
+        runner.start(0, *batches[0])
         score(model, *batches[0]).sum().backward()
-        runner.start(2)
+        runner.start(2, *batches[2])
         with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
             score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
             runner.check()
 
 
-WRITTEN_AT = [(which, at, budget) for which in ("ids", "mask") for at in (0, 1, 2) for budget in (ENOUGH, 12)]
-
-
-@pytest.mark.parametrize(("which", "at", "budget"), slow_but([("ids", 2, ENOUGH), ("mask", 1, 12)], WRITTEN_AT))
-def test_a_micro_batch_that_is_written_to_in_place_ends_the_schedule(which, at, budget, monkeypatch):
-    """Prefixes that were read before have their gradient, and later micro-batches compute their prefixes again."""
+@pytest.mark.parametrize("which", ["ids", "mask"])
+def test_chunks_that_are_written_to_compute_their_prefixes_again(which):
+    """A hook of a user's that masks or changes tokens does so in every chunk."""
     ids, mask = batch("right")
-    model, parts = build("qwen2").train(), PARTS["nested"]
-
-    def step(with_plan):
-        with planned(model, ids, mask, parts, budget) as (runner, batches):
-            with contextlib.nullcontext() if with_plan else within(runner=None):
-                for i, given in enumerate(batches):
-                    runner.start(i)
-                    if i == at:
-                        given[which == "mask"][:, 1] = 0 if which == "mask" else 30
-                    score(model, *given).sum().backward()
-                runner.check()
-            users = [(prefix.first_user, prefix.last_user) for prefix in runner.plan.prefixes.values()]
-            assert any(first < at <= last for first, last in users) == (at > 0)
-        return take_gradients(model)
-
-    expected = step(with_plan=False)
-    assert_same_gradients(step(with_plan=True), expected)
-    monkeypatch.setattr(PrefixSchedule, "finish_early", lambda schedule, run: setattr(schedule, "finished", True))
-    if at > 0:
-        with pytest.raises(AssertionError, match="is off by"):
-            assert_same_gradients(step(with_plan=True), expected)
+    model, found = build("qwen2").train(), []
+    for with_plan in (True, False):
+        with (
+            planned(model, ids, mask, PARTS["nested"]) as (runner, batches),
+            contextlib.nullcontext() if with_plan else within(runner=None),
+        ):
+            for i, given in enumerate(batches):
+                runner.start(i, *given)
+                given[which == "mask"][:, 1] = 0 if which == "mask" else 30
+                score(model, *given).sum().backward()
+            runner.check()
+        assert not runner.schedules
+        found.append(take_gradients(model))
+    assert_same_gradients(*found)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
-    """Each token of a micro-batch is its own or one of a shared prefix that it reads; each token has one owner."""
+    """Each token of a part is its own or one of a shared prefix that it reads; each token has one owner."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 2, (9, 6), generator=draw)
     mask = (torch.arange(6) < torch.randint(1, 7, (9, 1), generator=draw)).long()
@@ -305,7 +296,7 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     for part, layout in zip(parts, found.layouts.values(), strict=True):
         outer = sum(found.prefixes[n].tokens for n in layout.prefixes)
         assert layout.packed_tokens == outer + layout.computed_tokens
-        # Each real token of the micro-batch is computed where its packed token has its id and its position.
+        # Each real token of the part is computed where its packed token has its id and its position.
         assert torch.equal(ids[part].flatten()[layout.packed_index][layout.source], ids[part][mask[part].bool()])
         place = torch.arange(6).expand(len(part), 6)[mask[part].bool()]
         assert torch.equal(layout.positions[layout.source], place)

@@ -4,15 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from kit.budget_runs import BUDGET, assert_same, build_branching, make, subclass, train
+import trl
+from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
 from kit.cells import every_pair
 from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, our_warnings, trained
 from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorForSeq2Seq, Trainer
 
+import trl_padfix
 from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 from trl_padfix.core.call.runner_patch import RunnerPatch
-from trl_padfix.trainers.batching.prefix_schedule import MicroBatchRunner
+from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 
@@ -74,7 +76,8 @@ def calling(call):
 
 
 def run(name, call, ours, **config):
-    return train(name, lambda trainer: subclass(trainer, compute_loss=calling(call)), ours=ours, **config)
+    trainer = make(trl_padfix if ours else trl, name, "unused", budget=ours, **config)
+    return train_split(subclass(trainer, compute_loss=calling(call)))
 
 
 @pytest.fixture(autouse=True)
@@ -82,51 +85,31 @@ def every_shared_prefix_pays(monkeypatch):
     monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "call", "mode"),
-    every_pair(
-        ["sft", "dpo"], CALLS, [{}, {"prefix_sharing": True}, {"loss_reduction": "rows", "prefix_sharing": True}]
-    ),
-)
+@pytest.mark.parametrize(("name", "call", "mode"), every_pair(["SFT", "DPO"], CALLS, [{}, {"prefix_sharing": True}]))
 def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
-    if call == "without_mask" and "loss_reduction" in mode:
-        pytest.skip("its loss depends on padding, so it is no mean over rows")
     ours = run(name, CALLS[call], True, **mode)
     assert_same(ours.figures, run(name, CALLS[call], False).figures)
-    assert max(ours.forwards) <= BUDGET[name]
+    assert max(ours.forwards) <= BUDGETS[name]
 
 
 def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
-    theirs = run("sft", checkpointed, False).figures
-    leaking = run("sft", checkpointed, True, **break_mode(monkeypatch, "padding-free"))
+    theirs = run("SFT", checkpointed, False).figures
+    leaking = run("SFT", checkpointed, True, **break_mode(monkeypatch, "padding-free"))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(leaking.figures, theirs)
 
 
 def test_it_does_not_where_the_decoder_has_no_patch(monkeypatch):
     monkeypatch.setattr("trl_padfix.core.call.runner_patch._modules_of", lambda model: [model])
-    assert max(run("sft", of_decoder, True).forwards) > BUDGET["sft"]
-
-
-def test_it_does_not_where_embeddings_run_as_planned(monkeypatch):
-    """A micro-batch is planned with shared prefixes, and embeddings share none."""
-    data = {"train_dataset": build_branching("sft")}
-    mode = data | {"loss_reduction": "rows", "prefix_sharing": True}
-    with monkeypatch.context() as patch:
-        none = property(lambda runner: None, lambda runner, value: None)
-        patch.setattr(MicroBatchRunner, "embeddings", none, False)
-        assert max(run("sft", of_embeddings, True, **mode).forwards) > BUDGET["sft"]
-    ours = run("sft", of_embeddings, True, **mode)
-    assert_same(ours.figures, run("sft", of_embeddings, False, **data).figures)
-    assert max(ours.forwards) <= BUDGET["sft"]
+    assert max(run("SFT", of_decoder, True).forwards) > BUDGETS["SFT"]
 
 
 def test_a_call_that_cannot_be_split_is_named_once(caplog):
-    theirs = run("sft", with_cache, False).figures
+    theirs = run("SFT", with_cache, False).figures
     with caplog.at_level("WARNING"):
-        ours = run("sft", with_cache, True)
+        ours = run("SFT", with_cache, True)
     assert_same(ours.figures, theirs)
-    assert max(ours.forwards) > BUDGET["sft"]
+    assert not ours.forwards  # which leave out those with a cache
     (said,) = (message for message in our_warnings(caplog) if "was not applied" in message)
     assert "Qwen2ForCausalLM" in said
     assert "`use_cache=True`" in said
@@ -145,11 +128,9 @@ class Maskless:
 
 
 def run_maskless(ours, **config):
-    def change(trainer):
-        subclass(trainer, compute_loss=calling(without_mask))
-        trainer.data_collator = Maskless(trainer.data_collator)
-
-    return train("sft", change, ours=ours, **config).figures
+    trainer = make(trl_padfix if ours else trl, "SFT", "unused", budget=ours, **config)
+    trainer.data_collator = Maskless(trainer.data_collator)
+    return train_split(subclass(trainer, compute_loss=calling(without_mask))).figures
 
 
 @pytest.mark.parametrize("budget", [None, 60])
@@ -180,8 +161,8 @@ def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
 
 
 def test_patches_of_an_earlier_trainer_go(tmp_path):
-    first = make("sft", tmp_path, ours=True)
-    second = make("sft", tmp_path, ours=True, model=first.model)
+    first = make(trl_padfix, "SFT", tmp_path, budget=True)
+    second = make(trl_padfix, "SFT", tmp_path, budget=True, model=first.model)
     for module in (second.model, second.model.model):
         patches, patch = [], vars(module).get("forward")
         while patch is not None:
@@ -200,9 +181,9 @@ def test_arguments_without_a_row_for_each_row_are_not_cut():
     columns = torch.arange(3)
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
     call |= {"logits_to_keep": columns, "cache_position": columns}
-    batch = SubBatches(8, sharing=False).split(ids, mask)
-    assert len(batch.rows) == 2
-    for rows, of_rows in zip(batch.rows, batch.calls(call), strict=True):
+    batch = SubBatches(RowSplitter(8, sharing=False))._split(ids, mask)
+    assert len(batch.inputs) == 2
+    for rows, of_rows in zip(batch.split.rows, batch.calls(call, None), strict=True):
         assert torch.equal(of_rows["labels"], ids[rows])
         assert torch.equal(of_rows["position_ids"], axes[:, rows])
         assert of_rows["logits_to_keep"] is of_rows["cache_position"] is columns

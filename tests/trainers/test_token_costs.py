@@ -4,23 +4,17 @@ import math
 
 import numpy as np
 import pytest
-from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler
 
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
     pack_by_budget,
     pack_depth_first,
-    partition_by_tokens,
     partition_equal_rows,
     split_by_length,
 )
-from trl_padfix.trainers.batching.measures import PairMeasure
-from trl_padfix.trainers.batching.prefix_groups import sort_by_prefix
-from trl_padfix.trainers.batching.step_plan import StepPlan
-from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, text_costs
+from trl_padfix.trainers.batching.token_costs import RowCosts, dataset_costs, prefix_costs, sort_by_prefix, text_costs
 
 
 @st.composite
@@ -35,10 +29,13 @@ def costs_of(rows):
     return prefix_costs(each, each, *sort_by_prefix(rows))
 
 
+PAIRS = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
+
+
 def pairs_of(prompts, chosen, rejected):
     """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
     parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
-    return PairMeasure(sharing=True).costs([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
+    return dataset_costs([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts], PAIRS, sharing=True)
 
 
 def drawn_costs(most=24):
@@ -87,7 +84,7 @@ def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, bu
 
 
 @given(drawn_costs(), st.integers(1, 60))
-def test_no_two_micro_batches_fit_into_one(costs, budget):
+def test_no_two_parts_fit_into_one(costs, budget):
     sizes = sorted(costs.total(part) for part in pack_by_budget(costs, budget))
     assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
 
@@ -144,105 +141,6 @@ def test_rows_of_one_prompt_go_to_one_process():
     assert sum(len(set(prompts[part])) for part in parts) == 4
 
 
-@given(drawn_costs(), st.integers(1, 4))
-def test_balanced_processes_have_each_row_once(costs, processes):
-    processes = min(processes, len(costs))
-    parts = partition_by_tokens(costs, processes)
-    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
-    assert len(parts) == processes
-    assert all(parts)
-
-
-def test_rows_that_are_all_alike_are_given_to_all_processes():
-    assert partition_by_tokens(costs_of([np.array([1, 2])] * 3), processes=2) == [[0, 1], [2]]
-
-
-@pytest.mark.parametrize("processes", [8, 64])
-def test_balanced_processes_wait_five_percent_of_the_time_at_most(processes):
-    draw = np.random.default_rng(0)
-    rows = []
-    while len(rows) < 32 * processes:  # rollouts of tasks whose turns grow
-        task = draw.integers(0, 9999, 100 + int(draw.lognormal(4, 0.6)))
-        for _ in range(4):
-            row = task
-            for _ in range(draw.integers(4, 12)):
-                row = np.concatenate([row, draw.integers(0, 9999, 1 + int(draw.lognormal(4, 0.6)))])
-                rows.append(row)
-    costs = costs_of(rows[: 32 * processes])
-    waiting = {}
-    for partition in (partition_by_tokens, partition_equal_rows):
-        tokens = [costs.total(part) for part in partition(costs, processes)]
-        waiting[partition] = 1 - np.mean(tokens) / max(tokens)
-    assert waiting[partition_by_tokens] < 0.05 < waiting[partition_equal_rows]
-
-
-@given(drawn_costs(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_an_epoch_of_micro_batches_keeps_rows_and_steps(costs, micro_batch, accumulation_steps, processes, draw):
-    order = draw.sample(range(len(costs)), len(costs))
-    plan = StepPlan(len(costs), micro_batch, accumulation_steps, processes)
-    partitioned = list(plan.order_by_micro_batch(order, costs))
-    assert partitioned == list(plan.order_by_micro_batch(order, costs))
-    size = plan.per_process * processes
-    for begin in range(0, len(order), size):
-        assert sorted(partitioned[begin : begin + size]) == sorted(order[begin : begin + size])
-    assert len(partitioned) == len(order)
-
-
-def steps_of_trl(plan, order):
-    """Rows of each optimizer step, from accelerate's own sharding of TRL's micro-batches."""
-    batches = BatchSampler(order, plan.micro_batch, plan.drop_last)
-    shards = [batches]  # accelerate leaves those of a single process alone
-    if plan.processes > 1:
-        shards = [BatchSamplerShard(batches, plan.processes, i, even_batches=True) for i in range(plan.processes)]
-    shards = [list(shard) for shard in shards]
-    count = len(shards[0])
-    assert all(len(shard) == count for shard in shards)
-    steps = [
-        range(begin, min(begin + plan.accumulation_steps, count)) for begin in range(0, count, plan.accumulation_steps)
-    ]
-    return [[[shard[i] for i in step] for shard in shards] for step in steps]
-
-
-@given(
-    st.integers(1, 40),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_a_plan_has_the_steps_of_trl(rows, micro_batch, accumulation_steps, processes, drop_last, draw):
-    plan = StepPlan(rows, micro_batch, accumulation_steps, processes, drop_last)
-    order = list(range(rows))
-    draw.shuffle(order)
-    costs = text_costs([draw.randint(1, 9) for _ in order])
-    expected = steps_of_trl(plan, order)
-    for equal in (False, True):
-        rows = list(plan.rows_per_process(order, costs, equal=equal))
-        assert len(rows) == len(plan) == len(expected) * processes
-        check_steps(plan, [rows[i : i + processes] for i in range(0, len(rows), processes)], expected, equal)
-
-
-def check_steps(plan, steps, expected, equal):
-    processes, micro_batch = plan.processes, plan.micro_batch
-    for partitioned, step in zip(steps, expected, strict=True):
-        shares = [share.rows for share in partitioned]
-        assert {share.rows_of_step for share in partitioned} == {sum(map(len, shares))}
-        assert sorted(row for share in shares for row in share) == sorted(r for own in step for b in own for r in b)
-        assert all(shares)
-        if equal:
-            assert len({len(share) for share in shares}) == 1
-        # The mean over micro-batches of means over rows, which all processes with several have alike.
-        weights = [plan.weights(len(share), partitioned[0][0]) for share in shares]
-        assert sum(w.sum() for w in weights) == pytest.approx(processes)
-        assert len({round(w, 9) for each in weights for w in each}) == 1 or processes == 1
-        if processes == 1:
-            expected_weights = {r: 1 / len(b) / len(step[0]) for b in step[0] for r in b}
-            assert dict(zip(shares[0], weights[0].tolist(), strict=True)) == pytest.approx(expected_weights)
-        else:
-            assert all(len(b) == micro_batch for own in step for b in own)
-
-
 @settings(max_examples=50)
 @given(st.data())
 def test_pairs_cost_at_least_what_is_computed(data):
@@ -263,9 +161,11 @@ def test_pairs_cost_at_least_what_is_computed(data):
         "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
     }
     batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
-    assert PairMeasure(**settings).costs(pairs).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    assert (
+        dataset_costs(pairs, PAIRS, **settings).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
+    )
     shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    costs = PairMeasure(sharing=True, **settings).costs(pairs)
+    costs = dataset_costs(pairs, PAIRS, sharing=True, **settings)
     assert costs.total() >= shared
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])
@@ -275,7 +175,7 @@ def test_pairs_cost_at_least_what_is_computed(data):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_micro_batches_that_share_prefixes_stay_within_the_budget(seed):
+def test_parts_that_share_prefixes_stay_within_the_budget(seed):
     """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
     draw = np.random.default_rng(seed)
     rows = [np.arange(int(draw.integers(1, 300)))]

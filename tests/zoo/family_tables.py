@@ -1,4 +1,4 @@
-"""Records of the families, and the text of their tables in `docs/families.md` and `docs/vision_families.md`."""
+"""Records of the families, and the text of their tables in `docs/families.md`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+WITH_IMAGES = "## Families with images\n"
+"""Begins the second part of the page."""
+
+
+def parts() -> list[str]:
+    """The two parts of the page: families of text, and families with images."""
+    text, heading, images = PAGE.read_text().partition(f"\n{WITH_IMAGES}")
+    return [text, heading[1:] + images]
 
 
 def escaped(text: str) -> str:
@@ -29,9 +40,9 @@ def general(reason: str) -> str:
 
 
 def write(
-    record: Path, page: Path, names: list[str], outcomes: Callable[[str], Any], table: Callable[[Any], str]
+    record: Path, part: int, names: list[str], outcomes: Callable[[str], Any], table: Callable[[Any], str]
 ) -> None:
-    """Compute a record, or of it the types that follow `--write` on the command line, and its table."""
+    """Compute a record, or of it the types that follow `--write` on the command line, and its part of the page."""
     if sys.argv[1:2] != ["--write"]:
         sys.exit(f"usage: python {sys.argv[0]} --write [TYPE ...]")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -43,4 +54,6 @@ def write(
         print(name, json.dumps(recorded[name]), flush=True)
     recorded = {name: recorded[name] for name in names if name in recorded}
     record.write_text(json.dumps(recorded, indent=1) + "\n")
-    page.write_text(table(recorded))
+    found = parts()
+    found[part] = table(recorded)
+    PAGE.write_text("\n".join(found))

@@ -8,15 +8,10 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from datasets import Dataset
-
 from ..trainers.base import PARTS, PaddingFreeMixin
-from ..trainers.batching.budget_checks import check_budget
-from ..trainers.batching.measures import RowMeasure
-from ..trainers.batching.micro_batch_budget import MicroBatchBudget
-from ..trainers.batching.sampler import StepOrder
-from ..trainers.batching.token_budget import SubBatchBudget
-from ..trainers.checks import image_columns, require_columns, require_teacher
+from ..trainers.batching.row_order import RowOrder
+from ..trainers.batching.token_budget import TokenBudget
+from ..trainers.checks import require_columns, require_teacher
 from ..trainers.data.collators import SidedCollator
 from ..trainers.distributed import datasets_of
 from ..trainers.grpo import GRPOTask
@@ -24,7 +19,6 @@ from ..trainers.online import OnlineTrainer
 from ..trainers.settings import (
     AttentionConfig,
     ForwardBudgetConfig,
-    OnlineBudgetConfig,
     PackingConfig,
     PaddingConfig,
     ReferenceAttentionConfig,
@@ -38,8 +32,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import TrainingArguments
 
-    from ..trainers.parts import PaddingFreeTrainer
-
 
 __all__ = ["EXPERIMENTS", "classes_of"]
 
@@ -47,12 +39,11 @@ __all__ = ["EXPERIMENTS", "classes_of"]
 class ExperimentalTrainer(PaddingFreeMixin):
     """[`PaddingFreeMixin`] for steps that join, generate or shuffle rows: a budget splits the forwards of a batch."""
 
-    # TRL decides which rows are in a step, so there is no order of steps.
-    part_classes = tuple({MicroBatchBudget: SubBatchBudget}.get(part, part) for part in PARTS if part is not StepOrder)
+    part_classes = tuple(part for part in PARTS if part is not RowOrder)  # TRL decides which rows are in a step
 
     def split_forwards(self) -> contextlib.AbstractContextManager[None]:
         """A block with forwards outside of `observe_step`, which the budget splits, too."""
-        return self.padding.part(SubBatchBudget).split_forwards()
+        return self.padding.part(TokenBudget).split_forwards()
 
 
 class SelfDistillingTrainer(ExperimentalTrainer):
@@ -75,40 +66,9 @@ class _SelfPreparedTask(Task):
         for name, dataset in datasets_of(datasets).items():
             require_columns(dataset, name, self.columns, self.needs)
 
-    def needs_all_rows(self) -> bool:
-        return True  # TRL's experiments may compare rows
-
-    def token_budget_obstacle(self) -> str | None:
-        images = any(map(image_columns, datasets_of(self.trainer).values()))
-        return "The images of these steps are not numbered by row" if images else None
-
-
-class JoinedPairMeasure(RowMeasure):
-    """[`RowMeasure`] of pairs that TRL has tokenized and truncated in `__init__`."""
-
-    sequences = (("chosen_input_ids",), ("rejected_input_ids",))
-
-
-def check_longest_row(trainer: PaddingFreeTrainer, measure: RowMeasure) -> None:
-    """
-    Compare the rows of the train dataset, as TRL has prepared it, with the token budget: before the first step.
-
-    Raises:
-        ValueError: If a row has more tokens than the budget.
-    """
-    budget, dataset = trainer.padding.settings.max_tokens_per_batch, trainer.train_dataset
-    # A stream, or data for a collator of a user's: such rows are compared when their forward is split.
-    if budget is None or not isinstance(dataset, Dataset):
-        return
-    if {name for names in measure.sequences for name in names} <= set(dataset.column_names):
-        check_budget(measure.longest(dataset), budget)
-
 
 class JoinedPairTask(_SelfPreparedTask):
     """Pairs: the step concatenates chosen and rejected rows."""
-
-    def on_attached(self) -> None:
-        check_longest_row(self.trainer, JoinedPairMeasure())
 
     columns = [{"chosen", "rejected"}]
     needs = "Pairs have `chosen` and `rejected` (and `prompt`, unless both begin with it)"
@@ -134,12 +94,6 @@ class MessagesTask(_SelfPreparedTask):
             require_teacher(init_kwargs)
 
 
-class TripleMeasure(RowMeasure):
-    """[`RowMeasure`] of pairs with a reference answer."""
-
-    sequences = tuple(("prompt_ids", answer) for answer in ("chosen_ids", "rejected_ids", "reference_ids"))
-
-
 class TripleCollator(SidedCollator):
     """In front of TRL's collator for pairs with a reference answer."""
 
@@ -157,9 +111,6 @@ class TripleTask(Task):
     texts = ("prompt", "chosen", "rejected", "reference")
     takes_images = False
     rows_per_item = 3
-
-    def on_attached(self) -> None:
-        check_longest_row(self.trainer, TripleMeasure(max_length=self.trainer.args.max_length))
 
 
 # -- steps
@@ -210,7 +161,9 @@ EXPERIMENTS = {
     "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
     "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
     "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
-    "gmpo": Experiment("GMPO", OnlineTrainer, GRPOTask, (ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig)),
+    "gmpo": Experiment(
+        "GMPO", OnlineTrainer, GRPOTask, (ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig)
+    ),
     "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
-from ..trainers.batching.prefix_groups import group_rows, sort_by_prefix
-from ..trainers.batching.token_costs import RowCosts, prefix_costs, text_costs, truncated_tokens
+from ..trainers.batching.row_order import group_rows
+from ..trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from .data import checked_rows
 from .token_rows import TokenRow, sequences_of, token_rows
 
@@ -46,7 +46,7 @@ class Lengths:
             `completion`), each of shape `(n,)`, before truncation.
         by_prefix (`tuple[np.ndarray, np.ndarray]`):
             Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
-            both `(n,)`: the result of [`~trl_padfix.trainers.batching.prefix_groups.sort_by_prefix`].
+            both `(n,)`: the result of [`~trl_padfix.trainers.batching.token_costs.sort_by_prefix`].
         max_length (`int`, *optional*), truncation_mode (`str`):
             Truncation that applies to these rows, see [`truncated`].
     """
@@ -176,7 +176,7 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
     draw = np.random.default_rng(seed)
     epochs = [draw.permutation(len(lengths)) for _ in range(DRAWS if order == "random" else 1)]
     if order == "prefix":
-        epochs = [group_rows(epoch, costs, size) for epoch in epochs]
+        epochs = [epoch[group_rows(costs[epoch], size)] for epoch in epochs]
     elif order == "length":
         generator = torch.Generator().manual_seed(seed)
         epochs = [np.array(get_length_grouped_indices(tokens.max(1).tolist(), size, generator=generator))]

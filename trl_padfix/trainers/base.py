@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -39,15 +39,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..core.call.batch_cache import batch_cache
 from ..core.call.labels import SCORED_FROM_PADDING
 from .attention_choice import AttentionChoice
-from .batching.micro_batch_budget import MicroBatchBudget
-from .batching.micro_batches import micro_batches_of, step_of
-from .batching.sampler import StepDataset, StepOrder
-from .batching.token_budget import SubBatchBudget
-from .batching.user_steps import whole_batch
+from .batching.row_order import RowOrder
+from .batching.token_budget import TokenBudget
 from .checkpoints import WholeCheckpoints
 from .checks import check_arguments
 from .context_parallel import ContextParallel
-from .custom_loss import may_read_steps, observe_loss, observe_user_step
+from .custom_loss import observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
 from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
@@ -73,8 +70,8 @@ PARTS: tuple[type[Part], ...] = (
     ContextParallel,  # reads the handles of `RemovePadding`
     ExactMeans,  # drops rows of a batch, so before all parts that read it
     Parity,  # its forwards are not counted
-    StepOrder,
-    MicroBatchBudget,
+    RowOrder,
+    TokenBudget,
     Generation,  # generates after the forwards of an evaluation, so that they have been counted
     TokenCounts,
     WholeCheckpoints,
@@ -183,12 +180,7 @@ class PaddingFreeMixin:
         task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
         dataset = next(iter(call.arguments))  # the first parameter, whatever its name
         call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
-        # For KTO's KL term TRL pairs completions within `per_device_train_batch_size` rows. A budget has multiplied
-        # this size, so the size of TRL's micro-batches is set here.
-        config: Any = getattr(arguments, "args", None)
-        size = getattr(config, "_rows_per_micro_batch", None)
-        with temporarily_set(config, "per_device_train_batch_size", size) if size else contextlib.nullcontext():
-            prepared = super()._prepare_dataset(*call.args, **call.kwargs)
+        prepared = super()._prepare_dataset(*call.args, **call.kwargs)
         if isinstance(prepared, Dataset):
             task.check_prepared(prepared, len(checked), arguments)
         return prepared
@@ -201,7 +193,10 @@ class PaddingFreeMixin:
 
     def get_train_dataloader(self) -> DataLoader:
         with self._loading(self.train_dataset, is_training=True):
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
+        for part in self.padding.parts:
+            loader = part.permute(loader) if isinstance(part, RowOrder) else loader
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -221,47 +216,20 @@ class PaddingFreeMixin:
             observe_user_step(self)
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        order = next((part for part in self.padding.parts if isinstance(part, StepOrder)), None)
-        if order is None or not order.is_on:
-            return super()._get_train_sampler(*args, **kwargs)
-        # Versions of transformers differ in whether they pass the dataset. With a token budget it is a `StepDataset`,
-        # whose items are whole steps; the sampler needs its rows.
-        dataset = next((value for value in (*args, *kwargs.values()) if value is not None), self.train_dataset)
-        dataset = dataset.rows if isinstance(dataset, StepDataset) else dataset
-        return order.sampler(super()._get_train_sampler(dataset), dataset)
-
     # -- steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, *count = super().get_batch_samples(*args, **kwargs)
-        self.padding.part(SubBatchBudget).note_step(batches)
+        self.padding.part(TokenBudget).tell_saving(batches)
         return batches, *count
 
-    def training_step(self, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        train, budget = super().training_step, self.padding.part(SubBatchBudget)
-        # The parity check compares forwards of `compute_loss`, and a user's step may compute its loss without it.
-        parity = self.padding.part(Parity)
-        user_step = parity.around_user_step(model) if may_read_steps(self) else contextlib.nullcontext()
-        with budget.around_training_step(), user_step:
-            return budget.training_step(train, model, inputs, *args, **kwargs)
-
-    def train_by_trl_micro_batch(
-        self, train: Callable[..., Any], model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A user's `training_step`, `train`, once for each micro-batch of TRL in a batch of the data loader."""
-        with self.padding.part(Parity).around_user_step(model):
-            return self.padding.part(SubBatchBudget).train_by_trl_micro_batch(train, model, inputs, *args, **kwargs)
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        if step_of(inputs) is not None:  # a whole step, which a user's `training_step` prepares before it passes it on
-            return inputs
-        return super()._prepare_inputs(inputs)
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.padding.part(TokenBudget).around_training_step():
+            return super().training_step(*args, **kwargs)
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        forward, budget = self.padding.task.model_for_loss(model), self.padding.part(SubBatchBudget)
-        return budget.compute_loss(super().compute_loss, forward, inputs, *args, **kwargs)
+        return self.padding.part(TokenBudget).compute_loss(super().compute_loss, model, inputs, *args, **kwargs)
 
     @contextlib.contextmanager
     def observe_step(
@@ -274,7 +242,6 @@ class PaddingFreeMixin:
         the batch. Each block reads its tensors anew: code of a user may have written to them.
         """
         padding, running = self.padding, self.padding.running
-        inputs = whole_batch(self, inputs)
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
         if running is None:  # another trainer may have evaluated the model since the last step
@@ -298,30 +265,9 @@ class PaddingFreeMixin:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
-    def _maybe_log_save_evaluate(
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: float | None,
-        model: torch.nn.Module,
-        trial: object,
-        epoch: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        self.padding.part(SubBatchBudget).set_epoch(epoch)
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, epoch, *args, **kwargs)
-
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        batches = [micro_batch for batch in batch_samples for micro_batch in micro_batches_of(batch)]
         with self.padding.part(ContextParallel).gathering_from_all():
-            return super()._get_num_items_in_batch(batches, device)
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        return sum(map(super().floating_point_ops, micro_batches_of(inputs)))
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        for micro_batch in micro_batches_of(inputs):
-            super()._track_num_input_tokens(micro_batch)
+            return super()._get_num_items_in_batch(batch_samples, device)
 
     # -- evaluation and log
 

@@ -18,7 +18,7 @@ from .settings import (
     AttentionConfig,
     BudgetConfig,
     EvaluationConfig,
-    OnlineBudgetConfig,
+    ForwardBudgetConfig,
     PackingConfig,
     PaddingConfig,
     ReferenceAttentionConfig,
@@ -76,16 +76,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
             Defaults to all.
         max_tokens_per_batch (`int`, *optional*):
-            Token budget: splits the rows of each optimizer step into micro-batches of at most this many computed
-            tokens, balanced across processes. The loss is the mean over all rows of the step.
-            `per_device_train_batch_size` is multiplied by `gradient_accumulation_steps`, which is then set to 1: one
-            batch is one step. With `prefix_sharing` a prefix is computed once per step. Evaluation is split too.
-            Needs `padding_free`.
-        loss_reduction (`str`, *optional*):
-            With `max_tokens_per_batch` and a custom loss: how it is reduced. 'rows': a mean over rows (pairs).
-            'tokens': a mean over label tokens. 'sum': a sum, also one that is divided by `num_items_in_batch`. The
-            first step verifies it by loss and gradient norm. By default a custom loss gets all rows of a step, and
-            forwards are computed a second time.
+            Token budget: splits each batch into parts of at most this many computed tokens, one forward and backward
+            after another. Loss, metrics and accumulation are TRL's. With `prefix_sharing` a prefix is computed once
+            per batch: ask for one big batch, with `gradient_accumulation_steps=1`. Evaluation is split too. Needs
+            `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same optimizer step and forward: several pairs of a prompt, the
             turns of a conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
@@ -120,8 +114,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
-        group_by_prefix_buffer:
+        attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default the last token that is
@@ -151,10 +144,9 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch, loss_reduction,
-        group_by_prefix, group_by_prefix_buffer:
-            As in [`DPOConfig`]. With a token budget the KL term is estimated from the rows of each of TRL's
-            micro-batches, so `loss_reduction` is refused.
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix,
+        group_by_prefix_buffer:
+            As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
 
@@ -172,7 +164,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
 @help_from_docstring
 @dataclass
-class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.GRPOConfig):
+class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -185,10 +177,8 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits the forwards for log-probabilities of policy and reference into sub-batches of at most
-            this many computed tokens; with `prefix_sharing` a prompt is computed once for all of them. The rows and
-            the loss of an optimizer step stay the same. `per_device_train_batch_size` is multiplied by
-            `gradient_accumulation_steps`, which is then set to 1, unless `generation_batch_size` is set or
-            `steps_per_generation` is no multiple of it. Needs `padding_free`.
+            this many computed tokens; with `prefix_sharing` a prompt is computed once for all of them. Rows, loss and
+            accumulation are TRL's. Needs `padding_free`.
         **kwargs:
             All fields of [`~trl.GRPOConfig`].
 
@@ -206,7 +196,7 @@ class GRPOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, tr
 
 @help_from_docstring
 @dataclass
-class RLOOConfig(ReferenceAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.RLOOConfig):
+class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
@@ -237,7 +227,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, loss_reduction, group_by_prefix,
+        attn_implementation, max_tokens_per_batch, group_by_prefix,
         group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
         eval_generation_samples:
             As in [`DPOConfig`].

@@ -10,6 +10,7 @@ from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from .parity import Parity
 from .temporary_attributes import temporarily_set
 
 
@@ -20,10 +21,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "computes_loss_itself",
     "custom_loss_name",
+    "custom_step_name",
     "is_custom_collator",
-    "may_read_steps",
     "module_of",
     "observe_loss",
     "observe_user_loss",
@@ -41,26 +41,36 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
 
-    It is a method of a subclass or a mixin (also `_prepare_inputs`), a function that was set on a class or on the
+    It is a method of a subclass or a mixin, a function that was set on a class or on the
     trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
     """
-    # What prepares the inputs of a loss may compare their rows as well.
-    if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1]) | {"_prepare_inputs"}):
+    if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1])):
         return name
     loss_function = getattr(trainer, "compute_loss_func", None)
     return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
 
 
-def may_read_steps(trainer: PaddingFreeTrainer) -> bool:
-    """Whether code of a user gets the batches of the data loader before the loss does."""
-    return _custom_method(trainer, {"training_step", "get_batch_samples"}) is not None
+def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
+    """
+    Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
+
+    With `everywhere` also of one that runs around ours.
+    """
+    classes = type(trainer).__mro__[:-1]
+    ours = max(i for i, c in enumerate(classes) if c.__module__.startswith(TRUSTED[0]))
+    below = [(c.__name__, vars(c)) for c in classes[ours + 1 :]]
+    return _custom_method(trainer, {"training_step"}, None if everywhere else below)
 
 
-def _custom_method(trainer: PaddingFreeTrainer, methods: set[str]) -> str | None:
-    """The first of `methods` that is a user's, by name."""
+def _custom_method(
+    trainer: PaddingFreeTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None
+) -> str | None:
+    """The first of `methods` that is a user's, by name; of the trainer and all its classes, or of `owners`."""
     # All owners, also of methods that are hidden: those above may be called by `super()`.
     classes = type(trainer).__mro__[:-1]
-    for owner, members in [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in classes)]:
+    if owners is None:
+        owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in classes)]
+    for owner, members in owners:
         for name in sorted(methods & members.keys()):
             if not _is_trusted(members[name]):
                 return f"{owner}.{name}"
@@ -134,26 +144,6 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def computes_loss_itself(training_step: Callable[..., Any], classes: tuple[type, ...] = ()) -> bool:
-    """
-    Whether a user's `training_step` does not call another one, so that TRL's never gets the batch.
-
-    This looks at `training_step`, and at the method of each of the trainer's `classes`.
-    """
-    chain = [training_step, *(vars(c)["training_step"] for c in classes if "training_step" in vars(c))]
-    return not all(_is_trusted(step) or _delegates(step) for step in chain)
-
-
-def _delegates(training_step: Callable[..., Any]) -> bool:
-    """Whether a function refers to another `training_step`, by `super()` or by a variable of its closure."""
-    *_, function = _functions(training_step)
-    names = [*getattr(getattr(function, "__code__", None), "co_names", ())]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # the cell of `super()` is empty while its class is created
-            names.append(getattr(cell.cell_contents, "__name__", None))
-    return "training_step" in names
-
-
 def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (of_user := vars(trainer).get("compute_loss")) is None:
@@ -168,19 +158,18 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
 
 def observe_user_step(trainer: PaddingFreeTrainer) -> None:
     """
-    Wrap a user's `training_step` that [`computes_loss_itself`], of a class or on the trainer itself.
+    Wrap a user's `training_step`, which may compute its loss without `compute_loss`.
 
-    Its first forward is then compared with padding, and under a token budget it is called for each micro-batch of TRL.
-    A `training_step` that passes its batch on to TRL's is not wrapped, and gets all rows of a step.
+    Its first forward is then compared with padding.
     """
     of_user = trainer.training_step
-    is_observed = getattr(of_user, "is_observed", False)  # by an earlier training
-    if is_observed or _is_trusted(of_user) or not computes_loss_itself(of_user, type(trainer).__mro__):
+    if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)
-    def by_trl_micro_batch(*args: Any, **kwargs: Any) -> Any:
-        return trainer.train_by_trl_micro_batch(of_user, *args, **kwargs)
+    def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with trainer.padding.part(Parity).around_user_step(model):
+            return of_user(model, *args, **kwargs)
 
-    vars(by_trl_micro_batch)["is_observed"] = True
-    trainer.training_step = by_trl_micro_batch
+    vars(observed)["is_observed"] = True
+    trainer.training_step = observed

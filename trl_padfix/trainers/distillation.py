@@ -12,7 +12,7 @@ from ..core.model.find import find_pretrained
 from .checks import require_teacher
 from .field_types import help_from_docstring
 from .online import OnlineTask, OnlineTrainer, trained_tokens
-from .settings import OnlineBudgetConfig, PackingConfig, TeacherAttentionConfig
+from .settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["DistillationConfig", "DistillationTrainer"]
 
 @help_from_docstring
 @dataclass
-class DistillationConfig(TeacherAttentionConfig, OnlineBudgetConfig, PackingConfig, trl.DistillationConfig):
+class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
     """
     TRL's [`~trl.DistillationConfig`] with padding removal.
 
@@ -61,10 +61,10 @@ class DistillationTask(OnlineTask):
         super().check(config, init_kwargs)
         require_teacher(init_kwargs)
 
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        if batch.get("num_items_in_batch") is not None:  # TRL divides by it, so the losses of sub-batches add up
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        if batch.get("num_items_in_batch") is not None:  # TRL divides by it, so the losses of chunks add up
             return 1.0
-        return trained_tokens(sub_batch) / trained_tokens(batch).clamp(min=1)
+        return trained_tokens(chunk) / trained_tokens(batch).clamp(min=1)
 
     def scoring_module(self, model: torch.nn.Module) -> Any:
         return find_pretrained(model).base_model  # TRL computes the chunked divergence of hidden states

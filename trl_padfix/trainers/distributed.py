@@ -27,7 +27,6 @@ __all__ = [
     "check_launch",
     "data_replicas",
     "datasets_of",
-    "gather_counts",
     "is_fsdp2",
     "is_sharded",
     "is_zero_3",
@@ -158,16 +157,11 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
 
 
-def gather_counts(trainer: PaddingFreeTrainer, count: int) -> list[int]:
-    """The `count` of each process."""
-    if trainer.accelerator.num_processes == 1:
-        return [count]
-    return gather(torch.tensor([count], device=trainer.args.device)).tolist()
-
-
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     """The largest `count` of all processes."""
-    return max(gather_counts(trainer, count))
+    if trainer.accelerator.num_processes == 1:
+        return count
+    return int(gather(torch.tensor([count], device=trainer.args.device)).max())
 
 
 def raise_on_all(error: Exception | None) -> None:

@@ -10,7 +10,6 @@ import trl.trainer.dpo_trainer as trl_dpo
 from datasets import Dataset
 
 from .base import PaddingFreeMixin
-from .batching.measures import PairMeasure
 from .data.collators import DataCollatorForPreference
 from .data.columns import equal_rows
 from .data.data_warnings import name_rows, warn_or_raise
@@ -31,7 +30,7 @@ class DPOTask(PairTask):
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
     }
-    measure = PairMeasure
+    sequences = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         name = arguments.dataset_name
@@ -49,9 +48,12 @@ class DPOTask(PairTask):
                 self.strict,
             )
 
-    def needs_all_rows(self) -> bool:
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        return super().chunk_weight(chunk, batch, num_items) if self.rows_are_independent() else None
+
+    def rows_are_independent(self) -> bool:
         # "aot" losses sort the rows of a forward; "sft" is a mean over their tokens.
-        return super().needs_all_rows() or bool({"aot", "aot_unpaired", "sft"} & set(self.trainer.loss_types))
+        return not {"aot", "aot_unpaired", "sft"} & set(self.trainer.loss_types)
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))

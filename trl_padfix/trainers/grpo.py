@@ -22,17 +22,18 @@ class GRPOTask(OnlineTask):
 
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        trainer, share_of_rows = self.trainer, super().sub_batch_weight(sub_batch, batch)
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        trainer = self.trainer
         # The entropy of a token is compared with those of all tokens of the batch; Liger's loss is one fused call.
         uses_entropy = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1
-        if share_of_rows is None or uses_entropy or getattr(trainer, "use_liger_kernel", False):
+        if uses_entropy or getattr(trainer, "use_liger_kernel", False):
             return None
         if trainer.loss_type in ("cispo", "dapo", "vespo"):  # sums over tokens, divided by those of a generation
             return 1.0
         if trainer.loss_type == "bnpo":  # a mean over the tokens of the batch
-            return trained_tokens(sub_batch) / trained_tokens(batch).clamp(min=1)
-        return share_of_rows if trainer.loss_type in ("grpo", "dr_grpo", "luspo", "sapo") else None
+            return trained_tokens(chunk) / trained_tokens(batch).clamp(min=1)
+        is_row_mean = trainer.loss_type in ("grpo", "dr_grpo", "luspo", "sapo")
+        return super().chunk_weight(chunk, batch, num_items) if is_row_mean else None
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         by_row = ["vespo/phi_seq_mean"]

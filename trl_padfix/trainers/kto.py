@@ -16,7 +16,6 @@ from datasets import Dataset, IterableDataset
 
 from ..core.context import within
 from .base import PaddingFreeMixin
-from .batching.measures import UnpairedMeasure
 from .data.collators import SidedCollator
 from .data.columns import column_names, values
 from .data.vision_collators import VisionCollator, to_padding_side_with_kl
@@ -25,7 +24,7 @@ from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    pass
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]
@@ -102,7 +101,7 @@ class KTOTask(Task):
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,
     }
-    measure = UnpairedMeasure
+    sequences = (("prompt_ids", "completion_ids"),)
 
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: SimpleNamespace) -> Any:
         checked = super().check_dataset(dataset, arguments)
@@ -116,15 +115,6 @@ class KTOTask(Task):
                     )
         return checked
 
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        size = getattr(config, "_rows_per_micro_batch", None)
-        if self.trainer.padding.settings.max_tokens_per_batch is not None and config.loss_type == "kto" and size == 1:
-            raise ValueError(
-                "`per_device_train_batch_size=1` leaves no other completion in a micro-batch for the KL term of KTO, "
-                "and a token budget keeps the micro-batches of TRL for it. Raise it to 2 or more, and divide "
-                "`gradient_accumulation_steps` by as much: the budget bounds the memory."
-            )
-
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
         DataCollatorForUnpairedPreference.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
@@ -134,15 +124,12 @@ class KTOTask(Task):
             batches.append({name: inputs[f"KL_{name}"] for name in ("input_ids", "attention_mask")})
         return batches
 
-    def needs_all_rows(self) -> bool:
-        return True  # the KL term is a mean over all rows
-
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        return None if self.trainer.aux_loss_enabled else len(sub_batch["input_ids"]) / len(batch["input_ids"])
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        return len(chunk["input_ids"]) / len(batch["input_ids"])
 
     @contextlib.contextmanager
-    def with_sub_batches(self, inputs: dict[str, Any], sub_batches: Any) -> Iterator[dict[str, Any]]:
-        """Compute the KL term once, with the first sub-batch, from all rows of all processes."""
+    def around_chunks(self, inputs: dict[str, Any], sub_batches: Any) -> Iterator[dict[str, Any]]:
+        """Compute the KL term once, with the first chunk, from all rows of all processes."""
         trainer, compute = self.trainer, self.trainer._compute_kl_logps
         kl_means: dict[bool, torch.Tensor] = {}  # of the policy: `True`; of the reference: `False`
 
@@ -161,8 +148,8 @@ class KTOTask(Task):
             return
         batch = inputs
         if (precomputed := inputs.get("ref_KL_logps")) is not None:
-            # TRL takes the mean of these values over the rows of a sub-batch; with the mean of all rows in each place
-            # that is the mean of all rows, whatever the sub-batch.
+            # TRL takes the mean of these values over the rows of a chunk; with the mean of all rows in each place
+            # that is the mean of all rows, whatever the chunk.
             batch = {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
         with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
             yield batch
@@ -177,7 +164,7 @@ class KTOTask(Task):
 
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
         chosen, rejected = means.get("rewards/chosen"), means.get("rewards/rejected")
-        if chosen is not None and rejected is not None:  # a sub-batch with rows of one kind has no margins
+        if chosen is not None and rejected is not None:  # a chunk with rows of one kind has no margins
             means["rewards/margins"] = chosen - rejected
         return means
 

@@ -20,7 +20,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ..core.call.batch_cache import batch_cache
 from .attention_choice import AttentionChoice
 from .base import PaddingFreeMixin
-from .batching.token_budget import SubBatchBudget
+from .batching.token_budget import TokenBudget
 from .checkpoints import WholeCheckpoints
 from .checks import require_columns
 from .context_parallel import ContextParallel
@@ -103,11 +103,8 @@ class OnlineTask(Task):
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return [{"input_ids": ids, "attention_mask": mask}]
 
-    def needs_all_rows(self) -> bool:
-        return True  # the advantages compare the completions of a group
-
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
-        return None if self.trainer.aux_loss_enabled else len(sub_batch["prompt_ids"]) / len(batch["prompt_ids"])
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        return len(chunk["prompt_ids"]) / len(batch["prompt_ids"])
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
@@ -128,8 +125,13 @@ class OnlineTask(Task):
         accumulation_steps = trainer.args.gradient_accumulation_steps
         steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
         fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
-        shares_prefixes = trainer.padding.is_removed and trainer.padding.settings.prefix_sharing
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not trainer.aux_loss_enabled)
+        settings = trainer.padding.settings
+        # Under a budget a batch is TRL's to the row; one big batch shares all prefixes of a step.
+        shares_prefixes = (
+            trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
+        )
+        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
 
 
 class OnlineTrainer(PaddingFreeMixin):
@@ -138,7 +140,7 @@ class OnlineTrainer(PaddingFreeMixin):
     task_class = OnlineTask
     part_classes = (
         AttentionChoice, RemovePadding, ContextParallel, Parity,
-        SubBatchBudget, TokenCounts, WholeCheckpoints,
+        TokenBudget, TokenCounts, WholeCheckpoints,
     )  # fmt: skip
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
@@ -163,7 +165,7 @@ class OnlineTrainer(PaddingFreeMixin):
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if self.padding.part(SubBatchBudget).budget is not None:
+        if self.padding.part(TokenBudget).budget is not None:
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
         with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
             return super()._get_per_token_logps_and_entropies(
@@ -173,7 +175,7 @@ class OnlineTrainer(PaddingFreeMixin):
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
         """A block with a scoring forward, which the token budget splits."""
-        with self.padding.part(SubBatchBudget).split_forwards(ids, mask, images=images):
+        with self.padding.part(TokenBudget).split_forwards(ids, mask, images=images):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -181,7 +183,10 @@ class OnlineTrainer(PaddingFreeMixin):
         task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
-        if self._buffered_inputs is buffered or not task.may_regroup():
+        if self._buffered_inputs is buffered:
+            return inputs
+        self.padding.part(TokenBudget).tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
+        if not task.may_regroup():
             return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
         self._buffered_inputs = group_prompts(self._buffered_inputs, window)

@@ -85,7 +85,6 @@ class Padding:
         self.is_attached = False
         self.is_restored = False
         self.running: Step | None = None
-        self.gradient_hook: str | None = None  # under a token budget: what acts in each backward of a step
 
     @property
     def handle(self) -> PaddingRemoval | None:

@@ -11,7 +11,6 @@ from datasets import Dataset
 
 from ..core.model.find import find_pretrained
 from .base import PaddingFreeMixin
-from .batching.measures import RewardMeasure
 from .data.collators import DataCollatorForReward
 from .data.columns import rows_of_only
 from .data.data_warnings import warn_or_raise
@@ -34,9 +33,8 @@ class RewardTask(PairTask):
     takes_images = False
     generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
-    measure = RewardMeasure
+    sequences = (("chosen_ids",), ("rejected_ids",))
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
-    _rewards: torch.Tensor | None = None
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
@@ -75,15 +73,9 @@ class RewardTask(PairTask):
         def forward(margin: Any = None, **inputs: Any) -> Any:
             # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which
             # would receive `margin` beside its mask.
-            outputs = model(**inputs)
-            self._rewards = outputs.logits.detach()
-            return outputs
+            return model(**inputs)
 
         return forward
-
-    def values_of_rows(self) -> torch.Tensor | None:
-        rewards, self._rewards = self._rewards, None
-        return rewards
 
 
 class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):

@@ -25,7 +25,6 @@ __all__ = [
     "BudgetConfig",
     "EvaluationConfig",
     "ForwardBudgetConfig",
-    "OnlineBudgetConfig",
     "PackingConfig",
     "PaddingConfig",
     "ReferenceAttentionConfig",
@@ -143,36 +142,13 @@ class ForwardBudgetConfig:
 
 
 @dataclass
-class OnlineBudgetConfig(ForwardBudgetConfig):
-    """`max_tokens_per_batch` for the micro-batches of a step, of which one batch then has all rows."""
-
-    def __post_init__(self) -> None:
-        accumulation_steps: int = self.gradient_accumulation_steps  # type: ignore[has-type]
-        # Each row keeps the weight that it has in TRL's micro-batches. The last one of an epoch may have fewer rows,
-        # which then weigh more, so the size is needed after the multiplication below.
-        self._rows_per_micro_batch = self.per_device_train_batch_size  # type: ignore[attr-defined]
-        steps = getattr(self, "steps_per_generation", None)
-        has_full_steps = steps is None or steps % accumulation_steps == 0
-        has_size = getattr(self, "generation_batch_size", None) is not None
-        if self.max_tokens_per_batch is not None and has_full_steps and not has_size:
-            # One batch of the data loader is one optimizer step; the budget determines its number of micro-batches.
-            self.per_device_train_batch_size *= accumulation_steps  # type: ignore[attr-defined]
-            self.gradient_accumulation_steps = 1
-            if steps is not None:
-                self.steps_per_generation = steps // accumulation_steps
-        super().__post_init__()  # type: ignore[misc]
-
-
-@dataclass
-class BudgetConfig(OnlineBudgetConfig):
+class BudgetConfig(ForwardBudgetConfig):
     """`max_tokens_per_batch` and `group_by_prefix`, for trainers that train on the rows of a dataset."""
 
     group_by_prefix: bool = False
     group_by_prefix_buffer: int | None = None
-    loss_reduction: str | None = field(default=None, metadata={"choices": ["rows", "tokens", "sum"]})
 
     def __post_init__(self) -> None:
-        check_loss_reduction(self)
         super().__post_init__()
         check_grouping(self)
 
@@ -226,7 +202,7 @@ def trls_configuration(config: TrainingArguments) -> Any:
         return config
     copied = object.__new__(theirs)
     ours = {f.name for f in fields(config)} - {f.name for f in fields(theirs)}
-    ours |= {"attn_implementation", "_rows_per_micro_batch"}
+    ours |= {"attn_implementation"}
     copied.__dict__.update({name: value for name, value in vars(config).items() if name not in ours})
     return copied
 
@@ -238,7 +214,7 @@ def turn_off(config: TrainingArguments) -> None:
     Fields that choose rows, metrics or the attention stay: the training is the same one, computed by TRL.
     """
     if is_off():
-        # Before the checks of the configuration, and before a budget multiplies the rows of its batches.
+        # Before the checks of the configuration.
         for name, off in COMPUTED.items():
             if hasattr(config, name):
                 setattr(config, name, off)
@@ -286,40 +262,20 @@ def check_token_budget(config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length` (of some
-            trainers: `max_new_tokens`), and with `packing`.
+            trainers: `max_new_tokens`).
     """
     budget = getattr(config, "max_tokens_per_batch", None)
     if budget is None:
         return
     if not isinstance(budget, int) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
-    if getattr(config, "packing", False):
-        raise ValueError(
-            "`packing=True` makes rows of `max_length` tokens, and there is nothing left to split by tokens. Set one "
-            "of `packing` and `max_tokens_per_batch`."
-        )
     for name in ("max_completion_length", "max_new_tokens"):
-        longest = getattr(config, name, None)  # `StepOrder` compares the rows of a dataset
+        longest = getattr(config, name, None)
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
                 f"no batch could hold it. Raise the budget to {longest} at least, or lower `{name}`."
             )
-
-
-def check_loss_reduction(config: TrainingArguments) -> None:
-    """
-    Raises:
-        ValueError: If `loss_reduction` has an unknown value, or is set without `max_tokens_per_batch`.
-    """
-    reduction = config.loss_reduction
-    if reduction not in (None, "rows", "tokens", "sum"):
-        raise ValueError(f"`loss_reduction` is 'rows', 'tokens' or 'sum', got {reduction!r}.")
-    if reduction is not None and config.max_tokens_per_batch is None:
-        raise ValueError(
-            f"`loss_reduction={reduction!r}` says how `max_tokens_per_batch` may split a custom loss, and there is no "
-            "budget. Set both, or neither."
-        )
 
 
 def check_grouping(config: TrainingArguments) -> None:

@@ -10,13 +10,9 @@ import trl
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
-from ..core.model.find import find_pretrained
 from ..core.model.older import silence_packing_warning
 from .base import PaddingFreeMixin
-from .batching.measures import TextMeasure
-from .batching.sampler import StepOrder
 from .checks import require_columns, require_rows
-from .custom_loss import custom_loss_name
 from .data.chat_templates import check_turns
 from .data.collators import DataCollatorForLanguageModeling, pad_right
 from .data.columns import column_names, untrained_rows
@@ -45,7 +41,7 @@ class SFTTask(Task):
         trl_sft.DataCollatorForLanguageModeling: DataCollatorForLanguageModeling,
         trl_sft.DataCollatorForVisionLanguageModeling: DataCollatorForVisionLanguageModeling,
     }
-    measure = TextMeasure
+    sequences = (("input_ids",),)
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         side = self.trainer.padding.settings.padding_side
@@ -122,31 +118,21 @@ class SFTTask(Task):
             names = ("input_ids", "position_ids", "cu_seq_lens_q")
         return [{name: inputs[name] for name in names if name in inputs}]
 
-    def token_budget_obstacle(self) -> str | None:
-        trainer = self.trainer
-        several = trainer.accelerator.num_processes > 1
-        if several and not trainer.args.average_tokens_across_devices:
-            return "With `average_tokens_across_devices=False` the tokens of a process with few of them weigh more"
-        accumulated = trainer.padding.part(StepOrder).plan().accumulation_steps > 1
-        if accumulated and custom_loss_name(trainer):
-            return "The loss is your own, and TRL adds several of them up in a step (`gradient_accumulation_steps`)"
-        if self.loss_is_token_mean() and (several or accumulated):
-            return (
-                f"The loss of {type(find_pretrained(trainer.model)).__name__} is a mean over the tokens of a forward, "
-                "and a step has several of them (`gradient_accumulation_steps`, processes), in each of which tokens "
-                "weigh otherwise"
-            )
-        return None
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        if "labels" not in batch or self.trainer.label_smoother is not None:
+            return None
+        if num_items is not None:  # TRL divides by it, so the losses of chunks add up
+            return 1.0
+        trained, total = self.num_loss_items(chunk), self.num_loss_items(batch)
+        return trained / total.clamp(min=1)  # type: ignore[operator, union-attr]
 
-    def loss_is_token_mean(self) -> bool:
-        return not self.trainer.model_accepts_loss_kwargs and self.trainer.compute_loss_func is None
+    def rows_are_independent(self) -> bool:
+        trainer = self.trainer
+        counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        return counts_tokens and trainer.args.average_tokens_across_devices
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else None
-
-    def num_label_tokens(self, batch: dict[str, Any]) -> torch.Tensor:
-        count = self.num_loss_items(batch)
-        return super().num_label_tokens(batch) if count is None else count
 
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # A `compute_metrics` for TRL gets right-padded rows.

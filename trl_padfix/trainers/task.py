@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 
 from .checks import require_columns, require_rows
-from .custom_loss import custom_loss_name
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from .batching.measures import RowMeasure
     from .parts import PaddingFreeTrainer
 
 
@@ -59,8 +57,8 @@ class Task:
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
 
-    measure: type[RowMeasure] | None = None
-    """Counts the tokens of rows, for `max_tokens_per_batch` and `group_by_prefix`."""
+    sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
 
     # Metrics
 
@@ -140,34 +138,24 @@ class Task:
         padding = self.trainer.padding
         return padding.is_removed and padding.handles[0].anatomy.head is not None
 
-    def needs_all_rows(self) -> bool:
-        """Whether the loss needs the outputs of all rows at once (splitting then recomputes forwards in backward)."""
-        trainer = self.trainer
-        # What acts in a backward (a hook that clamps gradients) has to see the gradient of the step: one backward.
-        acts_in_backward = trainer.padding.gradient_hook is not None
-        is_unknown = custom_loss_name(trainer) is not None and trainer.padding.settings.loss_reduction is None
-        return getattr(trainer, "aux_loss_enabled", False) or acts_in_backward or is_unknown
-
-    def loss_is_token_mean(self) -> bool:
-        """Whether the loss of a forward is a mean over its own tokens, whatever else is in the step."""
-        return False
-
-    def sub_batch_weight(self, sub_batch: dict[str, Any], batch: dict[str, Any]) -> Any:
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """
-        Weight of a sub-batch (some rows of `batch`), if loss(batch) = sum(weight_i * loss_i); `None` if the loss does
-        not decompose.
+        Weight of a chunk (some rows of `batch`) in TRL's loss, if loss(batch) = sum(weight_i * loss(chunk_i)).
+
+        `None` if the loss is no such sum: it then gets the outputs of all rows. `num_items` is the
+        `num_items_in_batch` that TRL's loss gets.
         """
         return None
 
-    def with_sub_batches(
+    def around_chunks(
         self, inputs: dict[str, Any], sub_batches: Any
     ) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """A block around the losses of the sub-batches of `inputs`; returns the batch that they are cut from."""
+        """A block around the losses of the chunks of `inputs`; returns the batch that they are cut from."""
         return contextlib.nullcontext(inputs)
 
-    def token_budget_obstacle(self) -> str | None:
-        """Why `max_tokens_per_batch` cannot split the steps of this trainer; `None` if it can."""
-        return None
+    def rows_are_independent(self) -> bool:
+        """Whether the gradient of a step stays the same if rows move to the batch of another process."""
+        return False
 
     # -- metrics
 
@@ -179,21 +167,12 @@ class Task:
         """Number of items (pairs, tokens) that the loss of a batch is a mean over; `None` if unknown."""
         return None
 
-    def num_label_tokens(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Number of label tokens of a batch, for a custom loss that is a mean over them."""
-        labels = batch["labels"] != -100 if "labels" in batch else batch["completion_mask"]
-        return labels[:, 1:].sum()
-
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Number of items that a metric is a mean over, by its name, where it differs from that of the loss."""
         return {}
 
-    def values_of_rows(self) -> torch.Tensor | None:
-        """Values of the rows of the last forward, `(B, ...)`, of which TRL logs extremes; `None` if of none."""
-        return None
-
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step, made of their means over its micro-batches."""
+        """The metrics of a batch, made of their means over its chunks."""
         return means
 
 
@@ -204,3 +183,9 @@ class PairTask(Task):
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
+
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        return len(chunk["input_ids"]) / len(batch["input_ids"])
+
+    def rows_are_independent(self) -> bool:
+        return True

@@ -1,19 +1,12 @@
 """
-The rows of an optimizer step: token budgets (`max_tokens_per_batch`) and rows grouped by prefix.
+A batch within a token budget (`max_tokens_per_batch`), and the order of rows (`group_by_prefix`).
 
-A step under a budget:
-
-1. `sampler.py` (`streams.py` for a streamed dataset) takes the rows of each step of TRL (`step_plan.py`). With
-   `group_by_prefix` it first brings rows with a shared prefix into one step (`prefix_groups.py`). It then gives each
-   process about equally many tokens. `measures.py`, `image_measures.py` and `token_costs.py` count them.
-2. `budget_collator.py` splits the rows of a process into micro-batches within the budget (`bin_packing.py`), each with
-   the weight of its rows in TRL's loss (`micro_batches.py`).
-3. `micro_batch_budget.py` runs forward and backward of one micro-batch after another; `prefix_schedule.py` computes
-   their shared prefixes once.
-4. If the loss needs all rows at once, `token_budget.py` runs its forwards in sub-batches instead (`sub_batches.py`,
-   `balancing_loss.py`), which are computed again in the backward pass.
-5. `step_metrics.py` logs the means of the step.
-
-`budget_checks.py` refuses configurations and losses that a budget cannot split. `claims.py` verifies `loss_reduction`,
-a user's claim about a custom loss. `user_steps.py` is for code of a user that reads a step, or computes its loss.
+1. The batch is TRL's: `row_order.py` only permutes the order of its sampler.
+2. TRL's `training_step` calls `compute_loss`, and so `token_budget.py`. `row_splits.py` splits the rows of the batch:
+   `token_costs.py` counts their tokens, `bin_packing.py` packs them into parts within the budget.
+3. If the loss is a sum over rows with known weights (`Task.chunk_weight`), the parts are chunks: forward and backward
+   of one after another, with synchronised gradients in the last. `prefix_schedule.py` computes their shared prefixes
+   once, and `chunk_metrics.py` gives TRL the means of their metrics.
+4. Any other loss gets the outputs of all rows. `sub_batches.py` runs its forwards in parts, which the backward
+   recomputes; `balancing_loss.py` balances experts over all of them.
 """

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import trl.trainer.utils as trl_utils
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
@@ -19,17 +18,11 @@ __all__ = [
     "RouterLogits",
     "balancing_loss",
     "check_balancing_loss",
-    "joins_balancing_losses",
     "record_router_logits",
 ]
 
 RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""
-
-
-def joins_balancing_losses() -> bool:
-    """Whether TRL adds the load-balancing loss itself, as it does with its fused LM head."""
-    return hasattr(trl_utils, "add_fused_lm_head")
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """
-Bin packing and partitions: micro-batches under a token budget, and processes with even numbers of tokens.
+Bin packing and partitions: parts of a batch under a token budget, and processes with even numbers of tokens.
 
 All functions are pure, so every process finds the same plan.
 """
@@ -20,7 +20,6 @@ __all__ = [
     "halve_largest",
     "pack_by_budget",
     "pack_depth_first",
-    "partition_by_tokens",
     "partition_equal_rows",
     "split_by_length",
 ]
@@ -38,12 +37,12 @@ class RowGroup(NamedTuple):
 
 def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Pack rows into micro-batches of at most `budget` tokens: about as few as possible, and then of even size.
+    Pack rows into parts of at most `budget` tokens: about as few as possible, and then of even size.
 
-    Rows with a shared prefix stay together if they fit. A row of more tokens is a micro-batch of its own. Returns the
-    rows of each micro-batch, the one with the most tokens first.
+    Rows with a shared prefix stay together if they fit. A row of more tokens is a part of its own. Returns the
+    rows of each part, the one with the most tokens first.
     """
-    shared = costs.shared_by_all  # each micro-batch computes this prefix once
+    shared = costs.shared_by_all  # each part computes this prefix once
     costs, budget = costs.without_shared(shared), budget - shared
     groups = _groups_by_size(costs, budget)
     bins: list[RowGroup] = []
@@ -58,7 +57,7 @@ def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
     """
     Split rows into those of at most `most` tokens and the longer ones. Returns the rows of each part.
 
-    Under context parallelism a micro-batch of short rows needs no exchange, because each process computes whole rows.
+    Under context parallelism a part of short rows needs no exchange, because each process computes whole rows.
     If both parts share a prefix that is worth computing once, the only part has all rows.
     """
     is_long = costs.tokens > most
@@ -69,18 +68,18 @@ def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Pack rows into micro-batches that share prefixes, each of which is computed once in the step.
+    Pack rows into parts of a batch that share prefixes, each of which is computed once.
 
-    The tokens of a micro-batch and of the prefixes that it shares with others are at most `budget`. If it is faster,
+    The tokens of a part and of the prefixes that it shares with others are at most `budget`. If it is faster,
     the activations of a prefix are freed and later recomputed; it then counts [`KV_MEMORY_FRACTION`] of its tokens. A
-    row of more tokens is a micro-batch of its own. Returns the rows of each micro-batch in depth-first order of the
-    prefix tree: micro-batches that share a prefix are neighbours.
+    row of more tokens is a part of its own. Returns the rows of each part in depth-first order of the
+    prefix tree: parts that share a prefix are neighbours.
     """
     return [sorted(group.rows) for group in _pack_subtree(costs, budget)]
 
 
 def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
-    """[`pack_depth_first`] of rows that all begin with one prefix (or none), with the tokens of each micro-batch."""
+    """[`pack_depth_first`] of rows that all begin with one prefix (or none), with the tokens of each part."""
     shared = costs.shared_by_all
     rest = costs.without_shared(shared)
     total, shortest = rest.total(), max(int(rest.tokens.min()), 1)
@@ -88,9 +87,9 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
     count_if_kept, count_if_recomputed = (
         -(-total // max(room, shortest)) for room in (room_if_kept, room_if_recomputed)
     )
-    # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each micro-batch less
+    # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each part less
     # saves about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer than these has no forward of its
-    # own (`find_shared_prefixes`): each micro-batch computes it, with its activations.
+    # own (`find_shared_prefixes`): each part computes it, with its activations.
     is_shared = shared * (count_if_recomputed - 1) >= MIN_SAVED_TOKENS
     recompute = is_shared and MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
     room = room_if_recomputed if recompute else room_if_kept
@@ -114,7 +113,7 @@ def _make_last_bin_small(bins: list[RowGroup], first_mixed: int, room: float, co
     """
     Reorder or split `bins`, so that the last one has at most `room` tokens if possible.
 
-    A prefix is recomputed for its last micro-batch, which holds all activations of the prefix beside its own. Only
+    A prefix is recomputed for its last part, which holds all activations of the prefix beside its own. Only
     bins from `first_mixed` on may move: those before it are in depth-first order.
     """
     if bins[-1].tokens <= room:
@@ -175,49 +174,6 @@ def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
             room[index] -= len(taken)
             loads[index] += costs.total(taken) if is_cut else size
     return [sorted(rows) for rows in partition]
-
-
-def partition_by_tokens(costs: RowCosts, processes: int) -> list[list[int]]:
-    """
-    Give the processes about equally many tokens, with any number of rows. Returns the rows of each, at least one.
-
-    Returns the candidate partition with the smallest maximum load.
-    """
-    costs = costs.without_shared(costs.shared_by_all)
-    even_load = (costs.tokens.sum() - costs.shared.sum()) / processes
-    candidates: list[list[list[int]]] = []
-    # Groups cut into smaller parts balance better, and repeat their prefixes on more processes.
-    for cuts in (1, 2, 4, 8):
-        groups = _greedy_partition(_groups_by_size(costs, int(even_load / cuts)), processes)
-        candidates.append([group.rows for group in groups])
-    candidates.append(_contiguous_partition(costs, processes))
-    # If all rows are equal, only the first one has tokens, and all other candidates leave some process without a row.
-    candidates.append([rows.tolist() for rows in np.array_split(costs.order, processes)])
-    complete = [partition for partition in candidates if all(partition)]
-    return min(complete, key=lambda partition: max(map(costs.total, partition)))
-
-
-def _contiguous_partition(costs: RowCosts, processes: int) -> list[list[int]]:
-    """The sorted rows, cut into contiguous parts with a small maximum load, which a binary search finds."""
-    tokens, shared = costs.tokens[costs.order].tolist(), costs.shared.tolist()
-
-    def starts(limit: int) -> list[int]:
-        """Where parts of at most `limit` tokens begin."""
-        result, load = [0], 0
-        for index, (row_tokens, row_shared) in enumerate(zip(tokens, shared, strict=True)):
-            added = row_tokens - (row_shared if index > result[-1] else 0)
-            if index > result[-1] and load + added > limit:
-                result.append(index)
-                load, added = 0, row_tokens
-            load += added
-        return result
-
-    low, high = max(max(tokens), (sum(tokens) - sum(shared)) // processes), sum(tokens)
-    while low < high - high // 100:  # to one percent
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(starts(middle)) <= processes else (middle + 1, high)
-    parts = np.split(costs.order, starts(high)[1:])
-    return [part.tolist() for part in parts] + [[] for _ in range(processes - len(parts))]
 
 
 def _groups(costs: RowCosts) -> list[RowGroup]:

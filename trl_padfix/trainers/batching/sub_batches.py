@@ -29,9 +29,7 @@ from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.image_rows import ImageCounts, has_pixels, image_tensors, select_rows, split_images
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
-from .bin_packing import halve_largest, pack_by_budget, pack_depth_first
-from .measures import batch_costs
-from .prefix_schedule import plan_on_host
+from .row_splits import RowSplitter, SplitRows
 
 
 __all__ = ["SubBatches"]
@@ -45,26 +43,17 @@ _UNREAD = {*CACHES, "image_hidden_states", "image_outputs", "video_outputs", "au
 
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
-    """
-    The sub-batches of a batch.
-
-    Attributes:
-        version (`BatchVersion`): Ids (or embeddings) and mask of the batch, and whether they were modified since.
-        rows (`list[torch.Tensor]`): Numbers of the rows of each sub-batch.
-        inputs (`list`): Ids (or embeddings) and mask of each sub-batch.
-        plan ([`PrefixPlan`], *optional*): The prefixes that the sub-batches share.
-    """
+    """Ids (or embeddings) and mask of a batch, its [`SplitRows`], and ids and mask of each sub-batch."""
 
     version: BatchVersion
-    rows: list[torch.Tensor]
+    split: SplitRows
     inputs: list[tuple[torch.Tensor, torch.Tensor | None]]
-    plan: PrefixPlan | None = None
 
-    def calls(self, call: dict[str, Any], images: ImageCounts | None = None) -> list[dict[str, Any]]:
+    def calls(self, call: dict[str, Any], images: ImageCounts | None) -> list[dict[str, Any]]:
         """The arguments of each sub-batch: its rows of values that have one for each row, and all other values."""
         name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
-        for rows, (tokens, mask) in zip(self.rows, self.inputs, strict=True):
+        for rows, (tokens, mask) in zip(self.split.rows, self.inputs, strict=True):
             of_rows = select_rows(call, rows, count, images)
             if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
                 of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
@@ -76,73 +65,44 @@ class _SplitBatch:
 @dataclass
 class SubBatches:
     """
-    Splits the forwards of a step; forwards on the same tensors are split alike.
+    Runs the forwards of a batch in sub-batches; forwards on the same tensors are split alike.
 
     Args:
-        budget (`int`):
-            Most tokens of a sub-batch.
-        sharing (`bool`):
-            Whether shared prefixes of the rows of a sub-batch count once.
-        sync_count (`Callable[[int], int]`, *optional*):
-            Takes the number of sub-batches that this process needs, and returns the number that all processes must
-            have.
-        share_across_sub_batches (`bool`, *optional*, defaults to `False`):
-            Whether shared prefixes of several sub-batches are computed once, and not by each of them.
-        checked_models (`MutableSet`, *optional*):
-            Models whose load-balancing loss was compared with ours; the runner adds to it.
+        splitter ([`RowSplitter`]):
+            Splits the rows of a forward.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward with images is computed as one.
+        meets_in_tower (`bool`, *optional*, defaults to `False`):
+            Whether processes that shard the model meet in its vision tower. All rows of all of them must then have
+            images, or none.
+        checked_models (`MutableSet`, *optional*):
+            Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
-    budget: int
-    sharing: bool
-    sync_count: Callable[[int], int] | None = None
-    share_across_sub_batches: bool = False
-    checked_models: MutableSet[Any] = field(default_factory=WeakSet)
+    splitter: RowSplitter
     images: ImageCounts | None = None
+    meets_in_tower: bool = False
+    checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
 
-    def split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
+    def _split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
         for batch in self._batches:
             if batch.version.matches(ids, mask):
                 return batch
-        # One copy to the host for all sub-batches: the only wait for the device that splitting needs.
-        has_ids = ids.dim() == 2
-        host_ids = ids if has_ids else torch.zeros(ids.shape[:2], dtype=torch.long, device=ids.device)
-        host_mask = torch.ones_like(host_ids) if mask is None else mask.to(host_ids.dtype)
-        ids_and_mask = torch.stack([host_ids, host_mask]).cpu()
-        # Rows with equal ids may have different images, which only a forward compares.
-        can_compare_ids = has_ids and mask is not None and self.images is None
-        numbers = self._rows(*ids_and_mask, sharing=self.sharing and can_compare_ids)
-        plan = None
-        if self.share_across_sub_batches and can_compare_ids and len(numbers) > 1 and mask is not None:
-            host_plan = plan_on_host([(ids_and_mask[0, rows], ids_and_mask[1, rows]) for rows in numbers], self.budget)
-            plan = host_plan and host_plan.to(ids.device)
-        rows = [torch.tensor(row_numbers, device=ids.device) for row_numbers in numbers]
-        inputs = [(ids[r], None if mask is None else mask[r]) for r in rows]
-        self._batches.append(_SplitBatch(BatchVersion.of(ids, mask), rows, inputs, plan))
+        split = self.splitter.split(ids, mask, images=self.images)
+        inputs = [(ids[rows], None if mask is None else mask[rows]) for rows in split.rows]
+        self._batches.append(_SplitBatch(BatchVersion.of(ids, mask), split, inputs))
         return self._batches[-1]
 
-    def _rows(self, ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> list[list[int]]:
-        """Numbers of the rows of each sub-batch; embeddings, and rows without a mask, share nothing."""
-        costs = batch_costs(ids, mask, rows_per_item=1, sharing=sharing)
-        if (costs.tokens > self.budget).any():
-            logger.warning_once(
-                f"Rows of a forward have more tokens than `max_tokens_per_batch={self.budget}`: each is a sub-batch "
-                "by itself, and needs the memory of its size. Raise the budget, or shorten the rows. Said once."
-            )
-        pack = pack_depth_first if self.share_across_sub_batches else pack_by_budget
-        sub_batches = pack(costs, self.budget)
-        count = len(sub_batches) if self.sync_count is None else self.sync_count(len(sub_batches))
-        # Processes have equally many rows, so each has enough of them for `count` sub-batches.
-        return [list(rows) for _, rows in halve_largest(sub_batches, count)]
-
     def can_split(self, batch: Mapping[str, Any], count: int) -> bool:
-        """Whether a batch of `count` rows has no images, or those of each row are known on every process."""
-        if not has_pixels(batch):
-            return True
-        return self.sync_count is None and split_images(batch, count, self.images) is not None
+        """Whether a batch of `count` rows has no images, or those of each row are known; alike on all processes."""
+        has_images, sync_count = has_pixels(batch), self.splitter.sync_count
+        if sync_count is not None and self.meets_in_tower:
+            lacks_images = self.images is None or not all(self.images["num_images"])
+            if sync_count(int(has_images)) and sync_count(int(not has_images or lacks_images)):
+                return False
+        return not has_images or split_images(batch, count, self.images) is not None
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
@@ -150,16 +110,16 @@ class SubBatches:
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
         if image_tensors(other_arguments) or not self.can_split(call, len(_tokens(call))):
             reason = "processes that shard the model meet in its vision tower, and have rows with other images"
-            if self.sync_count is None:
+            if self.splitter.sync_count is None:
                 reason = "it is unknown which of its images belong to which row"
             self.leave(model, call, f"{reason}. Lower the batch size")
             return forward(**call)
-        batch = self.split(_tokens(call), call.get("attention_mask"))
-        if len(batch.rows) == 1:
+        batch = self._split(_tokens(call), call.get("attention_mask"))
+        if len(batch.inputs) == 1:
             return forward(**call)
         model_forward = _ModelForward(model, forward, _wants_router_logits(model, call))
         calls = batch.calls(call, self.images)
-        layouts = model_forward.layouts(batch.plan, calls)
+        layouts = model_forward.layouts(batch.split.plan, calls)
         # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
         *recomputed, last = zip(calls, layouts, strict=True)
         if torch.is_grad_enabled():
@@ -167,7 +127,7 @@ class SubBatches:
         else:
             results = [model_forward.run(*args) for args in recomputed]
         outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
-        output = _concatenated(outputs, calls, torch.cat(batch.rows))
+        output = _concatenated(outputs, calls, torch.cat(batch.split.rows))
         if outputs[0].get("aux_loss") is not None:
             masks = [sub_call.get("attention_mask") for sub_call in calls]
             if model not in self.checked_models:
@@ -184,7 +144,7 @@ class SubBatches:
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
         """Warn once of a forward that is computed as one, whatever its tokens."""
         ids = call.get("input_ids")
-        if ids is None or ids.numel() > self.budget:
+        if ids is None or ids.numel() > self.splitter.budget:
             logger.warning_once(
                 f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which is computed as "
                 f"one: {reason}, or leave the budget out. Said once."

@@ -1,9 +1,9 @@
 """
-`max_tokens_per_batch` for the forwards of one batch, and of an evaluation.
+`max_tokens_per_batch`: a batch of TRL is split within a token budget, and nothing else of a step is changed.
 
-A loss that compares the rows of a forward, or balances experts over it, is computed from a whole batch: its forwards
-are run in sub-batches (`sub_batches.py`). If rows are compared without gradients only (the KL term of KTO, the
-advantages of GRPO), the loss is a sum over rows with known weights, and is computed in micro-batches.
+[`TokenBudget.compute_loss`] gets the batch that TRL's `compute_loss` gets. If its loss is a sum over rows with known
+weights, the rows run in chunks: forward and backward of one after another, and Trainer runs the backward of the last.
+For any other loss the forwards of the batch run in sub-batches (`sub_batches.py`), which its backward recomputes.
 """
 
 from __future__ import annotations
@@ -11,28 +11,43 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from transformers import Trainer
 
 from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
+from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
-from ..backward_hooks import gradient_hook_name
-from ..custom_loss import custom_loss_name, observe_user_loss
-from ..data.image_rows import ImageCounts, numbered_images, select_rows
-from ..distributed import is_fsdp2, is_sharded, max_over_processes, models_of, sync_gradients_in_last
-from ..parts import Part, Step
+from ..backward_hooks import gradient_hook_name, module_hook_names
+from ..checks import rope_kind_beyond
+from ..custom_loss import custom_loss_name, custom_step_name, observe_user_loss
+from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
+from ..distributed import (
+    is_fsdp2,
+    is_sharded,
+    max_over_processes,
+    models_of,
+    splitting_parallelism,
+    sync_gradients_in_last,
+)
+from ..parity import say
+from ..parts import Part, Step, entered
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set
-from .budget_checks import check_loss
-from .prefix_schedule import MicroBatchRunner, can_share_across_micro_batches
-from .step_metrics import StepMetrics
+from .bin_packing import pack_by_budget, pack_depth_first
+from .chunk_metrics import ChunkMetrics
+from .prefix_schedule import ChunkRunner, shares_across_parts
+from .row_splits import RowSplitter, chunk_batches, packed_chunks, scored_tokens
 from .sub_batches import SubBatches
+from .token_costs import RowCosts, dataset_costs
 
 
 if TYPE_CHECKING:
@@ -41,24 +56,32 @@ if TYPE_CHECKING:
     from ..parts import PaddingFreeTrainer
 
 
-__all__ = ["SubBatchBudget"]
+__all__ = ["TokenBudget"]
 
 logger = get_logger(__name__)
 
 
-class SubBatchBudget(Part):
-    """`max_tokens_per_batch` for the forwards of one batch, which are run in sub-batches."""
+class _Split(NamedTuple):
+    """Number of chunks of a batch, how it is cut into them, the plan of their shared prefixes, and its images."""
 
-    running: MicroBatchRunner | None = None
-    """The micro-batches of the running step, if it has any."""
+    count: int
+    cut: Callable[[dict[str, Any]], list[dict[str, Any]]]
+    plan: PrefixPlan | None = None
+    images: ImageCounts | None = None
+    is_planned_together: bool = False
 
-    weight: float | None = None
-    """Weight of the running micro-batch in the loss of its step, if its loss is a mean over its rows."""
+
+class TokenBudget(Part):
+    """`max_tokens_per_batch`, which bounds the tokens of each forward."""
 
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._attached: list[Attachment] = []
         self._checked_models: WeakSet[Any] = WeakSet()
+        self._chunks: ChunkRunner | None = None  # of the running batch
+        self._is_in_step = False
+        self._gradient_hook: str | None = None
+        self._has_told_saving = False
 
     @property
     def budget(self) -> int | None:
@@ -66,22 +89,78 @@ class SubBatchBudget(Part):
         Most tokens of a forward.
 
         If `auto_find_batch_size` has lowered the batch size after a forward did not fit into memory, the budget is
-        lowered by the same factor, because memory depends on tokens. A step keeps its rows.
+        lowered by the same factor, because memory depends on tokens.
         """
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
         return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
+    # -- checks
+
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_token_budget(config)
+        alpha = getattr(config, "neftune_noise_alpha", None)
+        if self.settings.max_tokens_per_batch is not None and alpha is not None:
+            raise ValueError(
+                f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
+                "`max_tokens_per_batch` makes other batches. Leave one of them out."
+            )
 
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:
             return
-        self._check_loss()
+        trainer = self.trainer
+        if splitting_parallelism(trainer.accelerator, "tp_size"):
+            raise ValueError(
+                "`max_tokens_per_batch` splits the batch of a process, and under tensor parallelism several processes "
+                "compute one batch. Leave one of them out."
+            )
+        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
+            raise ValueError(
+                f"The model's {kind!r} rotary embedding depends on the longest row of a forward, and "
+                "`max_tokens_per_batch` makes other forwards. Leave the budget out, or lower `max_length`."
+            )
 
-    def _check_loss(self) -> None:
-        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)
-        check_loss(self.trainer)
+    def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[None]:
+        if is_training and self.budget is not None:  # a loss may have been set on the trainer after its `__init__`
+            self._gradient_hook = gradient_hook_name(self.trainer)
+            self._check_recomputation()
+        return contextlib.nullcontext()
+
+    def _check_recomputation(self) -> None:
+        """
+        Warn of losses whose forwards are recomputed in backward, and of backward hooks of modules.
+
+        Raises:
+            ValueError: If DeepSpeed would have to recompute forwards.
+        """
+        trainer, reason = self.trainer, self._why_all_rows()
+        if reason and trainer.is_deepspeed_enabled:
+            raise ValueError(
+                f"{reason}, so `max_tokens_per_batch` would compute forwards again in the backward pass, which "
+                "DeepSpeed does not do. Leave one of them out."
+            )
+        if reason:
+            logger.warning_once(
+                f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
+                "sub-batches of its forward but one are computed again in the backward pass."
+            )
+        if hooks := module_hook_names(trainer.model):
+            logger.warning_once(
+                f"`max_tokens_per_batch`: {hooks[0]} is a backward hook of a module. It runs once for each part of a "
+                "batch, with the gradients of that part."
+            )
+
+    def _why_all_rows(self) -> str | None:
+        """Why the loss of this trainer is not known to be a sum over rows, whatever the batch; `None` if it may be."""
+        trainer = self.trainer
+        if name := custom_loss_name(trainer) or custom_step_name(trainer):
+            return f"whether `{name}` compares rows is unknown"
+        if getattr(trainer, "aux_loss_enabled", False):
+            return "the load of experts is balanced over all rows"
+        # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.
+        return self._gradient_hook and f"`{self._gradient_hook}` acts in the backward pass"
+
+    # -- models
 
     def attach_to_models(self) -> None:
         if self.settings.max_tokens_per_batch is None:
@@ -89,7 +168,7 @@ class SubBatchBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        vars(self).pop("share_across_micro_batches", None)  # depends on the models
+        vars(self).pop("_shares_across", None)  # depends on the models
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
 
@@ -97,99 +176,169 @@ class SubBatchBudget(Part):
         for attachment in self._attached:
             attachment.remove()
 
+    @cached_property
+    def _shares_across(self) -> bool:
+        """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
+        # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
+        trainer = self.trainer
+        can_match = is_fsdp2(trainer) and self._why_all_rows() is None
+        for model in map(trainer.padding.task.scoring_module, models_of(trainer)):
+            parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
+            can_match = can_match and "logits_to_keep" in parameters
+        return shares_across_parts(trainer.padding.handles, trainer.args, is_sharded(trainer) and not can_match)
+
+    # -- forwards in sub-batches
+
     def split_forwards(
         self, *concatenated: torch.Tensor, images: ImageCounts | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """
         A block whose forwards are run in sub-batches, if there is a budget.
 
-        Within a micro-batch forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
+        Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
         concatenates them into new tensors. `images`: images of the rows, by default those of the running step.
         """
-        if self.running is not None:
+        if self._chunks is not None:
             if concatenated:
-                self.running.set_inputs(*concatenated)
+                self._chunks.set_inputs(*concatenated)
             return contextlib.nullcontext()
         if self.budget is None:
             return contextlib.nullcontext()
-        return within(runner=self._sub_batches(self.budget, images))
+        step = self.trainer.padding.running
+        has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
+        if step is not None and has_images and not images and step.batches and "input_ids" in step.batches[0]:
+            images = self._images_of(step.inputs, step.batches[0]["input_ids"])
+        return within(runner=self._sub_batches(images or None))
 
-    def _sub_batches(self, budget: int, images: ImageCounts | None = None) -> SubBatches:
-        trainer, handle = self.trainer, self.trainer.padding.handle
-        return SubBatches(
+    def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
+        is_planned_together = self._shares_across and is_sharded(self.trainer)
+        splitter = self._splitter(shares_across=self._shares_across and not is_planned_together)
+        handle = self.trainer.padding.handle
+        meets_in_tower = is_sharded(self.trainer) and handle is not None and handle.multimodal is not None
+        return SubBatches(splitter, images, meets_in_tower, self._checked_models)
+
+    def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
+        trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
+        assert budget is not None
+        shards = is_sharded(trainer)
+        group_size: int = handle.context_parallel.size if handle and handle.context_parallel else 1
+        return RowSplitter(
             budget,
             sharing=bool(handle and handle.prefix_sharing),
+            shares_across=shares_across,
+            short=budget / group_size if group_size > 1 else float("inf"),
             # Processes that shard a model meet in every forward, so all need equally many.
-            sync_count=(lambda count: max_over_processes(trainer, count)) if is_sharded(trainer) else None,
-            share_across_sub_batches=self.share_across_micro_batches and not is_sharded(trainer),
-            checked_models=self._checked_models,
-            images=images or self._images_of_step(),
+            sync_count=(lambda count: max_over_processes(trainer, count)) if shards else None,
+            gather=gather,
         )
 
-    def _images_of_step(self) -> ImageCounts | None:
-        """Images of the rows of the running step, as TRL has counted them; `None` without images."""
-        step = self.trainer.padding.running
-        if step is None or not isinstance(step.inputs, Mapping):
-            return None
-        return numbered_images(step.inputs) or None
+    def _images_of(self, batch: Mapping[str, Any], ids: torch.Tensor) -> ImageCounts | None:
+        return find_images(batch, ids, find_pretrained(self.trainer.model).config)
+
+    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
+        return self.split_forwards()
+
+    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        return self.split_forwards()
+
+    # -- a batch in chunks
 
     def compute_loss(
         self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """
-        TRL's `compute_loss`, `compute`, in micro-batches if the loss is a weighted sum over them.
-
-        Each micro-batch runs its backward here; Trainer runs that of the last one.
-        """
+        """TRL's `compute_loss`, `compute`: in chunks, if the loss is a sum over rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
-        if self.budget is None or not self._is_sum_over_rows(inputs):
-            return compute(model, inputs, *args, **kwargs)
-        sub_batches = self._sub_batches(self.budget)
-        ids = task.padded_batches(inputs)[0]["input_ids"]
-        if not sub_batches.can_split(inputs, len(ids)):
-            return compute(model, inputs, *args, **kwargs)
-        split = sub_batches.split(*task.padded_batches(inputs)[0].values())
-        if len(split.rows) == 1 and trainer.accelerator.num_processes == 1:
-            return compute(model, inputs, *args, **kwargs)
-        with task.with_sub_batches(inputs, sub_batches) as inputs:
-            micro_batches = [select_rows(inputs, rows, len(ids), sub_batches.images) for rows in split.rows]
-            ids_and_masks = [tuple(task.padded_batches(batch)[0].values()) for batch in micro_batches]
-            loss = finished = torch.zeros((), device=trainer.args.device)
-            with self._run(MicroBatchRunner(len(micro_batches), split.plan, ids_and_masks)) as metrics:
-                for i, batch in enumerate(micro_batches):
-                    num_items, weight = task.num_metric_items(batch), task.sub_batch_weight(batch, inputs)
-                    with self._micro_batch(i, model), metrics.micro_batch(num_items, reduces=False):
-                        loss = compute(model, batch, *args, **kwargs) * weight
-                        if i < len(micro_batches) - 1:
-                            with torch.autocast(loss.device.type, enabled=False):
-                                # `around_step` applies the weight to the loss that is returned, and not to this one.
-                                trainer.accelerator.backward(loss if self.weight is None else loss * self.weight)
-                            finished = finished + loss.detach()
-        metrics.log()
-        return loss + finished
-
-    @contextlib.contextmanager
-    def _run(self, runner: MicroBatchRunner) -> Iterator[StepMetrics]:
-        """A block with the micro-batches of a step, one after another."""
-        assert self.budget is not None
-        runner.embeddings = self._sub_batches(self.budget)
-        with temporarily_set(self, "running", runner), within(runner=runner):
-            yield StepMetrics(self.trainer)
+        compute = partial(compute, task.model_for_loss(model))
+        call = inspect.signature(Trainer.compute_loss).bind(trainer, model, inputs, *args, **kwargs).arguments
+        num_items = call.get("num_items_in_batch")
+        if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
+            return compute(inputs, *args, **kwargs)
+        split, has_others = self._split(inputs), trainer.accelerator.num_processes > 1
+        if has_others and max_over_processes(trainer, int(split is None)):  # as on all processes, which gather metrics
+            split = None
+        if split is None or (split.count == 1 and not has_others):
+            return compute(inputs, *args, **kwargs)
+        runner = ChunkRunner(split.count, split.plan, with_head=split.is_planned_together)
+        metrics = ChunkMetrics(trainer)
+        with (
+            task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
+            temporarily_set(self, "_chunks", runner),
+            within(runner=runner),
+        ):
+            total: Any = 0.0
+            for i, chunk in enumerate(split.cut(inputs)):
+                is_last = i == runner.count - 1
+                weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
+                weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
+                runner.start(i, *self._ids_and_mask(chunk))
+                num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
+                with sync_gradients_in_last(trainer, model, is_last), metrics.chunk(num_items_of):
+                    total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
         runner.check()
-        if runner.modified:
-            logger.warning_once(
-                "A micro-batch was modified after its step was planned: from there on each micro-batch of such a step "
-                "computes the prefixes that it shares with others again."
-            )
-        if runner.plan is not None and self.trainer.state.global_step == 0:
-            logger.info(runner.plan.summary)
+        metrics.log()
+        return total
+
+    def _split(self, inputs: dict[str, Any]) -> _Split | None:
+        """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
+        task, (ids, mask), shards = self.trainer.padding.task, self._ids_and_mask(inputs), is_sharded(self.trainer)
+        if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
+            if shards:  # processes have other numbers of sequences in their rows
+                return None
+            chunks = packed_chunks(inputs, self._splitter(shares_across=False))
+            return _Split(len(chunks), lambda batch: chunks)
+        images, per_item = self._images_of(inputs, ids), task.rows_per_item
+        can_split = self._sub_batches(images).can_split(inputs, len(ids))
+        if not (can_split and are_cut_by_rows(inputs, len(ids), per_item)):
+            return None
+        splitter = self._splitter(self._shares_across, gather_object if shards else None)
+        rows = splitter.split(ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images)
+        cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
+        return _Split(len(rows.rows), cut, rows.plan, images, shards)
+
+    def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        forward = self.trainer.padding.task.padded_batches(batch)[0]
+        return forward["input_ids"], forward.get("attention_mask")
+
+    def _is_sum_over_rows(self, inputs: Any, num_items: Any) -> bool:
+        """Whether the loss of a batch is computed for a backward by Trainer, and is a sum over rows."""
+        trainer, task = self.trainer, self.trainer.padding.task
+        if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
+            return False
+        if self._why_all_rows() is not None or not any("input_ids" in x for x in task.padded_batches(inputs)):
+            return False
+        return task.chunk_weight(inputs, inputs, num_items) is not None
+
+    def _backward(self, compute: Callable[[], torch.Tensor], model: torch.nn.Module, num_items: Any) -> torch.Tensor:
+        """
+        The loss of a chunk, after its backward: both as transformers' `training_step` computes those of a batch.
+
+        So this loss is scaled for accumulation, mixed precision and DeepSpeed exactly as that of the last chunk, which
+        the running `training_step` gets.
+        """
+        trainer, losses = self.trainer, []
+
+        def compute_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+            losses.append(compute())
+            return losses[-1]
+
+        as_for_a_batch = {
+            "compute_loss": compute_loss,
+            "_prepare_inputs": lambda inputs: inputs,
+            "_prepare_context_parallel_inputs": lambda model, inputs: (contextlib.nullcontext, inputs),
+        }
+        with (
+            entered(temporarily_set(trainer, name, value) for name, value in as_for_a_batch.items()),
+            torch.autocast(trainer.args.device.type, enabled=False),
+        ):
+            Trainer.training_step(trainer, model, {}, num_items)
+        return losses[0].detach()
 
     @contextlib.contextmanager
     def around_training_step(self) -> Iterator[None]:
         """
-        A block with the forwards and backwards of a step. If it raises, gradients are restored.
+        A block with the forwards and backwards of a batch. If it raises, gradients are restored.
 
-        The micro-batches before the one that failed have had their backward. A `training_step` that skips a batch
+        The chunks before the one that failed have had their backward. A `training_step` of a user that skips a batch
         which does not fit into memory would otherwise update the weights by a part of the batch.
         """
         if self.budget is None:
@@ -197,73 +346,56 @@ class SubBatchBudget(Part):
             return
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
-        self.trainer.padding.gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
-        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        # Copies, because backward adds to gradients in place. They are rare: Trainer has set most gradients to `None`.
+        self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
+        # Copies, because backward adds to gradients in place; only where code of a user may catch the error.
+        catches = custom_step_name(self.trainer, everywhere=True) is not None
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
-            with observe_user_loss(self.trainer):
+            with temporarily_set(self, "_is_in_step", True), observe_user_loss(self.trainer):
                 yield
         except BaseException:
             for parameter in parameters:
                 parameter.grad = saved.get(parameter)
             raise
 
-    @contextlib.contextmanager
-    def _micro_batch(self, index: int, model: torch.nn.Module) -> Iterator[None]:
-        """A block with one micro-batch of the running step."""
-        assert self.running is not None
-        self.running.start(index)
-        with sync_gradients_in_last(self.trainer, model, is_last=index == self.running.count - 1):
-            yield
+    # -- accumulation
 
-    def _is_sum_over_rows(self, inputs: dict[str, Any]) -> bool:
-        """Whether the loss of a batch is a sum over its rows with known weights."""
-        trainer, task = self.trainer, self.trainer.padding.task
-        is_training = torch.is_grad_enabled() and trainer.model.training
-        if not (is_training and task.needs_all_rows()):
-            return False
-        is_trusted = custom_loss_name(trainer) is None and trainer.padding.gradient_hook is None
-        is_step = trainer.args.gradient_accumulation_steps == 1
-        return is_trusted and is_step and task.sub_batch_weight(inputs, inputs) is not None
-
-    @cached_property
-    def share_across_micro_batches(self) -> bool:
-        """Whether prefixes are computed once in a step, and not by each micro-batch; logged once if they cannot be."""
-        if self.budget is None:
-            return False
-        # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
-        trainer, task = self.trainer, self.trainer.padding.task
-        can_match = is_fsdp2(trainer) and not task.needs_all_rows()
-        for model in map(task.scoring_module, models_of(trainer)):
-            parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
-            can_match = can_match and "logits_to_keep" in parameters
-        return can_share_across_micro_batches(
-            trainer.padding.handles, trainer.args, is_sharded(trainer) and not can_match
+    def tell_saving(self, batches: Sequence[Any]) -> None:
+        """Say once what one big batch would save, in tokens of these batches, which TRL accumulates in a step."""
+        handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
+        if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:
+            return
+        if not all(isinstance(batch, Mapping) for batch in batches):  # prompts, of which the step generates its batch
+            return
+        self._has_told_saving = True
+        forwards = [forward for batch in batches for forward in task.padded_batches(batch)[:1]]
+        if len(forwards) < len(batches) or any("attention_mask" not in forward for forward in forwards):
+            return
+        rows = [
+            {"ids": ids[mask.bool()].cpu().numpy()}
+            for forward in forwards
+            for ids, mask in zip(forward["input_ids"], forward["attention_mask"], strict=True)
+        ]
+        costs = dataset_costs(rows, [("ids",)], sharing=bool(handle.prefix_sharing))
+        ends = np.cumsum([len(forward["input_ids"]) for forward in forwards])
+        apart = np.sum([self._size(costs[rows]) for rows in np.split(np.arange(len(costs)), ends[:-1])], axis=0)
+        joined = self._size(costs)
+        say(
+            f"A step has {len(batches)} batches (`gradient_accumulation_steps`), and `max_tokens_per_batch` splits "
+            f"each by itself: this one computes {apart[0]:,} tokens in {apart[1]} forwards. One batch of all its rows "
+            f"(`per_device_train_batch_size={args.per_device_train_batch_size * len(batches)}`, "
+            f"`gradient_accumulation_steps=1`) would compute {joined[0]:,} in {joined[1]}, in the same memory."
         )
 
-    def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
-        return self.split_forwards()
+    def _size(self, costs: RowCosts) -> tuple[int, int]:
+        """Tokens and forwards of a batch of these rows."""
+        assert self.budget is not None
+        if self._shares_across:
+            return costs.total(), len(pack_depth_first(costs, self.budget))
+        parts = pack_by_budget(costs, self.budget)
+        return sum(map(costs.total, parts)), len(parts)
 
-    @contextlib.contextmanager
-    def around_step(self, step: Step) -> Iterator[None]:
-        with self.split_forwards():  # does nothing within a micro-batch
-            yield
-        if self.weight is not None:
-            step.result = step.result * self.weight
 
-    def training_step(self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `training_step`, `train`."""
-        return train(model, inputs, *args, **kwargs)
-
-    def train_by_trl_micro_batch(
-        self, train: Callable, model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """A user's `training_step`, `train`, which computes its loss itself."""
-        return train(model, inputs, *args, **kwargs)
-
-    def note_step(self, batches: Sequence[Any]) -> None:
-        """Called with the batches of a step, before code of a user modifies them."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called after each step of the `epoch`, before anything is logged or saved."""
+def _weighted(compute: Callable, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return compute(*args, **kwargs) * weight

@@ -1,20 +1,35 @@
 """
 Token costs of rows: the tokens that they put through the decoder, and the prefixes that they share.
 
-A row is the unit in which a trainer counts its batches: a preference pair, or a text. Plain functions on token counts,
-independent of trainers.
+A row is the unit in which a trainer counts its batches: a preference pair, or a text. Plain functions on token ids and
+token counts, independent of trainers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
+from datasets import Dataset
+
+from ...core.layout.prefix_tree import common_bytes, sort_rows
+from ..data.columns import lists
 
 
-__all__ = ["RowCosts", "prefix_costs", "text_costs", "truncated_tokens"]
+__all__ = [
+    "RowCosts",
+    "batch_costs",
+    "dataset_costs",
+    "prefix_costs",
+    "shared_prefix_lengths",
+    "sort_by_prefix",
+    "text_costs",
+    "truncated_tokens",
+]
 
 
 MIN_SHARED_FRACTION = 0.1
@@ -123,3 +138,94 @@ def prefix_costs(tokens: np.ndarray, shareable: np.ndarray, order: np.ndarray, s
     """
     limit = np.minimum(shareable[order], np.roll(shareable[order], 1))
     return RowCosts(tokens, order, np.minimum(shared, limit))
+
+
+def sort_by_prefix(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Sort rows by their token ids. Returns their order, and the number of tokens that each sorted row shares with the
+    one before it: `[[1, 2], [3], [1, 2, 4]]` give `[0, 2, 1]` and `[0, 2, 0]`.
+    """
+    order, common = sort_rows([_key(row) for row in ids], width=4)
+    return np.array(order, dtype=np.int64), np.array(common, dtype=np.int64)
+
+
+def shared_prefix_lengths(rows: Sequence[np.ndarray], other_rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Number of tokens that each row shares with its counterpart in `other_rows`, from the first one on, `(n,)`."""
+    pairs = zip(rows, other_rows, strict=True)
+    return np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in pairs], dtype=np.int64)
+
+
+def _key(ids: np.ndarray) -> bytes:
+    return np.asarray(ids, dtype=">u4").tobytes()  # bytes of big-endian numbers sort like the numbers
+
+
+def dataset_costs(
+    rows: Dataset | Sequence[dict[str, Any]],
+    sequences: Sequence[tuple[str, ...]],
+    max_length: int | None = None,
+    truncation_mode: str = "keep_start",
+    sharing: bool = False,
+) -> RowCosts:
+    """
+    Costs of the tokenized rows of a dataset, or of examples.
+
+    Args:
+        rows (`Dataset` or `Sequence[dict]`):
+            The rows.
+        sequences (`Sequence[tuple[str, ...]]`):
+            The columns of each sequence of a row, in their order: of a pair `("prompt_ids", "chosen_ids")` and
+            `("prompt_ids", "rejected_ids")`. Only the first column counts for shared prefixes.
+        max_length (`int`, *optional*), truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
+            As in [`truncated_tokens`].
+        sharing (`bool`, *optional*, defaults to `False`):
+            Whether shared prefixes are computed once.
+    """
+    names = dict.fromkeys(chain(*sequences))
+    if isinstance(rows, Dataset):
+        columns = {name: list(lists(rows, name)) for name in names}
+    else:
+        columns = {name: [np.asarray(row[name], dtype=np.int64) for row in rows] for name in names}
+    lengths = {name: np.array([len(ids) for ids in ids_of_rows]) for name, ids_of_rows in columns.items()}
+    begins = [columns[names[0]] for names in sequences]
+    tokens, shareable = truncated_tokens(
+        np.stack([np.sum([lengths[name] for name in names], axis=0) for names in sequences]),
+        lengths[sequences[0][0]],
+        max_length,
+        truncation_mode,
+    )
+    return _shared_costs(begins, tokens, shareable) if sharing else text_costs(tokens)
+
+
+def batch_costs(ids: torch.Tensor, mask: torch.Tensor, rows_per_item: int, sharing: bool) -> RowCosts:
+    """
+    Costs of the items of a padded batch on the host.
+
+    Args:
+        ids (`torch.Tensor` of shape `(B, L)`):
+            Token IDs, block by block: item `i` has the rows `i`, `i + B / rows_per_item`, ...
+        mask (`torch.Tensor` of shape `(B, L)`):
+            1 at real tokens.
+        rows_per_item (`int`):
+            Rows of an item.
+        sharing (`bool`):
+            Whether shared prefixes are computed once.
+    """
+    rows = [row[keep] for row, keep in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
+    items = len(rows) // rows_per_item
+    blocks = [rows[begin : begin + items] for begin in range(0, len(rows), items)]
+    lengths = np.array([[len(row) for row in block] for block in blocks])
+    tokens = lengths.sum(0)
+    return _shared_costs(blocks, tokens, lengths[0]) if sharing else text_costs(tokens)
+
+
+def _shared_costs(begins: Sequence[Sequence[np.ndarray]], tokens: np.ndarray, shareable: np.ndarray) -> RowCosts:
+    """
+    Costs of rows of `tokens`, where shared prefixes are computed once.
+
+    `begins` has the ids with which each sequence of a row begins: `k` lists, one per sequence, each with `n` rows.
+    Other rows may share the first `shareable` ids of the first sequence.
+    """
+    first, *others = begins
+    for other in others:  # the sequences of a row share among themselves, too
+        tokens = tokens - np.minimum(shared_prefix_lengths(first, other), shareable)
+    return prefix_costs(tokens, shareable, *sort_by_prefix(first))

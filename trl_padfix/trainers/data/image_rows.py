@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ import torch
 
 __all__ = [
     "ImageCounts",
+    "are_cut_by_rows",
     "count_images",
+    "find_images",
     "has_pixels",
     "image_names",
     "image_tensors",
@@ -41,6 +44,48 @@ def count_images(example: object) -> int | None:
 def numbered_images(values: Mapping[str, Any]) -> dict[str, list[int]]:
     """What TRL's batches, or the arguments of its methods, say of the images of each row."""
     return {name: values[name] for name in ("num_images", "num_tiles") if isinstance(values.get(name), list)}
+
+
+def find_images(batch: Mapping[str, Any], ids: torch.Tensor, config: Any) -> ImageCounts | None:
+    """
+    The images of each row, found by the image tokens in `ids` `(B, L)`; `None` without images, or if it is unknown
+    which images belong to which row.
+    """
+    pixels = batch.get("pixel_values")
+    if counts := numbered_images(batch):
+        return counts
+    if not isinstance(pixels, torch.Tensor):
+        return None
+    named = config.to_dict()  # of a composite model
+    image_id = next((named[name] for name in ("image_token_id", "image_token_index") if name in named), None)
+    if image_id is None:
+        return None
+    is_image = ids == image_id
+    begins = is_image & ~is_image.roll(1, dims=1)
+    begins[:, 0] = is_image[:, 0]
+    tokens, runs = torch.stack([is_image.sum(1), begins.sum(1)]).tolist()
+    if pixels.dim() == 5 and batch.get("image_sizes") is None:  # an entry for each row already
+        return {"num_images": [int(count > 0) for count in tokens]}
+    grid = batch.get("image_grid_thw")
+    patches = [1] * len(pixels) if grid is None else grid.prod(1).tolist()
+    counts = _images_by_tokens(tokens, patches)
+    if counts is None and sum(runs) == len(patches):  # images of different sizes, apart from one another
+        counts = runs
+    return None if counts is None else {"num_images": counts}
+
+
+def _images_by_tokens(tokens: Sequence[int], patches: Sequence[int]) -> list[int] | None:
+    """
+    Number of images of each row, from the image tokens of the rows and the patches of the images, in their order.
+
+    Each token stands for equally many patches: rows of `[4, 0, 8]` tokens and images of `[16, 16, 16]` patches have
+    `[1, 0, 2]` images. `None` if an image would belong to two rows.
+    """
+    ends = {end * sum(tokens): number for number, end in enumerate([0, *accumulate(patches)])}
+    found = [ends.get(end * sum(patches)) for end in [0, *accumulate(tokens)]]
+    if not sum(tokens) or None in found:
+        return None
+    return [end - begin for begin, end in pairwise(number for number in found if number is not None)]
 
 
 def without_images(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,17 +139,27 @@ def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | Non
 
 
 def select_rows(
-    batch: Mapping[str, Any], rows: torch.Tensor, count: int, counts: ImageCounts | None = None
+    batch: Mapping[str, Any],
+    rows: torch.Tensor,
+    count: int,
+    counts: ImageCounts | None = None,
+    rows_per_item: int = 1,
 ) -> dict[str, Any]:
-    """Some rows of a batch of `count`, with their images; values without an entry for each row are not cut."""
+    """
+    Some rows of a batch of `count`, with their images; values without an entry for each row are not cut.
+
+    With `rows_per_item` the rows come block by block (chosen, rejected), and a value may have an entry for each item.
+    """
     split = split_images(batch, count, counts)
     assert split is not None  # the caller asked
-    numbers = rows.tolist()
+    numbers, items = rows.tolist(), rows[: len(rows) // rows_per_item]
     for name, value in split.items():
         if name in _WITHOUT_ROWS:
             continue
         if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == count:
             split[name] = value[rows]
+        elif isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) * rows_per_item == count:
+            split[name] = value[items]
         # A list of tensors is one of layers, unless it was made above.
         elif isinstance(value, list) and len(value) == count and (value is not batch[name] or not _has_tensors(value)):
             split[name] = [value[i] for i in numbers]
@@ -116,6 +171,16 @@ def select_rows(
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     return unsplit_pixel_values_by_grid(split)
+
+
+def are_cut_by_rows(batch: Mapping[str, Any], count: int, rows_per_item: int) -> bool:
+    """Whether all values of a batch of `count` rows are images, plain values, or have one for each row or item."""
+    entries = {count, count // rows_per_item}
+    return all(
+        len(value) in entries if isinstance(value, list) else value.dim() == 0 or len(value) in entries
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor | list) and not name.startswith(_OF_IMAGES)
+    )
 
 
 def _has_tensors(values: list[Any]) -> bool:

@@ -1,0 +1,239 @@
+"""`group_by_prefix`, and even tokens for processes: a permutation of TRL's order, whose steps are those of TRL."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import trl
+from accelerate.data_loader import BatchSamplerShard
+from datasets import IterableDataset
+from hypothesis import given
+from hypothesis import strategies as st
+from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, build_data, make
+from kit.trainer_runs import figures
+from torch.utils.data import BatchSampler
+from transformers import TrainerCallback
+
+import trl_padfix
+from trl_padfix import DPOConfig
+from trl_padfix.trainers.batching.row_order import Batches, RowOrder, group_rows
+from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs
+
+
+GROUPED = {"padding_free": True, "prefix_sharing": True, "group_by_prefix": True, "parity_check": False}
+ACCUMULATED = {"per_device_train_batch_size": GLOBAL_BATCH // 2, "gradient_accumulation_steps": 2}
+ROWS = 40  # of 8 beginnings
+
+
+def grouped(kind, folder, **config):
+    settings = {"train_dataset": build_branching(kind), "max_steps": 4} | GROUPED
+    return make(trl_padfix, kind, folder, **settings | config)
+
+
+def order_of(trainer, epoch=0):
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(epoch)
+    return [row for batch in loader.batch_sampler for row in batch]
+
+
+def logged(trainer):
+    return figures(trainer.state.log_history).flatten()
+
+
+def beginnings(rows):
+    """What the rows of each step begin with: a number for each beginning."""
+    return [sorted(set(step.tolist())) for step in (np.array(rows) % 8).reshape(-1, GLOBAL_BATCH)]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "KTO"])
+def test_steps_of_grouped_rows_are_trls_steps_of_these_rows(kind, tmp_path):
+    ours = grouped(kind, tmp_path, max_steps=2)
+    order = order_of(ours)
+    assert sorted(order) == list(range(ROWS))
+    assert all(len(found) <= 3 for found in beginnings(order))  # 5 rows of each beginning, in 5 steps of 8 rows
+    ours.train()
+    runs = []
+    for rows in (order, order[::-1]):  # the control: the same rows in another order
+        theirs = make(trl, kind, tmp_path, max_steps=2, train_dataset=build_branching(kind))
+        theirs._get_train_sampler = lambda *args, rows=rows: rows
+        theirs.train()
+        runs.append(logged(theirs))
+    assert_same(logged(ours), runs[0])
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(logged(ours), runs[1], factor=10)
+    split = grouped(kind, tmp_path, max_steps=2, max_tokens_per_batch=60)
+    assert order_of(split) == order
+    split.train()
+    assert_same(logged(split), logged(ours))
+
+
+def test_grouping_computes_what_several_rows_begin_with_once(tmp_path):
+    computed = {}
+    for group in (True, False):
+        trainer = grouped("SFT", tmp_path, group_by_prefix=group)
+        trainer.train()
+        stats = trainer.padding.stats
+        computed[group] = stats.packed_tokens / stats.real_tokens
+    assert computed[True] < computed[False] - 0.1
+
+
+def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
+    trainer = grouped("DPO", tmp_path, seed=5, train_dataset=build_branching("DPO").select(range(32)), **ACCUMULATED)
+    first = order_of(trainer)
+    assert order_of(trainer) == first
+    assert order_of(grouped("DPO", tmp_path, seed=6)) != first
+    # A batch of four pairs is one prompt.
+    assert all(len(set(rows)) == 1 for rows in (np.array(first) % 8).reshape(-1, 4).tolist())
+    epochs = {tuple(sorted(map(tuple, beginnings(order_of(trainer, epoch))))) for epoch in range(4)}
+    assert len(epochs) > 2  # which groups meet
+
+
+def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path, caplog):
+    saved = {"max_steps": 7, "save_strategy": "steps", "save_steps": 6} | ACCUMULATED
+    whole = grouped("DPO", tmp_path, **saved)
+    whole.train()
+    resumed = grouped("DPO", tmp_path, **saved)
+    with caplog.at_level(logging.INFO, logger="trl_padfix"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    ours, theirs = (figures(trainer.state.log_history, ("num_tokens",)) for trainer in (resumed, whole))
+    assert_same(ours[-1], theirs[-1])
+    assert not torch.allclose(theirs[-1], theirs[-2])
+    said = [record.getMessage() for record in caplog.records if "`group_by_prefix`" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("Training goes on at step 7")
+
+
+class StopsEarly(TrainerCallback):
+    """Ends the first epochs after two steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step in (2, 4)
+
+
+@pytest.mark.parametrize("config", [{"max_steps": 6}, {"accelerator_config": {"use_seedable_sampler": False}}])
+def test_rows_under_a_budget_are_trls_and_grouped_ones_a_permutation(config, tmp_path):
+    def rows_of(library, **more):
+        trainer = make(library, "SFT", tmp_path, **config | more | {"train_dataset": build_branching("SFT")})
+        trainer.add_callback(StopsEarly())
+        seen, step = [], trainer.training_step
+
+        def watched(model, inputs, *args, **kwargs):
+            seen.append(sorted(map(tuple, inputs["input_ids"].tolist())))
+            return step(model, inputs, *args, **kwargs)
+
+        trainer.training_step = watched
+        trainer.train()
+        return seen
+
+    theirs, budget = rows_of(trl), {"padding_free": True, "max_tokens_per_batch": 60}
+    assert rows_of(trl_padfix, **budget) == theirs
+    first = rows_of(trl_padfix, **GROUPED)
+    assert len(first) == len(theirs)
+    assert first[:2] != first[2:4]  # the epoch after one that was stopped draws anew
+
+
+def test_a_stream_is_grouped_within_its_buffer(tmp_path):
+    rows = [{"input_ids": [i % 8, 20, 20, 20, 21, i]} for i in range(70)]
+    config = {"group_by_prefix_buffer": 35, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    trainer = grouped("SFT", tmp_path, train_dataset=build_branching("SFT").to_iterable_dataset(), **config)
+    order = trainer.padding.part(RowOrder)
+    with order.around_dataloader(trainer.train_dataset, is_training=True):
+        grouped_stream = trainer.train_dataset
+    grouped_stream.rows = rows
+    for _ in range(2):
+        stream = list(grouped_stream)
+        assert sorted(row["input_ids"][5] for row in stream) == list(range(70))
+        # 35 rows are rounded down to four whole steps; each buffer is grouped by itself.
+        assert {row["input_ids"][5] for row in stream[:32]} == set(range(32))
+        assert all(len({row["input_ids"][0] for row in stream[i : i + 4]}) == 1 for i in range(0, 64, 4))
+    data = build_branching("SFT")
+    streamed = grouped("SFT", tmp_path, train_dataset=data.to_iterable_dataset(), group_by_prefix_buffer=ROWS)
+    assert isinstance(streamed.train_dataset, IterableDataset)
+    streamed.train()
+    known = grouped("SFT", tmp_path, train_sampling_strategy="sequential")
+    known.train()
+    assert_same(logged(streamed), logged(known))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_stream_under_a_budget_has_the_rows_of_trl(drop_last, tmp_path):
+    data = build_data("SFT", 10)
+    runs = []
+    for library in (trl, trl_padfix):
+        trainer = make(library, "SFT", tmp_path, budget=library is trl_padfix, max_steps=4, logging_steps=1,
+                       train_dataset=data.to_iterable_dataset(), per_device_train_batch_size=4,
+                       dataloader_drop_last=drop_last, gradient_accumulation_steps=2)  # fmt: skip
+        trainer.train()
+        runs.append(logged(trainer))
+    assert_same(runs[1], runs[0])
+
+
+def drawn_costs(draw, count):
+    begins = [np.arange(10 * i, 10 * i + draw.randint(1, 6)) for i in range(3)]
+    rows = [
+        np.concatenate([draw.choice(begins), [99 + draw.randint(0, 9)] * draw.randint(1, 9)]) for _ in range(count)
+    ]
+    each = np.array([len(row) for row in rows])
+    return prefix_costs(each, each, *sort_by_prefix(rows))
+
+
+@given(
+    st.integers(1, 30), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.booleans(),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_a_permutation_has_each_row_once_and_without_grouping_in_its_round(
+    count, size, processes, steps, groups, draw
+):
+    order, costs = draw.sample(range(count), count), drawn_costs(draw, count)
+    batches = Batches(size, processes, steps)
+    found = batches.permuted(order, costs, groups)
+    assert found.tolist() == batches.permuted(order, costs, groups).tolist()
+    assert sorted(found.tolist()) == sorted(order)
+    if groups:
+        return
+    per_round = size * processes
+    for begin in range(0, count, per_round):
+        assert sorted(found[begin : begin + per_round]) == sorted(order[begin : begin + per_round])
+
+
+def test_processes_get_equal_rows_and_even_tokens():
+    """As accelerate shards the batches."""
+    draw = np.random.default_rng(0)
+    costs = text_costs(draw.lognormal(5, 0.8, 256).astype(int).clip(1, 1024))
+    order = draw.permutation(256)
+    waiting = []
+    for rows in (order, Batches(8, 4).permuted(order, costs, is_grouped=False)):
+        shards = [list(BatchSamplerShard(BatchSampler(rows.tolist(), 8, False), 4, i)) for i in range(4)]
+        assert {len(batch) for shard in shards for batch in shard} == {8}
+        tokens = np.array([[costs.total(batch) for batch in shard] for shard in shards])
+        waiting.append(1 - tokens.mean() / tokens.max(0).mean())
+    assert waiting[1] < 0.3 * waiting[0]
+
+
+def test_longer_prefixes_stay_together_where_a_step_ends():
+    """Seven rows of a prompt, of which three share a question, two of another, and one alone: in steps of four."""
+    costs = RowCosts(np.full(10, 40), np.arange(10), np.array([0, 10, 10, 10, 10, 30, 30, 0, 20, 0]))
+    steps = np.split(group_rows(costs, 4), [4, 8])
+    assert any({4, 5, 6} <= set(step.tolist()) for step in steps)
+    assert any({7, 8} <= set(step.tolist()) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"prefix_sharing": False}, "`group_by_prefix=True` needs `prefix_sharing=True`"),
+        ({"group_by_prefix_buffer": 0}, "`group_by_prefix_buffer=0` is the number of rows of a stream"),
+        ({"group_by_prefix": False, "group_by_prefix_buffer": 8}, "`group_by_prefix_buffer=8` is the number of rows"),
+        ({"train_sampling_strategy": "group_by_length"}, "`group_by_length` both say which rows meet in a step"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_errors(config, message):
+    with pytest.raises(ValueError, match=message):
+        DPOConfig(**{"use_cpu": True, "bf16": False} | GROUPED | config)
+
+
+def test_a_stream_without_a_buffer_is_an_error(tmp_path):
+    stream = build_branching("DPO").to_iterable_dataset()
+    with pytest.raises(ValueError, match=r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`"):
+        grouped("DPO", tmp_path, train_dataset=stream)

@@ -1,0 +1,102 @@
+"""The metrics that TRL logs of a batch, from those of its chunks: means over all rows and all processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from ..distributed import data_replicas
+from ..metrics.exact_eval_means import local_metrics_only
+from ..temporary_attributes import temporarily_set
+
+
+if TYPE_CHECKING:
+    from ..parts import PaddingFreeTrainer
+
+
+__all__ = ["ChunkMetrics"]
+
+
+class ChunkMetrics:
+    """
+    The metrics of the chunks of a batch.
+
+    TRL gathers its metrics in each forward, equally many rows from every process. Here each chunk has local metrics,
+    and one reduction at the end adds them up: means over rows with the numbers of rows, means over tokens with the
+    numbers of tokens. TRL then has one value for the batch, as without a budget.
+    """
+
+    def __init__(self, trainer: PaddingFreeTrainer):
+        self.trainer = trainer
+        self.tokens = trainer._total_train_tokens
+        self.values: list[tuple[dict[str, list[float]], Mapping[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def chunk(self, num_items: Mapping[str, Any]) -> Iterator[None]:
+        """
+        A block with the loss of a chunk.
+
+        `num_items`: number of items that each metric is a mean over, by its name; `""` stands for all other metrics.
+        """
+        metrics, accelerator = self.trainer._metrics, self.trainer.accelerator
+        saved, metrics["train"] = metrics["train"], defaultdict(list)
+        try:
+            # TRL divides the tokens of processes that share rows by `_tp_size`; `log` does so after the reduction.
+            with (
+                local_metrics_only(accelerator),
+                temporarily_set(accelerator, "reduce", lambda tensor, *args, **kwargs: tensor),
+                temporarily_set(self.trainer, "_tp_size", 1),
+            ):
+                yield
+            self.values.append((metrics["train"], num_items))
+        finally:
+            metrics["train"] = saved
+
+    def log(self) -> None:
+        """Give TRL the value of each metric for the whole batch."""
+        trainer, task = self.trainer, self.trainer.padding.task
+        names = sorted({name for values, _ in self.values for name in values})
+        if trainer.accelerator.num_processes > 1:  # a process may lack rows of some kind, and so their metrics
+            names = sorted(set(gather_object(names)))
+        averaged = [name for name in names if name != "num_tokens"]
+        means, tokens = self._means(averaged, trainer._total_train_tokens - self.tokens)
+        for name in filter(task.min_max_metrics.get, averaged):
+            means[name] = self._extreme(name)
+        metrics = trainer._metrics["train"]
+        for name, mean in task.merge_metrics(means).items():
+            metrics[name].append(mean)
+        if "num_tokens" in names:
+            trainer._total_train_tokens = self.tokens + tokens // data_replicas(trainer)
+            metrics["num_tokens"] = [trainer._total_train_tokens]
+
+    def _means(self, names: list[str], tokens: int) -> tuple[dict[str, float], int]:
+        """The means of metrics over the items of all processes, and the sum of their `tokens`: one reduction."""
+        accelerator, device = self.trainer.accelerator, self.trainer.args.device
+        table = torch.zeros(2, len(names), dtype=torch.float64)
+        for values, num_items in self.values:
+            for i, name in enumerate(names):
+                count = float(num_items.get(name, num_items[""]))
+                if count and values.get(name):
+                    table[:, i] += torch.tensor([values[name][-1] * count, count], dtype=torch.float64)
+        totals = torch.cat([table.flatten(), table.new_tensor([tokens])])
+        if accelerator.num_processes > 1:  # otherwise it stays on the host: not every device has float64
+            totals = accelerator.reduce(totals.to(device))
+        *totals, tokens_of_all = totals.tolist()
+        sums, weights = totals[: len(names)], totals[len(names) :]
+        means = {name: total / n if n else 0.0 for name, total, n in zip(names, sums, weights, strict=True)}
+        return means, int(tokens_of_all)
+
+    def _extreme(self, name: str) -> float:
+        """The minimum or maximum over all rows; NaN if no row has a value."""
+        extreme_of = self.trainer.padding.task.min_max_metrics[name]
+        local = torch.tensor([values[name][-1] for values, _ in self.values if values.get(name)])
+        local = local[~local.isnan()]
+        value = extreme_of(local).reshape(1) if len(local) else torch.full((1,), float("nan"))
+        gathered = self.trainer.accelerator.gather(value.to(self.trainer.args.device))
+        gathered = gathered[~gathered.isnan()]
+        return float(extreme_of(gathered)) if len(gathered) else float("nan")

@@ -1,0 +1,266 @@
+"""
+The order of rows: a permutation of TRL's.
+
+TRL's sampler draws the rows of an epoch, and accelerate gives the processes one batch after another. `group_by_prefix`
+brings rows with a shared prefix into one step and one batch. Under a token budget the batches that processes compute
+at the same time have about equally many tokens. Both only permute the order, by the data and by the order itself: so
+all processes and a resumed run have the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from torch.utils.data import Sampler, get_worker_info
+
+from ..custom_loss import is_custom_collator
+from ..distributed import data_replicas
+from ..parity import say
+from ..parts import Part, Step
+from ..settings import check_grouping
+from ..temporary_attributes import temporarily_set
+from .bin_packing import partition_equal_rows
+from .token_costs import RowCosts, dataset_costs
+
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+__all__ = ["Batches", "RowOrder", "group_rows"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """
+    How TRL's batches follow one another in the order of an epoch: `accumulation` times one for each process.
+
+    Attributes:
+        size (`int`): Rows of a batch.
+        processes (`int`, *optional*, defaults to 1): Processes, each with a batch of its own.
+        accumulation (`int`, *optional*, defaults to 1): Batches of each process in an optimizer step.
+    """
+
+    size: int
+    processes: int = 1
+    accumulation: int = 1
+
+    @property
+    def per_step(self) -> int:
+        """Rows of an optimizer step, over all processes."""
+        return self.size * self.processes * self.accumulation
+
+    def permuted(self, order: Sequence[int] | np.ndarray, costs: RowCosts, is_grouped: bool) -> np.ndarray:
+        """
+        The order of an epoch, permuted.
+
+        With `is_grouped` rows with a shared prefix come into one step, and within a step into one batch. Otherwise
+        each row stays among the batches that the processes compute at the same time. Incomplete steps keep their
+        order, because accelerate fills them.
+        """
+        order = np.asarray(order, dtype=np.int64)
+        if is_grouped:
+            order = order[group_rows(costs[order], self.per_step)]
+        size = self.per_step if is_grouped else self.size * self.processes
+        if size == self.size:
+            return order
+        result = [self._balanced(order[i : i + size], costs) for i in range(0, len(order), size)]
+        return np.concatenate([*result, order[:0]])
+
+    def _balanced(self, rows: np.ndarray, costs: RowCosts) -> np.ndarray:
+        """Rows of some batches, whose tokens become even; rows with a shared prefix come into one of them."""
+        if len(rows) % (self.size * self.processes):
+            return rows
+        rows_costs = costs[rows]
+        batches = partition_equal_rows(rows_costs, len(rows) // self.size)
+        # Sorted by tokens, batches that are computed at the same time have about equally many.
+        batches.sort(key=rows_costs.total, reverse=True)
+        return np.concatenate([rows[batch] for batch in batches])
+
+
+@dataclass(eq=False)
+class _PermutedSampler(Sampler):
+    """The order of another sampler, permuted."""
+
+    sampler: Any
+    costs: RowCosts
+    batches: Batches
+    is_grouped: bool
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.batches.permuted(list(self.sampler), self.costs, self.is_grouped).tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+class _GroupedStream(TorchIterableDataset):
+    """A stream whose rows are grouped, `buffer` rows at a time."""
+
+    def __init__(self, rows: Any, order: RowOrder, batches: Batches, buffer: int):
+        self.rows, self.order, self.batches, self.buffer = rows, order, batches, buffer
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.rows, "set_epoch"):
+            self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker, batches = get_worker_info(), self.batches
+        if worker is not None and worker.num_workers > 1:
+            # Workers make batches in turns, each from other rows, so a step is never in one worker.
+            batches = Batches(batches.size)
+        buffer = max(self.buffer // batches.per_step, 1) * batches.per_step  # a buffer ends where a step does
+        stream = iter(self.rows)
+        while rows := list(islice(stream, buffer)):
+            order = batches.permuted(range(len(rows)), self.order.costs(rows), is_grouped=True)
+            yield from (rows[i] for i in order)
+
+
+class RowOrder(Part):
+    """The order of rows, for `group_by_prefix`, and for several processes under `max_tokens_per_batch`."""
+
+    _is_first_step = False
+    """Whether no step of the running training, in which rows are grouped, was computed."""
+
+    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
+        check_grouping(config)
+        data = init_kwargs.get("train_dataset")
+        is_stream = data is not None and not isinstance(data, Dataset)
+        if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
+            raise ValueError(
+                f"`group_by_prefix=True` looks for rows that begin alike, and the training dataset is a "
+                f"`{type(data).__name__}`, which does not show all its rows. Set the number of rows to read ahead "
+                "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
+            )
+
+    def attach(self) -> None:
+        if not self.settings.group_by_prefix:
+            return
+        if getattr(self.trainer, "_is_vision_dataset", False):
+            raise ValueError(
+                "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
+                "images is tokenized batch by batch. Leave it out."
+            )
+        if not self.trainer.padding.task.sequences:
+            raise NotImplementedError(
+                f"`group_by_prefix` needs the token counts of the rows of {type(self.trainer).__name__}. Leave it out."
+            )
+
+    def around_dataloader(
+        self, dataset: Dataset | IterableDataset, is_training: bool
+    ) -> contextlib.AbstractContextManager[Any]:
+        buffer = self.settings.group_by_prefix_buffer
+        if not is_training or buffer is None or isinstance(dataset, Dataset):
+            return contextlib.nullcontext()
+        stream = _GroupedStream(dataset, self, self._batches(), buffer)
+        return temporarily_set(self.trainer, "train_dataset", stream)
+
+    def permute(self, loader: Any) -> Any:
+        """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
+        trainer, is_grouped = self.trainer, bool(self.settings.group_by_prefix)
+        dataset, batches = trainer.train_dataset, self._batches()
+        if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
+            return loader
+        self._is_first_step = is_grouped
+        # accelerate has chosen how processes draw alike (`use_seedable_sampler`), and its sampler stays as it is.
+        sampler = loader.batch_sampler
+        while hasattr(sampler, "batch_sampler"):
+            sampler = sampler.batch_sampler
+        loader.set_sampler(_PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped))
+        return loader
+
+    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
+        if self._is_first_step and step.mode == "train":
+            self._is_first_step = False
+            if step.number > 1:
+                say(
+                    f"Training goes on at step {step.number} in the order of `group_by_prefix`. If the checkpoint was "
+                    "made without it, rows of this epoch come twice, and others not at all."
+                )
+        return contextlib.nullcontext()
+
+    def _balances(self, dataset: Dataset, batches: Batches) -> bool:
+        """Whether rows may move to another process: the weight of a row does not depend on the rows beside it."""
+        trainer, task = self.trainer, self.trainer.padding.task
+        columns = {name for names in task.sequences for name in names}
+        return (
+            self.settings.max_tokens_per_batch is not None
+            and batches.processes > 1
+            and bool(columns)
+            and columns <= set(dataset.column_names)
+            and not is_custom_collator(trainer.data_collator)
+            and task.rows_are_independent()
+        )
+
+    def _batches(self) -> Batches:
+        args, trainer = self.trainer.args, self.trainer
+        processes = trainer.accelerator.num_processes // data_replicas(trainer)
+        if args.accelerator_config.split_batches:
+            return Batches(trainer._train_batch_size // processes, processes, args.gradient_accumulation_steps)
+        return Batches(trainer._train_batch_size, processes, args.gradient_accumulation_steps)
+
+    def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
+        """Token costs of rows."""
+        args, task = self.trainer.args, self.trainer.padding.task
+        mode = getattr(args, "truncation_mode", None) or "keep_start"
+        sharing = bool(self.settings.prefix_sharing)
+        return dataset_costs(rows, task.sequences, getattr(args, "max_length", None), mode, sharing)
+
+
+def group_rows(costs: RowCosts, step: int) -> np.ndarray:
+    """
+    The order in which rows with long shared prefixes are in one optimizer step of `step` rows.
+
+    Groups are merged from the longest shared prefix to shorter ones, as long as they fit into a step. They fill the
+    steps from the largest group to smaller ones, and among groups of one size in the order of the rows. The prefix of
+    all rows does not count, because it is in every step anyway. The result is random only through the order of rows.
+    """
+    groups = [np.sort(rows) for rows in _groups(costs, step)]
+    groups.sort(key=lambda rows: (-len(rows), rows[0]))
+    steps: list[list[np.ndarray]] = [[] for _ in range(-(-len(costs) // step))]
+    # `heapq` has the smallest item on top, so negative free rows put the step with the most room there. An incomplete
+    # last step has less room from the start.
+    heap = [(-min(step, len(costs) - i * step), i) for i in range(len(steps))]
+    heapq.heapify(heap)
+    for rows in groups:
+        while len(rows):
+            free, index = -heap[0][0], heap[0][1]
+            taken, rows = rows[:free], rows[free:]
+            steps[index].append(taken)
+            if len(taken) < free:
+                heapq.heapreplace(heap, (len(taken) - free, index))
+            else:
+                heapq.heappop(heap)
+    *full, last = [np.concatenate(groups) for groups in steps] if steps else [costs.order]
+    full.sort(key=np.min)
+    return np.concatenate([*full, last])
+
+
+def _groups(costs: RowCosts, limit: int) -> list[np.ndarray]:
+    """Groups of at most `limit` rows, merged from the longest shared prefixes to shorter ones."""
+    gaps = np.flatnonzero(costs.same_group)  # gap i lies between the sorted rows i - 1 and i
+    # Among gaps of equal length the first one changes from epoch to epoch, so a large group is cut differently.
+    offset = costs.order[0] if len(costs) else 0
+    gaps = gaps[np.lexsort(((gaps + offset) % max(len(costs), 1), -costs.shared[gaps]))]
+    # First row of the group that ends at a row, and last row of the group that begins at it.
+    first_of, last_of = list(range(len(costs))), list(range(len(costs)))
+    for gap in gaps.tolist():
+        begin, end = first_of[gap - 1], last_of[gap]
+        if end - begin < limit:
+            first_of[end], last_of[begin] = begin, end
+    groups, begin = [], 0
+    while begin < len(costs):
+        groups.append(costs.order[begin : last_of[begin] + 1])
+        begin = last_of[begin] + 1
+    return groups

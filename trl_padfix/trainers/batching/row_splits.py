@@ -1,0 +1,193 @@
+"""
+The rows of a batch, split within a token budget.
+
+A batch is split by what it holds: its ids and masks, copied to the host once. [`RowSplitter`] finds the rows of each
+part, and [`chunk_batches`] its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+
+from ...core.call.batch_cache import on_host
+from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
+from ..data.image_rows import ImageCounts, select_rows
+from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
+from .token_costs import RowCosts, batch_costs, dataset_costs
+
+
+__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "packed_chunks", "scored_tokens"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitRows:
+    """
+    The rows of each part of a batch.
+
+    Attributes:
+        rows (`list[torch.Tensor]`): Numbers of the rows of each part.
+        columns (`list[slice]`): The columns of each part that hold more than padding.
+        plan ([`PrefixPlan`], *optional*): The prefixes that the parts share; `None` if they share none.
+    """
+
+    rows: list[torch.Tensor]
+    columns: list[slice]
+    plan: PrefixPlan | None = None
+
+
+@dataclass(frozen=True)
+class RowSplitter:
+    """
+    Splits the rows of a batch into parts within a token budget.
+
+    Args:
+        budget (`int`):
+            Most tokens of a part.
+        sharing (`bool`):
+            Whether shared prefixes of the rows of a part count once.
+        shares_across (`bool`):
+            Whether prefixes that several parts share are computed once, and not by each of them.
+        short (`float`):
+            Most tokens of a short row; under context parallelism short rows are in parts of their own.
+        sync_count (`Callable[[int], int]`, *optional*):
+            Takes the number of parts that this process needs, and returns the number that all processes must have.
+        gather (`Callable`, *optional*):
+            Joins lists of all processes, which then plan shared prefixes together.
+    """
+
+    budget: int
+    sharing: bool
+    shares_across: bool = False
+    short: float = float("inf")
+    sync_count: Callable[[int], int] | None = None
+    gather: Callable[[list], list] | None = None
+
+    def split(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        rows_per_item: int = 1,
+        scored: torch.Tensor | None = None,
+        images: ImageCounts | None = None,
+    ) -> SplitRows:
+        """
+        Split a batch by its values on the host.
+
+        Args:
+            ids (`torch.Tensor` of shape `(B, L)`):
+                Token IDs; or embeddings `(B, L, H)`, which share nothing.
+            mask (`torch.Tensor` of shape `(B, L)`, *optional*):
+                1 at real tokens. Without a mask no token is padding, and rows share nothing.
+            rows_per_item (`int`, *optional*, defaults to 1):
+                Rows that stay together: item `i` has the rows `i`, `i + B / rows_per_item`, ...
+            scored (`torch.Tensor` of shape `(B, L)`, *optional*):
+                1 at tokens that the loss scores. Without it no column is left out.
+            images ([`ImageCounts`], *optional*):
+                Images of each row. Rows with equal ids may have different images, so they share nothing.
+        """
+        has_ids = ids.dim() == 2 and mask is not None and images is None
+        host_ids, host_mask, host_scored = on_host(ids if ids.dim() == 2 else None, mask, scored)
+        host_ids = torch.zeros(ids.shape[:2], dtype=torch.long) if host_ids is None else host_ids
+        host_mask = torch.ones_like(host_ids) if host_mask is None else host_mask
+        is_needed = torch.ones_like(host_ids) if scored is None else host_mask.bool() | host_scored.bool()
+        costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
+        items = self.pack(costs)
+        if images is not None:
+            # DDP reduces the gradients of those parameters that the last backward used; those of the vision tower,
+            # too.
+            items.sort(key=lambda part: any(images["num_images"][item] for item in part))
+        count = len(ids) // rows_per_item
+        rows = [torch.tensor([item + k * count for k in range(rows_per_item) for item in part]) for part in items]
+        columns = [_used_columns(is_needed[numbers]) for numbers in rows]
+        plan = None
+        if self.shares_across and has_ids and len(rows) > 1:
+            parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
+            unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
+            plan = unmoved and FlatIndexMaps.of(unmoved).to(ids.device)  # in one copy
+        return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
+
+    def pack(self, costs: RowCosts) -> list[list[int]]:
+        """The items of each part."""
+        if (costs.tokens > self.budget).any():
+            logger.warning_once(
+                f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
+                f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the "
+                "budget, or lower `max_length`. Said once."
+            )
+        pack = pack_depth_first if self.shares_across else pack_by_budget
+        by_length = split_by_length(costs, self.short)
+        parts = [items[packed].tolist() for items in by_length for packed in pack(costs[items], self.budget)]
+        count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
+        # Processes have equally many rows, so each has enough of them for `count` parts.
+        return [list(items) for _, items in halve_largest(parts, count)]
+
+
+def _used_columns(is_needed: torch.Tensor) -> slice:
+    """The columns from the one before the first needed token, which may predict it, to that of the last one."""
+    columns = is_needed.any(0).nonzero()
+    return slice(max(int(columns[0]) - 1, 0), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
+
+
+def chunk_batches(
+    batch: Mapping[str, Any], split: SplitRows, rows_per_item: int, images: ImageCounts | None
+) -> list[dict[str, Any]]:
+    """The batch of each part: its rows, and of values for each token its columns."""
+    count = sum(map(len, split.rows))
+    shape = batch["input_ids"].shape if "input_ids" in batch else None
+    chunks = []
+    for rows, columns in zip(split.rows, split.columns, strict=True):
+        chunk = select_rows(batch, rows, count, images, rows_per_item)
+        for name, value in chunk.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 1 and batch[name].shape[:2] == shape:
+                chunk[name] = value[:, columns]
+        chunks.append(chunk)
+    return chunks
+
+
+def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[str, Any]]:
+    """The sequences of one packed row, split like rows: batches of one row each, with the keys of TRL's collator."""
+    shape, host_ids = batch["input_ids"].shape, batch["input_ids"][0].cpu()
+    begins = (batch["position_ids"][0].cpu() == 0).nonzero().flatten()
+    lengths = torch.cat([begins, torch.tensor([shape[1]])]).diff()
+    sequences = host_ids.split(lengths.tolist())
+    costs = dataset_costs([{"ids": ids.numpy()} for ids in sequences], [("ids",)], sharing=splitter.sharing)
+    chunks = []
+    for numbers in map(sorted, splitter.pack(costs)):
+        kept = torch.zeros(len(lengths), dtype=torch.bool).index_fill(0, torch.tensor(numbers), True)
+        columns = kept.repeat_interleave(lengths).nonzero().flatten().to(batch["input_ids"].device)
+        chunk = {
+            name: value[:, columns] if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
+            for name, value in batch.items()
+        }
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[numbers].cumsum(0)])
+        bounds, longest = bounds.to(columns.device, torch.int32), int(lengths[numbers].max())
+        of_sequences = {"cu_seq_lens": bounds, "max_length": longest}
+        chunk |= {f"{name}_{end}": value for name, value in of_sequences.items() for end in "qk"}
+        if "seq_idx" in batch:
+            index = torch.arange(len(numbers), dtype=torch.int32).repeat_interleave(lengths[numbers])
+            chunk["seq_idx"] = index.to(columns.device)[None]
+        chunks.append({name: value for name, value in chunk.items() if name in batch})
+    return chunks
+
+
+def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """
+    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never those of the first column.
+
+    `None` if such a loss is not all that reads the rows: then no column may be left out.
+    """
+    if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
+        return None
+    scored = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+    if scored is None or scored.shape != batch["input_ids"].shape:
+        return None
+    return scored.bool() & (torch.arange(scored.shape[1], device=scored.device) > 0)
