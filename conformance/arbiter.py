@@ -54,19 +54,21 @@ class Step(NamedTuple):
     """Of each parameter that has one, by its name in `model.named_parameters()`."""
     size: float = 1.0
     """The largest logit; the arbiter fills it in."""
+    rounding: float = 0.0
+    """How far the gradients of the rows alone are off in float32; the arbiter fills it in."""
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model in float64, its experts one by one. What its code casts to float32 is computed in float32."""
-    copied = copy.deepcopy(model).double()
+def in_precision(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """A copy of a model in float64 or another precision, its experts one by one. What casts to float32 stays so."""
+    copied = copy.deepcopy(model).to(dtype)
     for module in copied.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            config.dtype = torch.float64
+            config.dtype = dtype
             config._experts_implementation = "eager"  # the grouped product of torch has no float64
             config._attn_implementation = "eager"  # others leave out what they lack: soft caps, sinks
     return copied
@@ -76,20 +78,26 @@ def alone(model: torch.nn.Module, rows: list[Row]) -> Step:
     """
     The mean loss of all labels, and its gradients, from rows that are computed one by one.
 
-    The load-balancing loss of experts is that of all tokens of all rows, none of them padding.
+    The load-balancing loss of experts is that of all tokens of all rows, none of them padding. In float32 the same is
+    computed once more: it says how much a model amplifies rounding (a delta net does).
     """
+    exact, rounded = (_alone(in_precision(model, dtype), rows) for dtype in (torch.float64, torch.float32))
+    return exact._replace(rounding=_gradients_off(rounded, exact))
+
+
+def _alone(exact: torch.nn.Module, rows: list[Row]) -> Step:
     total, count, routed, size = 0.0, sum(row.targets() for row in rows), [], 1.0
-    exact = in_float64(model).eval()
+    exact.eval()
     frequencies = {name: b.clone() for name, b in exact.named_buffers() if "inv_freq" in name}
     for row in rows:
         _forget_lengths(exact, frequencies)
-        output = exact(input_ids=torch.tensor([row.ids]), use_cache=False, **_double(row.more))
+        output = exact(input_ids=torch.tensor([row.ids]), use_cache=False, **_like(exact, row.more))
         size = max(size, float(output.logits.detach().abs().max()))
         labels = torch.tensor(row.labels[1:], dtype=torch.long)
         total = total + torch.nn.functional.cross_entropy(output.logits[0, :-1], labels, reduction="sum")
         routed.append(getattr(output, "router_logits", None) or ())
     loss = total / count
-    if config := _balanced(model):
+    if config := _balanced(exact):
         layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
         balance = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
         loss = loss + config.router_aux_loss_coef * balance
@@ -99,7 +107,7 @@ def alone(model: torch.nn.Module, rows: list[Row]) -> Step:
 
 def preferences(model: torch.nn.Module, reference: torch.nn.Module, pairs: list[Pair], beta: float) -> Step:
     """The loss of DPO, its mean over pairs, from answers that are computed one by one."""
-    exact, fixed = in_float64(model).eval(), in_float64(reference).eval()
+    exact, fixed = in_precision(model).eval(), in_precision(reference).eval()
     total = 0.0
     for prompt, *answers in pairs:
         chosen, rejected = (_answer(exact, prompt, a) - _answer(fixed, prompt, a).detach() for a in answers)
@@ -120,8 +128,8 @@ def _balanced(model: torch.nn.Module) -> Any:
     return model.config if getattr(model.config, "output_router_logits", False) else None
 
 
-def _double(more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: t.double() if t.is_floating_point() else t for name, t in more.items()}
+def _like(model: Any, more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in more.items()}
 
 
 def _forget_lengths(model: torch.nn.Module, frequencies: dict[str, torch.Tensor]) -> None:
@@ -151,6 +159,19 @@ def tolerance(size: float, *, terms: int, depth: int, dtype: torch.dtype = torch
     return DEVIATIONS * torch.finfo(dtype).eps / 2 * size * math.sqrt(terms * depth)
 
 
+AMPLIFIED = 4
+"""Other orders of summation may be off by this many times what the rows alone are in float32."""
+
+
+def _gradients_off(got: Step, exact: Step) -> float:
+    """The largest difference of a parameter's gradient, relative to the largest gradient."""
+    size, nothing = max(float(g.norm()) for g in exact.gradients.values()), torch.zeros(())
+    return max(
+        float((got.gradients.get(name, nothing).double() - g.double()).norm()) / size
+        for name, g in exact.gradients.items()
+    )
+
+
 class Difference(NamedTuple):
     """How far a step is from the arbiter's, in tolerances; at most 1 is rounding."""
 
@@ -174,10 +195,9 @@ def difference(model: torch.nn.Module, got: Step, exact: Step) -> Difference:
     """Compare a step with the arbiter's. A sum is at most as long as the vocabulary, or the layer is wide."""
     config = model.config.get_text_config()
     terms, sums = max(config.vocab_size, 4 * config.hidden_size), 8 * config.num_hidden_layers
-    size = max(float(g.norm()) for g in exact.gradients.values())
-    nothing = torch.zeros(())
-    off = max(
-        float((got.gradients.get(name, nothing).double() - g.double()).norm()) for name, g in exact.gradients.items()
+    allowed = tolerance(1.0, terms=terms, depth=2 * sums)
+    return Difference(
+        abs(got.loss - exact.loss),
+        _gradients_off(got, exact),
+        (tolerance(exact.size, terms=terms, depth=sums), max(allowed, AMPLIFIED * exact.rounding)),
     )
-    allowed = tolerance(exact.size, terms=terms, depth=sums), tolerance(1.0, terms=terms, depth=2 * sums)
-    return Difference(abs(got.loss - exact.loss), off / size, allowed)

@@ -79,6 +79,8 @@ def neighbours_are_edited(case: Case, adapter: Adapter, family: str) -> list[Dif
         losses = []
         for edit in (0, 1):
             model = case.model(adapter, family)
+            if getattr(model.config, "output_router_logits", False):
+                raise NotRun("A load-balancing loss is that of all rows.")
             batch = [row if n == i else _edited(row, edit).unlabelled() for n, row in enumerate(case.rows)]
             exact = alone(model, [case.rows[i]])
             step = adapter.step(model, [batch])
