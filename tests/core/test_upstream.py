@@ -274,6 +274,10 @@ OTHERS = [
         Upstream(name, "torch.nn.Module", "hooks that a module has, by which backward hooks are noticed", is_attribute)
         for name in ("_backward_hooks", "_backward_pre_hooks")
     ),
+    *(
+        Upstream(name, "torch.nn.modules.module", "hooks of all modules, which a run may set in its middle", has)
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+    ),
     Upstream("_in_backward_optimizers", "torch.distributed.optim.apply_optimizer_in_backward",
              "an optimizer that steps within the backward", says),
     Upstream("_DropoutNd", "torch.nn.modules.dropout", "a module that draws", has),

@@ -101,16 +101,6 @@ def test_sharing_rows_gives_the_trajectory_of_one_process(name, together, one_pr
         assert all(count["local"] % LENGTH == 0 for count in counts)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("name", "other"), [("SFT, budget, a long row", "SFT, budget, a long row, together")])
-def test_rows_that_fit_a_process_are_not_cut_beside_a_longer_one(name, other, together):
-    """Under a budget they have micro-batches of their own, in which nothing is exchanged but before the loss."""
-    for apart, mixed in zip(together(name), together(other), strict=True):
-        # Evaluation, in which all rows are cut, is among what is sent.
-        assert apart["counts"]["packed"] <= mixed["counts"]["packed"]
-        assert apart["counts"]["sent"] < 0.9 * mixed["counts"]["sent"]
-
-
 @pytest.mark.parametrize("name", slow_but([], TWO_GROUPS))
 def test_two_groups_that_share_rows_give_the_trajectory_of_one_process(name, tmp_path, one_process):
     """Four processes; in a micro-batch the groups have other numbers of rows, and some have none of their own."""

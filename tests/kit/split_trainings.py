@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import trl
 from datasets import load_from_disk
@@ -30,7 +29,6 @@ from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 import trl_padfix
 from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.trainers.batching import budget_collator
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
@@ -61,7 +59,6 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget": ("SFT", "accumulation", BUDGET),
     "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
-    "SFT, budget, a long row, together": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
     "SFT": ("SFT", "completions only", {}),
     "SFT, accumulation": ("SFT", "accumulation", {}),
     "SFT, LoRA": ("SFT", "lora, checkpointing", {}),
@@ -148,8 +145,7 @@ def main(path: str, *names: str) -> None:
         found: dict[str, Any] = {}
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
-        together = mock.patch.object(budget_collator, "split_by_length", lambda costs, most: [np.arange(len(costs))])
-        broken = {"whole rows": whole, "together": together}
+        broken = {"whole rows": whole}
         with counted() as counts, once, broken.get(name.split(", ")[-1], nullcontext()):
             try:
                 done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)

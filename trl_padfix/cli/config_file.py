@@ -37,7 +37,7 @@ def keys_of(path: str) -> dict[str, int]:
     """
     try:
         root = yaml.compose(Path(path).read_text("utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
         raise ValueError(f"{path} holds no mapping of fields to values.")

@@ -75,7 +75,7 @@ class ModuleChanges:
         """
         self._check_modules()
         for forward in self._forwards():
-            if forward is not None and forward not in self.accepted and not _is_harmless(forward):
+            if forward is not None and forward not in self.accepted and _package(forward) not in _HARMLESS_MODULES:
                 raise UnpackableCallError(
                     "forward",
                     f"`{_name(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
