@@ -90,7 +90,7 @@ print(SFTTrainer.__module__)
 @pytest.mark.skipif(metadata.version("trl") not in versions.BOUNDS["trl"], reason="no trainers of this TRL")
 def test_the_star_import_needs_no_package_that_trl_does_not_ask_for():
     ran = subprocess.run([sys.executable, "-c", STAR], capture_output=True, text=True)
-    assert ran.stdout.split() == ["trl_padfix.trainers.sft"], ran.stderr
+    assert ran.stdout.split() == ["trl_padfix.trainers.methods.sft"], ran.stderr
 
 
 def test_the_star_import_has_the_names_that_the_installed_versions_admit(installed):

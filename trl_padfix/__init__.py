@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .core.version import __version__
+from .version import __version__
 from .versions import newer_trl, require
 
 
@@ -33,14 +33,14 @@ _MODULES = {
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
-    "trainers.distillation": ["DistillationConfig", "DistillationTrainer"],
-    "trainers.dpo": ["DPOTrainer"],
+    "trainers.methods.distillation": ["DistillationConfig", "DistillationTrainer"],
+    "trainers.methods.dpo": ["DPOTrainer"],
     "trainers.dry_run": ["dry_run"],
-    "trainers.grpo": ["GRPOTrainer"],
-    "trainers.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
-    "trainers.reward": ["RewardTrainer"],
-    "trainers.rloo": ["RLOOTrainer"],
-    "trainers.sft": ["SFTTrainer"],
+    "trainers.methods.grpo": ["GRPOTrainer"],
+    "trainers.methods.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
+    "trainers.methods.reward": ["RewardTrainer"],
+    "trainers.methods.rloo": ["RLOOTrainer"],
+    "trainers.methods.sft": ["SFTTrainer"],
     "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
     "trainers.data.turns": ["expand_turns"],
     "integrations.callback": ["PaddingRemovalCallback"],
@@ -70,14 +70,14 @@ if TYPE_CHECKING:
     from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
-    from .trainers.distillation import DistillationConfig, DistillationTrainer
-    from .trainers.dpo import DPOTrainer
     from .trainers.dry_run import dry_run
-    from .trainers.grpo import GRPOTrainer
-    from .trainers.kto import DataCollatorForUnpairedPreference, KTOTrainer
-    from .trainers.reward import RewardTrainer
-    from .trainers.rloo import RLOOTrainer
-    from .trainers.sft import SFTTrainer
+    from .trainers.methods.distillation import DistillationConfig, DistillationTrainer
+    from .trainers.methods.dpo import DPOTrainer
+    from .trainers.methods.grpo import GRPOTrainer
+    from .trainers.methods.kto import DataCollatorForUnpairedPreference, KTOTrainer
+    from .trainers.methods.reward import RewardTrainer
+    from .trainers.methods.rloo import RLOOTrainer
+    from .trainers.methods.sft import SFTTrainer
 
     __all__ = sorted([*_HOME, "__version__"])  # when it runs, `__getattr__` makes it
 

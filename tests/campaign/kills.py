@@ -19,7 +19,7 @@ from campaign import HELD
 from kit import processes
 from safetensors.torch import load_file
 
-from trl_padfix.trainers.checkpoints import checkpoints_of, what_is_missing
+from trl_padfix.trainers.parts.checkpoints import checkpoints_of, what_is_missing
 
 
 STEPS, EPOCH = 10, 3

@@ -20,7 +20,7 @@ from transformers import set_seed
 
 from trl_padfix.cli.launch import main, make_parser, parse, warn_of_unused_lora
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
-from trl_padfix.trainers.checkpoints import checkpoint_to_resume
+from trl_padfix.trainers.parts.checkpoints import checkpoint_to_resume
 
 
 ROOT = Path(__file__).parents[2]

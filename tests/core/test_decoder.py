@@ -11,7 +11,7 @@ import torch
 from zoo.gpu_models import build, pairs
 
 import trl_padfix.core.attention.attention as attention
-import trl_padfix.core.decoder as patches
+import trl_padfix.core.patches.decoder as patches
 from trl_padfix import remove_padding
 
 

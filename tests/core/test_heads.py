@@ -60,7 +60,7 @@ def test_the_loss_of_labels_is_that_of_right_padding_on_either_side(sharing):
 def test_labels_predicted_from_padding_are_found_wrong(monkeypatch):
     model = model_with_pad()
     expected = model(**labelled("left"), use_cache=False).loss
-    monkeypatch.setattr("trl_padfix.core.heads.follow_padding", lambda labels, mask: False)
+    monkeypatch.setattr("trl_padfix.core.patches.heads.follow_padding", lambda labels, mask: False)
     with remove_padding(model):
         assert abs(model(**labelled("left")).loss - expected) > 0.01
 

@@ -191,6 +191,6 @@ def test_packed_such_a_call_has_another_score(monkeypatch):
     model = classifier(pad_token_id=PAD)
     ids, mask = pad(ROWS, "right", pad_id=EOS)
     expected = model(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setattr("trl_padfix.core.heads.PoolingPatch._scores_padding", lambda *call: False)
+    monkeypatch.setattr("trl_padfix.core.patches.heads.PoolingPatch._scores_padding", lambda *call: False)
     with remove_padding(model):
         assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05)

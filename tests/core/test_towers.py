@@ -10,7 +10,7 @@ from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.call.calls import ModelCall
 from trl_padfix.core.context import within
 from trl_padfix.core.handle import PaddingRemoval
-from trl_padfix.core.towers import TowerPatch
+from trl_padfix.core.patches.towers import TowerPatch
 
 
 class Tower(nn.Module):

@@ -26,7 +26,7 @@ from zoo.family_outcomes import gradients_of, weighted
 from zoo.vision_families import IMAGE, Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
 
-import trl_padfix.core.decoder
+import trl_padfix.core.patches.decoder
 from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
 
 
@@ -144,7 +144,7 @@ def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments.pack_arguments
     monkeypatch.setattr(
-        trl_padfix.core.decoder,
+        trl_padfix.core.patches.decoder,
         "pack_arguments",
         lambda call, *args: pack(call | {"position_ids": call["position_ids"].roll(1, dims=1)}, *args),
     )

@@ -95,7 +95,7 @@ LIGER = product(["DPO", "SFT", "KTO", "GRPO"], ["padding-free", "prefix sharing"
 @pytest.mark.parametrize(("kind", "mode"), slow_but([("DPO", "prefix sharing")], LIGER))
 def test_ligers_layers_give_trls_step(kind, mode, tmp_path, monkeypatch):
     pytest.importorskip("liger_kernel")
-    monkeypatch.setattr("trl_padfix.trainers.checks.runs_triton", lambda *args: True)
+    monkeypatch.setattr("trl_padfix.trainers.checks.arguments.runs_triton", lambda *args: True)
     theirs, _, _ = train(kind, trl, False, tmp_path)
     liger = {"use_liger_kernel": True, "parity_check": False} | MODES[mode]
     with mock.patch.dict(vars(modeling_qwen2)):  # Liger writes into it

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import Qwen2Model
 
-from trl_padfix.core.decoder import DecoderPatch
 from trl_padfix.core.model.patching import ForwardPatch
+from trl_padfix.core.patches.decoder import DecoderPatch
 
 
 CACHE = "cache" if "cache" in inspect.signature(Qwen2Model.forward).parameters else "past_key_values"

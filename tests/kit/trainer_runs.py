@@ -203,7 +203,7 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
     if watch is not None:
         watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
-    with patch("trl_padfix.trainers.parity.check_parity", uncounted):
+    with patch("trl_padfix.trainers.parts.parity.check_parity", uncounted):
         trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()

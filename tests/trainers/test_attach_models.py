@@ -72,9 +72,9 @@ def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
 
 def test_the_parity_check_runs_on_each_model(tmp_path, monkeypatch):
     compared = []
-    check = trl_padfix.trainers.parity.check_parity
+    check = trl_padfix.trainers.parts.parity.check_parity
     monkeypatch.setattr(
-        "trl_padfix.trainers.parity.check_parity", lambda m, *a, **k: (compared.append(m), check(m, *a, **k))[1]
+        "trl_padfix.trainers.parts.parity.check_parity", lambda m, *a, **k: (compared.append(m), check(m, *a, **k))[1]
     )
     ours = make(tmp_path, padding_free_trainer(Trainer))
     ours.train()

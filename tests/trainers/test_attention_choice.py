@@ -32,7 +32,7 @@ import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
 from trl_padfix.core.model.implementation import restore_attention, set_attention
-from trl_padfix.trainers.attention_choice import _resolve, _workload
+from trl_padfix.trainers.parts.attention_choice import _resolve, _workload
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}

@@ -10,7 +10,7 @@ from kit.cells import once_each
 from transformers import TrainerCallback
 
 import trl_padfix
-from trl_padfix.trainers import backward_hooks
+from trl_padfix.trainers.checks import backward_hooks
 
 
 def clamp(parameter):

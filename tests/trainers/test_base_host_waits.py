@@ -19,7 +19,7 @@ from kit.vision_runs import build_pairs as build_image_pairs
 from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
 import trl_padfix
-from trl_padfix.core import heads
+from trl_padfix.core.patches import heads
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
 
 

@@ -19,7 +19,7 @@ from kit.trainer_runs import SETTINGS, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import trl_padfix
-from trl_padfix.trainers.packing import RemovePadding
+from trl_padfix.trainers.parts.packing import RemovePadding
 
 
 STEPS = 10

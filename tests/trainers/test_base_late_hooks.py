@@ -14,7 +14,7 @@ import trl_padfix
 from trl_padfix import ParityError
 from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.core.handle import PaddingRemoval
-from trl_padfix.trainers import packing
+from trl_padfix.trainers.parts import packing
 
 
 class Hooking(TrainerCallback):
@@ -83,7 +83,7 @@ def training_step(self, model, inputs, *args):
 
 def test_an_evaluation_is_padded_though_the_training_compared_nothing(run, monkeypatch):
     """The first comparison would be that of the evaluation."""
-    monkeypatch.setattr("trl_padfix.trainers.parity.first_call", lambda *args: nullcontext({}))
+    monkeypatch.setattr("trl_padfix.trainers.parts.parity.first_call", lambda *args: nullcontext({}))
     monkeypatch.setattr("trl.SFTTrainer.training_step", training_step)
     monkeypatch.setattr("trl_padfix.SFTTrainer.training_step", training_step)
     figures = [

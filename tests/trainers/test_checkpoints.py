@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import Trainer, TrainerState
 
 import trl_padfix
-from trl_padfix.trainers.checkpoints import BESIDE, checkpoint_to_resume, checkpoints_of, what_is_missing
+from trl_padfix.trainers.parts.checkpoints import BESIDE, checkpoint_to_resume, checkpoints_of, what_is_missing
 
 
 FILES = ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth")

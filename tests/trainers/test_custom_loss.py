@@ -12,7 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
 from trl_padfix.trainers.batching.token_budget import TokenBudget
-from trl_padfix.trainers.custom_loss import custom_loss_name
+from trl_padfix.trainers.checks.custom_loss import custom_loss_name
 
 
 def longest_row_twice(compute_loss):
@@ -123,7 +123,9 @@ def test_a_loss_that_divides_by_the_steps_of_accumulation_has_trls_figures(accum
 
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
 def test_computed_in_chunks_it_has_others(name, monkeypatch):
-    monkeypatch.setattr("trl_padfix.trainers.custom_loss.TRUSTED", ("trl_padfix.", "trl", "transformers.", __name__))
+    monkeypatch.setattr(
+        "trl_padfix.trainers.checks.custom_loss.TRUSTED", ("trl_padfix.", "trl", "transformers.", __name__)
+    )
     ours = run(name, on_object, True)
     assert max(ours.chunks) > 1
     with pytest.raises(AssertionError, match="not close"):

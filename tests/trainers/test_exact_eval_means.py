@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trl_padfix.trainers.metrics.exact_eval_means import ExactMeans, drop_duplicate_rows, local_metrics_only
-from trl_padfix.trainers.parts import Evaluation, Step
+from trl_padfix.trainers.parts.part import Evaluation, Step
 from trl_padfix.trainers.settings import Settings
 
 

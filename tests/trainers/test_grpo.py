@@ -9,7 +9,7 @@ from kit.trainer_runs import MODES
 from packaging.version import Version
 
 from trl_padfix import GRPOTrainer
-from trl_padfix.trainers.online import group_prompts
+from trl_padfix.trainers.methods.online import group_prompts
 
 
 @pytest.fixture(scope="module")

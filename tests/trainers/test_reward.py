@@ -20,7 +20,7 @@ from kit.trainer_runs import (
 )
 
 import trl_padfix
-import trl_padfix.core.heads
+import trl_padfix.core.patches.heads
 from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardTrainer
 
 

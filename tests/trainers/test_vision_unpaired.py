@@ -17,7 +17,7 @@ from kit.vision_runs import build_captions, build_processor, build_vlm, make_vis
 
 import trl_padfix
 from trl_padfix import ParityError
-from trl_padfix.trainers.online import group_prompts
+from trl_padfix.trainers.methods.online import group_prompts
 
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from ..core.version import __version__
+from ..version import __version__
 from . import disable_telemetry, doctor, stats, train
 from .methods import METHODS
 from .user_errors import DEBUG, UserErrorGroup

@@ -94,7 +94,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     from ..files import folder_obstacle
-    from ..trainers.checkpoints import checkpoint_to_resume
+    from ..trainers.parts.checkpoints import checkpoint_to_resume
 
     if not args:
         raise ValueError(

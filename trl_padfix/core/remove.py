@@ -21,18 +21,18 @@ from torch import nn
 from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
 from .call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
-from .decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
-from .heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
 from .model.patching import Attachment, ForwardPatch
+from .model.pipelines import ENCODERS, padding_reader, pipeline_in
 from .model.positions import Numbering, takes_positions
-from .pipelines import ENCODERS, padding_reader, pipeline_in
+from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
+from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
+from .patches.towers import MultimodalPatch, TowerPatch, towers
 from .refusals import prefix_sharing_obstacle, refusal
 from .switch import OFF, is_off
-from .towers import MultimodalPatch, TowerPatch, towers
 
 
 logger = logging.getLogger(__name__)

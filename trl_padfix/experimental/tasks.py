@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.batching.row_order import RowOrder
-from ..trainers.batching.token_budget import TokenBudget
-from ..trainers.checks import require_columns, require_teacher
+from ..trainers.checks.arguments import require_columns, require_teacher
 from ..trainers.data.collators import SidedCollator
 from ..trainers.distributed import datasets_of
-from ..trainers.grpo import GRPOTask
-from ..trainers.online import OnlineTrainer
+from ..trainers.methods.grpo import GRPOTask
+from ..trainers.methods.online import OnlineTrainer
 from ..trainers.settings import (
     AttentionConfig,
     ForwardBudgetConfig,
@@ -43,7 +42,7 @@ class ExperimentalTrainer(PaddingFreeMixin):
 
     def split_forwards(self) -> contextlib.AbstractContextManager[None]:
         """A block with forwards outside of `observe_step`, which the budget splits, too."""
-        return self.padding.part(TokenBudget).split_forwards()
+        return self.padding.budget.split_forwards()
 
 
 class SelfDistillingTrainer(ExperimentalTrainer):

@@ -26,13 +26,13 @@ from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.attach_models import attach_to_models
 from ..trainers.data.batch_labels import scores_padding
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
-from ..trainers.neftune import prefix_sharing_with_neftune
-from ..trainers.parity import compare, first_call, print_reports, say
-from ..trainers.parts import entered
+from ..trainers.parts.attach_models import attach_to_models
+from ..trainers.parts.neftune import prefix_sharing_with_neftune
+from ..trainers.parts.parity import compare, first_call, print_reports, say
+from ..trainers.parts.part import entered
 
 
 if TYPE_CHECKING:

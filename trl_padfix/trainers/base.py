@@ -38,20 +38,20 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
 from ..core.call.labels import SCORED_FROM_PADDING
-from .attention_choice import AttentionChoice
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
-from .checkpoints import WholeCheckpoints
-from .checks import check_arguments
-from .context_parallel import ContextParallel
-from .custom_loss import observe_loss, observe_user_step
+from .checks.arguments import check_arguments
+from .checks.custom_loss import observe_loss, observe_user_step
 from .data.batch_labels import scores_padding
-from .generation import Generation
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
-from .packing import Padding, RemovePadding
-from .parity import Parity
-from .parts import Evaluation, Part, Step, entered
+from .parts.attention_choice import AttentionChoice
+from .parts.checkpoints import WholeCheckpoints
+from .parts.context_parallel import ContextParallel
+from .parts.generation import Generation
+from .parts.packing import Padding, RemovePadding
+from .parts.parity import Parity
+from .parts.part import Evaluation, Part, Step, entered
 from .settings import Settings, trls_configuration
 from .signatures import show_parameters
 from .task import Task
@@ -127,6 +127,7 @@ class PaddingFreeMixin:
             padding.task = self.task_class(self)
             check_arguments(config, padding.settings, padding.task, init_kwargs)
             padding.parts = tuple(part(self) for part in self.part_classes)
+            padding.budget, padding.checkpoints = padding.part(TokenBudget), padding.part(WholeCheckpoints)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
@@ -213,23 +214,23 @@ class PaddingFreeMixin:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
         if is_training:
-            observe_user_step(self)
+            observe_user_step(self, self.padding.part(Parity))
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     # -- steps
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, *count = super().get_batch_samples(*args, **kwargs)
-        self.padding.part(TokenBudget).tell_saving(batches)
+        self.padding.budget.tell_saving(batches)
         return batches, *count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.padding.part(TokenBudget).around_training_step():
+        with self.padding.budget.around_training_step():
             return super().training_step(*args, **kwargs)
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return self.padding.part(TokenBudget).compute_loss(super().compute_loss, model, inputs, *args, **kwargs)
+        return self.padding.budget.compute_loss(super().compute_loss, model, inputs, *args, **kwargs)
 
     @contextlib.contextmanager
     def observe_step(
@@ -298,13 +299,13 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.part(WholeCheckpoints).training(resume_from_checkpoint) as checkpoint:
+        with self.padding.checkpoints.training(resume_from_checkpoint) as checkpoint:
             return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(
         self, model: torch.nn.Module, trial: dict[str, Any] | None, *args: Any, **kwargs: Any
     ) -> None:
-        with self.padding.part(WholeCheckpoints).saving(Path(self._get_output_dir(trial))):
+        with self.padding.checkpoints.saving(Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
@@ -313,10 +314,10 @@ class PaddingFreeMixin:
             super()._save(*args, **kwargs)
 
     def _get_output_dir(self, trial: dict[str, Any] | None) -> str:
-        return self.padding.part(WholeCheckpoints).output_dir(super()._get_output_dir(trial))
+        return self.padding.checkpoints.output_dir(super()._get_output_dir(trial))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.padding.part(WholeCheckpoints).is_saving:  # it is called again when the checkpoint is in its place
+        if not self.padding.checkpoints.is_saving:  # it is called again when the checkpoint is in its place
             with temporarily_set(self, "args", trls_configuration(self.args)):
                 super()._push_from_checkpoint(checkpoint_folder)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel
 
-    from .parts import PaddingFreeTrainer
+    from .parts.part import PaddingFreeTrainer
 
 
 __all__ = [

@@ -18,7 +18,7 @@ from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
-    from .parts import PaddingFreeTrainer
+    from .parts.part import PaddingFreeTrainer
 
 
 __all__ = ["dry_run"]

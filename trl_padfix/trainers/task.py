@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
-from .checks import require_columns, require_rows
+from .checks.arguments import require_columns, require_rows
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from .parts import PaddingFreeTrainer
+    from .parts.part import PaddingFreeTrainer
 
 
 __all__ = ["PairTask", "Task"]

@@ -17,7 +17,7 @@ from kit.methods import assert_trls
 from kit.trainer_runs import SIDED_MODES, TWO_MODES, assert_same, is_bare
 
 from trl_padfix import PaddingRemovalError
-from trl_padfix.trainers.packing import RemovePadding
+from trl_padfix.trainers.parts.packing import RemovePadding
 
 
 @pytest.mark.parametrize(("objective", "mode"), once_each(OBJECTIVES, list(SIDED_MODES)))

@@ -68,7 +68,7 @@ def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers):
 
 def test_noise_of_the_packed_row_would_be_other_noise(make, monkeypatch):
     theirs = make.train("short", trl.SFTTrainer, **NOISE)
-    monkeypatch.setattr("trl_padfix.core.decoder._neftune_embeddings", lambda *_: {})
+    monkeypatch.setattr("trl_padfix.core.patches.decoder._neftune_embeddings", lambda *_: {})
     ours = make.train("short", padding_free=True, **NOISE)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)

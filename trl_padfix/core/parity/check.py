@@ -26,8 +26,8 @@ from ..generation import evaluating
 from ..handle import PaddingRemoval
 from ..layout.build import padding_free_layout
 from ..model.older import supports
+from ..model.pipelines import by_name, pipeline_in
 from ..model.sharded import reset_gather_order, reshard_parameters
-from ..pipelines import by_name, pipeline_in
 from ..refusals import batch_obstacle
 from ..remove import attachment_of, remove_padding
 from .gradients import TIMES_ROUNDING, gradient_obstacle, gradient_tolerance, relative_difference, with_gradient

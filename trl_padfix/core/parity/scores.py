@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..layout.build import packed_layout
-from ..pipelines import by_name
+from ..model.pipelines import by_name
 
 
 __all__ = ["logits_of", "logits_of_packed", "scores_of", "select_columns", "unpack_batch", "with_padding"]

@@ -30,7 +30,7 @@ from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
-from ..activation_checkpointing import checkpointing_kwargs
+from ..checks.activation_checkpointing import checkpointing_kwargs
 
 
 __all__ = [

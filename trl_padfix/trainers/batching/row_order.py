@@ -21,10 +21,10 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler, get_worker_info
 
-from ..custom_loss import is_custom_collator
+from ..checks.custom_loss import is_custom_collator
 from ..distributed import data_replicas
-from ..parity import say
-from ..parts import Part, Step
+from ..parts.parity import say
+from ..parts.part import Part, Step
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
 from .bin_packing import partition_equal_rows

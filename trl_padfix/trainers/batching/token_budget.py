@@ -26,9 +26,9 @@ from ...core.context import within
 from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
-from ..backward_hooks import gradient_hook_name, module_hook_names
-from ..checks import rope_kind_beyond
-from ..custom_loss import custom_loss_name, custom_step_name, observe_user_loss
+from ..checks.arguments import rope_kind_beyond
+from ..checks.backward_hooks import gradient_hook_name, module_hook_names
+from ..checks.custom_loss import custom_loss_name, custom_step_name, observe_user_loss
 from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
@@ -38,8 +38,8 @@ from ..distributed import (
     splitting_parallelism,
     sync_gradients_in_last,
 )
-from ..parity import say
-from ..parts import Part, Step, entered
+from ..parts.parity import say
+from ..parts.part import Part, Step, entered
 from ..settings import check_token_budget
 from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
@@ -53,7 +53,7 @@ from .token_costs import RowCosts, dataset_costs
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from ..parts import PaddingFreeTrainer
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["TokenBudget"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ..parts import PaddingFreeTrainer
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["RecordedRollouts", "good_rollouts", "rollout_pairs"]

@@ -10,12 +10,12 @@ import torch
 from accelerate import Accelerator
 
 from ..distributed import data_replicas, datasets_of
-from ..parts import Evaluation, Part, Step, entered
+from ..parts.part import Evaluation, Part, Step, entered
 from ..temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
-    from ..parts import PaddingFreeTrainer
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["ExactMeans", "drop_duplicate_rows", "local_metrics_only"]

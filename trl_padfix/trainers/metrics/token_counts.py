@@ -14,11 +14,11 @@ from transformers import ProgressCallback
 from ...core.handle import PaddingRemoval
 from ...core.layout.flat_maps import to_device_async
 from ..distributed import data_replicas
-from ..parts import Evaluation, Part, Step
+from ..parts.part import Evaluation, Part, Step
 
 
 if TYPE_CHECKING:
-    from ..parts import PaddingFreeTrainer
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["ForwardCounts", "TokenCounter", "TokenCounts", "report_of"]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 
-from ..core.model.find import find_pretrained
-from .checks import require_teacher
-from .field_types import help_from_docstring
+from ...core.model.find import find_pretrained
+from ..checks.arguments import require_teacher
+from ..field_types import help_from_docstring
+from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from .online import OnlineTask, OnlineTrainer, trained_tokens
-from .settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 if TYPE_CHECKING:

@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .attention.attention import attends_within_tokens
-from .call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
-from .call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
-from .call.images import plain_mask
-from .call.layers import hands_arguments_on, takes_any_argument
-from .call.prefix_states import PrefixStates
-from .call.prepared_masks import PreparedMasks, with_added_masks
-from .context import context, outside_calls, within
-from .errors import PaddingRemovalError, UnpackableCallError
-from .layout.layout import Layout, pack
-from .layout.shared_prefixes import PrefixedLayout
-from .layout.tree_arguments import tree_arguments_in
-from .mixers.dry_run import DryRun
-from .mixers.mixers import ROWS
-from .mixers.row_buckets import calls_of_layers, over_whole_rows
-from .model.older import CACHES, has_cache, older_attributes
-from .model.patching import BatchPatch, ForwardPatch
-from .model.sharded import gathers_in_parts
-from .parallel.layout import ContextParallelLayout
-from .refusals import check_call
+from ..attention.attention import attends_within_tokens
+from ..call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
+from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
+from ..call.images import plain_mask
+from ..call.layers import hands_arguments_on, takes_any_argument
+from ..call.prefix_states import PrefixStates
+from ..call.prepared_masks import PreparedMasks, with_added_masks
+from ..context import context, outside_calls, within
+from ..errors import PaddingRemovalError, UnpackableCallError
+from ..layout.layout import Layout, pack
+from ..layout.shared_prefixes import PrefixedLayout
+from ..layout.tree_arguments import tree_arguments_in
+from ..mixers.dry_run import DryRun
+from ..mixers.mixers import ROWS
+from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..model.older import CACHES, has_cache, older_attributes
+from ..model.patching import BatchPatch, ForwardPatch
+from ..model.sharded import gathers_in_parts
+from ..parallel.layout import ContextParallelLayout
+from ..refusals import check_call
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .handle import PaddingRemoval
+    from ..handle import PaddingRemoval
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer, TrainingArguments
 
+    from ..settings import Settings
     from .packing import Padding
-    from .settings import Settings
 
     class PaddingFreeTrainer(Trainer):
         """A trainer as parts and tasks use it: TRL's class with [`PaddingFreeMixin`], or a test's stand-in."""

@@ -17,24 +17,24 @@ from accelerate.logging import get_logger
 from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..core.call.batch_cache import batch_cache
-from .attention_choice import AttentionChoice
-from .base import PaddingFreeMixin
-from .batching.token_budget import TokenBudget
-from .checkpoints import WholeCheckpoints
-from .checks import require_columns
-from .context_parallel import ContextParallel
-from .data.columns import blank_texts, column_names
-from .data.data_warnings import warn_or_raise
-from .data.image_rows import ImageCounts, numbered_images
-from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary
-from .distributed import datasets_of
-from .metrics.token_counts import TokenCounts
-from .packing import RemovePadding
-from .parity import Parity
-from .parts import entered
-from .task import Task
+from ...core.call.batch_cache import batch_cache
+from ..base import PaddingFreeMixin
+from ..batching.token_budget import TokenBudget
+from ..checks.arguments import require_columns
+from ..data.columns import blank_texts, column_names
+from ..data.data_warnings import warn_or_raise
+from ..data.image_rows import ImageCounts, numbered_images
+from ..data.row_checks import validate_rows
+from ..data.tokenizers import check_vocabulary
+from ..distributed import datasets_of
+from ..metrics.token_counts import TokenCounts
+from ..parts.attention_choice import AttentionChoice
+from ..parts.checkpoints import WholeCheckpoints
+from ..parts.context_parallel import ContextParallel
+from ..parts.packing import RemovePadding
+from ..parts.parity import Parity
+from ..parts.part import entered
+from ..task import Task
 
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class OnlineTrainer(PaddingFreeMixin):
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        if self.padding.part(TokenBudget).budget is not None:
+        if self.padding.budget.budget is not None:
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
         with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
             return super()._get_per_token_logps_and_entropies(
@@ -175,7 +175,7 @@ class OnlineTrainer(PaddingFreeMixin):
     @contextlib.contextmanager
     def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
         """A block with a scoring forward, which the token budget splits."""
-        with self.padding.part(TokenBudget).split_forwards(ids, mask, images=images):
+        with self.padding.budget.split_forwards(ids, mask, images=images):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -185,7 +185,7 @@ class OnlineTrainer(PaddingFreeMixin):
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
         if self._buffered_inputs is buffered:
             return inputs
-        self.padding.part(TokenBudget).tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
+        self.padding.budget.tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
         if not task.may_regroup():
             return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))
@@ -211,7 +211,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 
     ```python
     >>> import torch
-    >>> from trl_padfix.trainers.online import group_prompts
+    >>> from trl_padfix.trainers.methods.online import group_prompts
 
     >>> batches = [{"prompt_ids": torch.tensor([[1], [2]])}, {"prompt_ids": torch.tensor([[2], [1]])}]
     >>> [batch["prompt_ids"].tolist() for batch in group_prompts(batches, window=2)]

@@ -10,19 +10,19 @@ import trl
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
-from ..core.model.older import silence_packing_warning
-from .base import PaddingFreeMixin
-from .checks import require_columns, require_rows
-from .data.chat_templates import check_turns
-from .data.collators import DataCollatorForLanguageModeling, pad_right
-from .data.columns import column_names, untrained_rows
-from .data.data_warnings import name_rows, warn_or_raise
-from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary, require_eos
-from .data.turns import check_turn_settings, expand_datasets
-from .data.vision_collators import DataCollatorForVisionLanguageModeling
-from .settings import Settings
-from .task import Task
+from ...core.model.older import silence_packing_warning
+from ..base import PaddingFreeMixin
+from ..checks.arguments import require_columns, require_rows
+from ..data.chat_templates import check_turns
+from ..data.collators import DataCollatorForLanguageModeling, pad_right
+from ..data.columns import column_names, untrained_rows
+from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.row_checks import validate_rows
+from ..data.tokenizers import check_vocabulary, require_eos
+from ..data.turns import check_turn_settings, expand_datasets
+from ..data.vision_collators import DataCollatorForVisionLanguageModeling
+from ..settings import Settings
+from ..task import Task
 
 
 if TYPE_CHECKING:

@@ -11,32 +11,34 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ..core.call.layout_of import PrefixSharing
-from ..core.errors import PaddingRemovalError
-from ..core.handle import PaddingRemoval, PaddingStats
-from ..core.model.find import find_decoder, find_multimodal, find_pretrained
-from ..core.model.patching import Attachment
-from ..core.parity.report import ParityReport
-from ..core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
-from ..core.switch import is_off
+from ...core.call.layout_of import PrefixSharing
+from ...core.errors import PaddingRemovalError
+from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.model.find import find_decoder, find_multimodal, find_pretrained
+from ...core.model.patching import Attachment
+from ...core.parity.report import ParityReport
+from ...core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
+from ...core.switch import is_off
+from ..checks.arguments import check_vision, image_columns
+from ..data.data_warnings import warn_or_raise
+from ..data.row_checks import check_ids, image_token_ids
+from ..data.tokenizers import tokenizer_of
+from ..distributed import check_launch, datasets_of, is_zero_3, models_of
+from ..settings import Settings
+from ..task import Task
+from ..temporary_attributes import temporarily_set
 from .attach_models import attach_to_models
-from .checks import check_vision, image_columns
-from .data.data_warnings import warn_or_raise
-from .data.row_checks import check_ids, image_token_ids
-from .data.tokenizers import tokenizer_of
-from .distributed import check_launch, datasets_of, is_zero_3, models_of
 from .neftune import prefix_sharing_with_neftune
-from .parts import Part, Step, entered
-from .settings import Settings
-from .task import Task
-from .temporary_attributes import temporarily_set
+from .part import Part, Step, entered
 
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from .parts import PaddingFreeTrainer
+    from ..batching.token_budget import TokenBudget
+    from .checkpoints import WholeCheckpoints
+    from .part import PaddingFreeTrainer
 
 
 __all__ = ["Padding", "RemovePadding"]
@@ -63,7 +65,8 @@ class Padding:
         task ([`Task`]):
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks.
+            The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
+            two of them, which the trainer calls by themselves.
 
     Example:
 
@@ -82,6 +85,8 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
+        self.budget: TokenBudget
+        self.checkpoints: WholeCheckpoints
         self.is_attached = False
         self.is_restored = False
         self.running: Step | None = None
@@ -293,7 +298,7 @@ class RemovePadding(Part):
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
             )
-        from ..core.attention.compiled import compile_layers  # imports `torch._dynamo`, which takes seconds
+        from ...core.attention.compiled import compile_layers  # imports `torch._dynamo`, which takes seconds
 
         for handle in handles:
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)

@@ -9,12 +9,12 @@ import trl
 import trl.trainer.dpo_trainer as trl_dpo
 from datasets import Dataset
 
-from .base import PaddingFreeMixin
-from .data.collators import DataCollatorForPreference
-from .data.columns import equal_rows
-from .data.data_warnings import name_rows, warn_or_raise
-from .data.vision_collators import DataCollatorForVisionPreference
-from .task import PairTask
+from ..base import PaddingFreeMixin
+from ..data.collators import DataCollatorForPreference
+from ..data.columns import equal_rows
+from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.vision_collators import DataCollatorForVisionPreference
+from ..task import PairTask
 
 
 __all__ = ["DPOTrainer"]

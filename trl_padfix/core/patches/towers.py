@@ -17,17 +17,17 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from .call.arguments import bind, padded_output
-from .call.calls import model_call, record_layout
-from .call.images import tensors_in
-from .call.layers import takes_any_argument
-from .context import within
-from .model.older import has_cache
-from .model.patching import BatchPatch, ForwardPatch
+from ..call.arguments import bind, padded_output
+from ..call.calls import model_call, record_layout
+from ..call.images import tensors_in
+from ..call.layers import takes_any_argument
+from ..context import within
+from ..model.older import has_cache
+from ..model.patching import BatchPatch, ForwardPatch
 
 
 if TYPE_CHECKING:
-    from .handle import PaddingRemoval
+    from ..handle import PaddingRemoval
 
 
 __all__ = ["MultimodalPatch", "TowerPatch", "towers"]

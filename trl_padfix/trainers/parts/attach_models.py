@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.handle import PaddingRemoval
-from .distributed import check_launch, is_sharded, models_of, refuse_whole_rows
+from ...core.handle import PaddingRemoval
+from ..distributed import check_launch, is_sharded, models_of, refuse_whole_rows
 
 
 if TYPE_CHECKING:
-    from .parts import PaddingFreeTrainer
+    from .part import PaddingFreeTrainer
 
 
 __all__ = ["attach_to_models"]

@@ -20,18 +20,18 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import parse_flag_from_env, recursively_apply
 
-from ..core.errors import PaddingRemovalError
-from ..core.parallel.collectives import Group
-from ..core.split_rows import split_rows
-from .distributed import splitting_parallelism
-from .parts import Evaluation, Part, Step
-from .temporary_attributes import temporarily_set
+from ...core.errors import PaddingRemovalError
+from ...core.parallel.collectives import Group
+from ...core.split_rows import split_rows
+from ..distributed import splitting_parallelism
+from ..temporary_attributes import temporarily_set
+from .part import Evaluation, Part, Step
 
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .parts import PaddingFreeTrainer
+    from .part import PaddingFreeTrainer
 
 
 __all__ = ["ContextParallel"]

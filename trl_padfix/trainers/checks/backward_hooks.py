@@ -12,7 +12,7 @@ from .custom_loss import module_of
 
 
 if TYPE_CHECKING:
-    from .parts import PaddingFreeTrainer
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = ["gradient_hook_name", "module_hook_names"]

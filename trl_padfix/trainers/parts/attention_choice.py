@@ -15,29 +15,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
 
-from ..core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
-from ..core.model.find import find_pretrained
-from ..core.model.implementation import restore_attention, set_attention
-from .field_types import parse_implementation
-from .parts import Part
-from .settings import Settings
-from .temporary_attributes import temporarily_set
+from ...core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
+from ...core.model.find import find_pretrained
+from ...core.model.implementation import restore_attention, set_attention
+from ..checks.model_config import load_model_config, model_init_kwargs
+from ..field_types import parse_implementation
+from ..settings import Settings
+from ..temporary_attributes import temporarily_set
+from .part import Part
 
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .parts import PaddingFreeTrainer
+    from .part import PaddingFreeTrainer
 
 
-__all__ = ["AttentionChoice", "load_model_config"]
+__all__ = ["AttentionChoice"]
 
 logger = get_logger(__name__)
-
-_FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-"""Keys of `model_init_kwargs` that `AutoConfig.from_pretrained` needs to find a model's configuration."""
 
 
 class AttentionChoice(Part):
@@ -102,16 +99,13 @@ class AttentionChoice(Part):
         self._undo.close()
 
 
-def _init_kwargs(config: TrainingArguments, prefix: str) -> dict[str, Any]:
-    """Keyword arguments with which TRL loads a model; the reference is loaded with those of the policy."""
-    return getattr(config, f"{'' if prefix == 'ref_' else prefix}model_init_kwargs", None) or {}
-
-
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
     ours = parse_implementation(getattr(settings, f"{prefix}attn_implementation"))
     is_reference = prefix == "ref_"  # it has no `model_init_kwargs` of its own
-    theirs = None if is_reference else parse_implementation(_init_kwargs(config, prefix).get("attn_implementation"))
+    theirs = (
+        None if is_reference else parse_implementation(model_init_kwargs(config, prefix).get("attn_implementation"))
+    )
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"`{prefix}attn_implementation={ours!r}` and `{prefix}model_init_kwargs={{'attn_implementation': "
@@ -123,7 +117,7 @@ def _requested_implementation(config: TrainingArguments, settings: Settings, pre
 def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = False, prefix: str = "") -> Workload:
     """Device, precision and model configuration of a run, without loading weights."""
     if isinstance(model, str):
-        kwargs, model_config = _init_kwargs(config, prefix), load_model_config(model, config, prefix)
+        kwargs, model_config = model_init_kwargs(config, prefix), load_model_config(model, config, prefix)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))  # TRL's default
         dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
     else:
@@ -132,14 +126,6 @@ def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = F
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else dtype
     return Workload(Machine.of(config.device), autocast, model_config, packs)
-
-
-def load_model_config(model: str, config: TrainingArguments | None, prefix: str = "") -> PretrainedConfig:
-    """The configuration of a model that TRL will load by its id or path."""
-    kwargs = _init_kwargs(config, prefix)
-    config_kwargs = {name: kwargs[name] for name in _FOR_CONFIG if name in kwargs}
-    config_kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
-    return kwargs.get("config") or AutoConfig.from_pretrained(model, **config_kwargs)
 
 
 def _resolve(requested: Implementation, workload: Workload, field: str) -> Implementation:

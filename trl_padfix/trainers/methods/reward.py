@@ -9,13 +9,13 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
-from ..core.model.find import find_pretrained
-from .base import PaddingFreeMixin
-from .data.collators import DataCollatorForReward
-from .data.columns import rows_of_only
-from .data.data_warnings import warn_or_raise
-from .distributed import datasets_of
-from .task import PairTask
+from ...core.model.find import find_pretrained
+from ..base import PaddingFreeMixin
+from ..data.collators import DataCollatorForReward
+from ..data.columns import rows_of_only
+from ..data.data_warnings import warn_or_raise
+from ..distributed import datasets_of
+from ..task import PairTask
 
 
 if TYPE_CHECKING:

@@ -12,25 +12,25 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from transformers import MODEL_MAPPING, AutoModel
 
-from ..core.errors import PaddingRemovalError
-from ..core.model.find import find_pretrained
-from ..core.model.positions import length_dependent_ropes
-from ..core.refusals import encoder_obstacle
-from ..core.switch import OFF, is_off
-from ..versions import newer_trl
-from .attention_choice import load_model_config
-from .data.collators import check_padding_side
-from .data.columns import column_names, image_counts, values
-from .data.data_warnings import name_rows, warn_or_raise
-from .data.tokenizers import check_tokenizer
-from .data.vision_collators import count_placeholders, misplaced_message
-from .settings import Settings, check_field_types, check_packing
+from ...core.errors import PaddingRemovalError
+from ...core.model.find import find_pretrained
+from ...core.model.positions import length_dependent_ropes
+from ...core.refusals import encoder_obstacle
+from ...core.switch import OFF, is_off
+from ...versions import newer_trl
+from ..data.collators import check_padding_side
+from ..data.columns import column_names, image_counts, values
+from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.tokenizers import check_tokenizer
+from ..data.vision_collators import count_placeholders, misplaced_message
+from ..settings import Settings, check_field_types, check_packing
+from .model_config import load_model_config
 
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from .task import Task
+    from ..task import Task
 
 
 __all__ = [

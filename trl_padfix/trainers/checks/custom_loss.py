@@ -10,14 +10,14 @@ from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from .parity import Parity
-from .temporary_attributes import temporarily_set
+from ..temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
     import torch
 
-    from .parts import PaddingFreeTrainer
+    from ..parts.parity import Parity
+    from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = [
@@ -156,7 +156,7 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
     return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
 
 
-def observe_user_step(trainer: PaddingFreeTrainer) -> None:
+def observe_user_step(trainer: PaddingFreeTrainer, parity: Parity) -> None:
     """
     Wrap a user's `training_step`, which may compute its loss without `compute_loss`.
 
@@ -168,7 +168,7 @@ def observe_user_step(trainer: PaddingFreeTrainer) -> None:
 
     @wraps(of_user)
     def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with trainer.padding.part(Parity).around_user_step(model):
+        with parity.around_user_step(model):
             return of_user(model, *args, **kwargs)
 
     vars(observed)["is_observed"] = True

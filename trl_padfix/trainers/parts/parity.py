@@ -14,19 +14,19 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
-from ..core.errors import UnpackableCallError
-from ..core.handle import PaddingRemoval
-from ..core.model.find import find_pretrained
-from ..core.model.older import has_cache
-from ..core.model.patching import Attachment, ForwardPatch
-from ..core.parity.check import check_parity
-from ..core.parity.report import ParityError, ParityReport
-from .distributed import is_sharded, models_of, named_models_of, raise_on_all
-from .parts import Part, Step
+from ...core.errors import UnpackableCallError
+from ...core.handle import PaddingRemoval
+from ...core.model.find import find_pretrained
+from ...core.model.older import has_cache
+from ...core.model.patching import Attachment, ForwardPatch
+from ...core.parity.check import check_parity
+from ...core.parity.report import ParityError, ParityReport
+from ..distributed import is_sharded, models_of, named_models_of, raise_on_all
+from .part import Part, Step
 
 
 if TYPE_CHECKING:
-    from .parts import PaddingFreeTrainer
+    from .part import PaddingFreeTrainer
 
 
 __all__ = ["Parity", "compare", "first_call", "print_reports", "say"]

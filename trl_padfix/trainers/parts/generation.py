@@ -19,13 +19,13 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
-from ..core.generation import check_budget, generate
-from ..files import write_whole
-from .data.chat_templates import tools_of
-from .data.tokenizers import tokenizer_of
-from .distributed import splitting_parallelism
-from .parts import Evaluation, Part
-from .settings import check_generation_settings
+from ...core.generation import check_budget, generate
+from ...files import write_whole
+from ..data.chat_templates import tools_of
+from ..data.tokenizers import tokenizer_of
+from ..distributed import splitting_parallelism
+from ..settings import check_generation_settings
+from .part import Evaluation, Part
 
 
 if TYPE_CHECKING:

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from .call.arguments import bind
-from .call.batch_cache import cache_of_call, on_host
-from .call.calls import ModelCall, model_call
-from .call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
-from .context import within
-from .errors import UnpackableCallError
-from .layout.flat_maps import inverse_permutation, to_device_async
-from .layout.layout import Layout, pack, unpack
-from .model.older import has_cache
-from .model.patching import BatchPatch, ForwardPatch
-from .model.sharded import gathered_head
-from .parallel.layout import ContextParallelLayout
-from .refusals import check_call
+from ..call.arguments import bind
+from ..call.batch_cache import cache_of_call, on_host
+from ..call.calls import ModelCall, model_call
+from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
+from ..context import within
+from ..errors import UnpackableCallError
+from ..layout.flat_maps import inverse_permutation, to_device_async
+from ..layout.layout import Layout, pack, unpack
+from ..model.older import has_cache
+from ..model.patching import BatchPatch, ForwardPatch
+from ..model.sharded import gathered_head
+from ..parallel.layout import ContextParallelLayout
+from ..refusals import check_call
 
 
 if TYPE_CHECKING:
     from transformers.modeling_outputs import ModelOutput
 
-    from .handle import PaddingRemoval
+    from ..handle import PaddingRemoval
 
 
 __all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch"]

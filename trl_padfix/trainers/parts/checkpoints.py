@@ -16,7 +16,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
 
-from .parts import Part
+from .part import Part
 
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
 from datasets import Dataset, IterableDataset
 
-from ..core.context import within
-from .base import PaddingFreeMixin
-from .data.collators import SidedCollator
-from .data.columns import column_names, values
-from .data.vision_collators import VisionCollator, to_padding_side_with_kl
-from .task import Task
-from .temporary_attributes import temporarily_set
+from ...core.context import within
+from ..base import PaddingFreeMixin
+from ..data.collators import SidedCollator
+from ..data.columns import column_names, values
+from ..data.vision_collators import VisionCollator, to_padding_side_with_kl
+from ..task import Task
+from ..temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
