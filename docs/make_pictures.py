@@ -63,11 +63,12 @@ STOREYS = {
     "trainers": (
         "what does TRL get?",
         {
+            "methods": "a file each",
+            "parts": "its features",
+            "checks": "before a run",
             "data": "rows, collators",
             "batching": "token budgets",
             "metrics": "counts, means",
-            "generation": "evaluation",
-            "checkpoints": "whole ones",
         },
     ),
     "core": (
@@ -77,6 +78,7 @@ STOREYS = {
             "call": "pack, unpack",
             "attention": "which kernel",
             "mixers": "other layers",
+            "patches": "on the model",
             "parallel": "many GPUs",
             "model": "what it is",
             "parity": "packed = padded?",
