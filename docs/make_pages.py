@@ -46,8 +46,9 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
-        "(`--padding_free true`).\n"
+        "The fields that this package adds to TRL's, in Python, in a YAML, or as a flag (`--padding_free true`). Begin with "
+        "one big step: `per_device_train_batch_size=32`, `gradient_accumulation_steps=1`, "
+        "[and so on](from_trl.md#settings-that-pay-in-every-method).\n"
     )
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
@@ -70,8 +71,8 @@ def options() -> str:
         "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "With `prefix_sharing` and gradient accumulation, and no `max_tokens_per_batch`, `entropy` and `kl` of GRPO, "
-        "RLOO and distillation are means over other micro-batches than TRL's.\n"
+        "With `prefix_sharing` and gradient accumulation, `entropy` and `kl` of GRPO, RLOO and distillation are means "
+        "over other micro-batches than TRL's, unless `max_tokens_per_batch` is set.\n"
     )
     return page
 
