@@ -3,17 +3,12 @@
 import doctest
 import json
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
-from datasets import load_dataset
 from kit.processes import trained
 from transformers import AutoTokenizer
-
-from trl_padfix import build_tiny, remove_padding
 
 
 ROOT = Path(__file__).parents[2]
@@ -61,24 +56,6 @@ def test_a_guide_begins_with_its_rows_and_its_script_saves_a_model():
     for page in GUIDES:
         assert re.search(r"^## (.*)$", page.read_text(), re.MULTILINE)[1] == "What goes in", page.name
     assert [name for name, (script, _) in SCRIPTS.items() if "trainer.save_model(" not in script] == []
-
-
-def test_many_questions_about_one_context_are_scored_as_printed(tmp_path):
-    page = (DOCS / "guides" / "embedding.md").read_text()
-    printed = re.search(r"## Many questions.*?```python\n(.*?)```", page, re.DOTALL)[1]
-    name = build_tiny(
-        "tiny", load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:48]"), str(tmp_path / "model")
-    )
-    given = {"name": name, "remove_padding": remove_padding}
-    torch.manual_seed(0)  # of the score head
-    exec(printed, given)
-    assert given["scores"].shape == (3, 2)
-    torch.manual_seed(0)
-    exec(printed, padded := given | {"remove_padding": lambda *model, **settings: nullcontext()})
-    torch.testing.assert_close(given["scores"], padded["scores"], rtol=1e-5, atol=1e-5)
-    with remove_padding(given["judge"], prefix_sharing=True) as handle:
-        given["judge"](**given["batch"])
-    assert handle.stats.packed_tokens < handle.stats.real_tokens < handle.stats.padded_tokens
 
 
 UNPAIRED = "unpair_preference_dataset(pairs).shuffle(seed=0)"

@@ -59,28 +59,27 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the reference model: a name, 'auto', or for a vision model a name for each
-            part, such as '{"text_config": "sdpa", "vision_config": "eager"}'. Defaults to that of the policy.
+            As `attn_implementation`, for the reference model. Defaults to that of the policy.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
             Continue the prompts of the evaluation set during evaluation. `compute_metrics` gets generated tokens
-            (`predictions`) and those of the data (`label_ids`, padded with -100), as in `Seq2SeqTrainer`. The texts are
-            written to `generations/` in the output directory.
+            (`predictions`) and those of the data (`label_ids`, padded with -100), as in `Seq2SeqTrainer`. The texts
+            are written to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
             With `predict_with_generate`: further keyword arguments of `generate`, such as `{'do_sample': False}`. They
             override the model's generation config, of which `num_return_sequences` is not read.
         eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
-            Defaults to all.
+            With `predict_with_generate`: number of first rows of each evaluation set to generate from. By default
+            all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits each batch into parts of at most this many computed tokens, one forward and backward
             after another. Loss, metrics and accumulation are TRL's. Ask for one big batch, with
             `gradient_accumulation_steps=1`: with `prefix_sharing` a prefix is computed once per batch. Evaluation is
             split too. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same optimizer step and forward: several pairs of a prompt, the
-            turns of a conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
+            Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
+            conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
             With `group_by_prefix` and a streamed dataset: number of rows that are read ahead and grouped, at least
             those of several optimizer steps.
