@@ -46,8 +46,8 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "The fields that this package adds to TRL's, in Python, in a YAML, or as a flag (`--padding_free true`). Begin "
-        "with one big step: `per_device_train_batch_size=32`, `gradient_accumulation_steps=1` "
+        "The fields that this package adds to TRL's, in Python, in a YAML, or as a flag (`--padding_free true`). "
+        "Begin with one big step: `per_device_train_batch_size=32`, `gradient_accumulation_steps=1` "
         "([settings that pay](from_trl.md#settings-that-pay-in-every-method)).\n"
     )
     by_name["attn_implementation"] = ("None", ATTENTION)
