@@ -26,6 +26,8 @@ TERMS = {
     "flash attention kernels": "attention.html",
     "LLaMA-Factory": "other_stacks.html",
     "negative control": "numbers.html",
+    "packing with sdpa mixes samples": "questions.html",
+    "Qwen3.5 packing": "questions.html",
 }
 """What a reader types, and the page that answers."""
 
