@@ -13,7 +13,6 @@ import torch
 from transformers.utils import logging
 
 from .call.calls import ModelCall, PackedCall, packed_call, rows_call
-from .call.layers import takes_any_argument
 from .call.layout_of import Lengths, PrefixSharing, layout_of
 from .call.prepared_masks import PreparedMasks
 from .context import context
@@ -22,6 +21,7 @@ from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.implementation import restore_attention
+from .model.inspection import takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, Decision, ForwardPatch, running_decision
 from .model.positions import takes_positions

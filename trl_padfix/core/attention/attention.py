@@ -16,12 +16,8 @@ No mask is larger than one block of queries of one segment.
 
 from __future__ import annotations
 
-import dis
-import inspect
-import re
 from collections.abc import Callable
-from functools import cache, partial
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +26,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
-from ..call.layers import forward_code, layer_call
+from ..call.layers import layer_call
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import forward_of, global_in, names_in, parameters_of
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
@@ -46,7 +43,6 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 __all__ = [
     "ViewPatch",
     "attends_within_tokens",
-    "counts_columns",
     "implementation_obstacle",
     "names_attention",
     "packed_attention",
@@ -76,10 +72,8 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 def _reads_interface(module: nn.Module) -> bool:
     """Whether the forward of `module` takes its attention function from transformers' interface."""
-    forward = inspect.unwrap(type(module).forward)
-    name = "ALL_ATTENTION_FUNCTIONS"
-    # The second condition: some models define an interface of their own under the same name.
-    return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+    # Some models define an interface of their own under the same name.
+    return global_in(module, "ALL_ATTENTION_FUNCTIONS") is ALL_ATTENTION_FUNCTIONS
 
 
 def attends_within_tokens(module: nn.Module) -> bool:
@@ -90,7 +84,7 @@ def attends_within_tokens(module: nn.Module) -> bool:
     """
     if getattr(module, "is_causal", True) or not _reads_interface(module):
         return False
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    parameters = parameters_of(forward_of(module)).values()
     return not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -100,25 +94,7 @@ def names_attention(module: nn.Module) -> bool:
         return True
     if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
         return False
-    return any(name.startswith("create_") and "mask" in name for name in forward_code(type(module)).co_names)
-
-
-def counts_columns(module: nn.Module) -> bool:
-    """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
-    return _counts_columns(forward_code(type(module)))
-
-
-@cache
-def _counts_columns(code: CodeType) -> bool:
-    if "arange" in code.co_names:
-        return True
-    # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
-    # on to the cache, which all modules do, does not count. Read from the instructions:
-    loads = " ".join(f"{i.opname} {i.argval}" for i in dis.get_instructions(code))
-    # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
-    attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
-    function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
-    return bool(re.search(f"{attribute}|{function_call}", loads))
+    return any(name.startswith("create_") and "mask" in name for name in names_in(type(module).forward))
 
 
 def implementation_obstacle(implementation: str) -> str | None:
@@ -278,8 +254,9 @@ def _function_of(module: nn.Module, implementation: str) -> Callable:
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
     # The eager function is a global of the file of the module, by default `eager_attention_forward`.
-    name = next((n for n in forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
-    return inspect.unwrap(type(module).forward).__globals__[name]
+    forward = forward_of(module)
+    name = next((n for n in names_in(forward) if n.startswith("eager")), "eager_attention_forward")
+    return forward.__globals__[name]
 
 
 class ViewPatch(ForwardPatch):

@@ -10,7 +10,6 @@ the attention of this module. Padded forwards, generation and saving never use t
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from transformers.utils import logging
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
 from ..handle import PaddingRemoval
+from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
@@ -112,7 +112,7 @@ def compile_layers(
         windows = (m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None))
         kind = type(layer), getattr(layer, "attention_type", None), next(windows, None)
         if kind not in functions:
-            functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
+            functions[kind] = _compiled(without_checkpointing(type(layer)), backend, mode)
         patches.append(CompiledLayerPatch(layer, handle, functions[kind]))
     handle.attach(patches)
     for reason in dict.fromkeys(uncompiled.values()):
@@ -150,7 +150,7 @@ class CompiledLayerPatch(ForwardPatch):
                 return self.compiled(self._twin(), *args, **arguments)
 
         with within(packed=call):
-            # `_plain_forward` has removed the layer's checkpointing. It is applied here, outside of the compiled code.
+            # The compiler would trace checkpointing, too: it is applied here, outside of the compiled code.
             is_checkpointed = self.module.training and getattr(self.module, "gradient_checkpointing", False)
             if is_checkpointed and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)
@@ -262,14 +262,6 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
         return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
     return None
-
-
-def _plain_forward(cls: type[nn.Module]) -> Callable:
-    """The forward of a layer without its gradient checkpointing: the compiler would trace the checkpoint, too."""
-    forward = cls.forward
-    while forward.__code__.co_name == "forward_with_checkpointing":
-        forward = inspect.getattr_static(forward, "__wrapped__")
-    return forward
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:

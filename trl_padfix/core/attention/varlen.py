@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +13,7 @@ from transformers.utils import logging
 
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import parameters_of
 from ..model.older import flash_arguments
 from .segments import gather_keys, in_attention_dtype
 
@@ -182,4 +182,4 @@ def _varlen_parameters() -> frozenset[str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return frozenset(parameters_of(varlen_attn))

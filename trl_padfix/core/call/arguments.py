@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from .calls import ModelCall
 from .images import visual_mask
 
 
-__all__ = ["bind", "local_arguments", "pack_arguments", "padded_output", "unpack_output"]
+__all__ = ["local_arguments", "pack_arguments", "padded_output", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -27,16 +26,6 @@ _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
 
 _IMPLIED_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments that describe a packed row, as its layout does."""
-
-
-def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
-    signature = inspect.signature(forward)
-    bound = signature.bind_partial(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # `bind_partial` puts these in a dictionary of their own
-            bound.update(bound.pop(name, {}))
-    return dict(bound)
 
 
 def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:

@@ -9,12 +9,9 @@ function, which sets the running layer for the recomputation too.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from types import CodeType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,9 +19,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..context import context, within
 from ..errors import UnpackableCallError
+from ..model.inspection import bind, takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
-from .arguments import bind
 from .calls import LAYOUT, PackedCall, packed_call
 
 
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayerCall", "LayerPatch", "forward_code", "hands_arguments_on", "layer_call", "takes_any_argument"]
+__all__ = ["LayerCall", "LayerPatch", "layer_call"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,22 +45,6 @@ def layer_call(call: PackedCall | None = None) -> LayerCall | None:
     """The running call of a layer, if there is one; with `call` only one inside of that packed forward."""
     layer = context().layer
     return layer if layer is not None and (call is None or layer.call is call) else None
-
-
-def takes_any_argument(module: nn.Module) -> bool:
-    """Whether the forward of a module takes `**kwargs`."""
-    return bool(forward_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
-
-
-def hands_arguments_on(module: nn.Module) -> bool:
-    """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
-    return takes_any_argument(module) and _expands_arguments(forward_code(type(module)))
-
-
-@cache
-def _expands_arguments(code: CodeType) -> bool:
-    # Python compiles each call with `*` or `**` to this instruction.
-    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))
 
 
 class LayerPatch(ForwardPatch):
@@ -130,8 +111,3 @@ def _restoring_layer(checkpoint: Callable[..., Any], layer: LayerCall) -> Callab
 
 def _checkpoints(module: nn.Module) -> bool:
     return module.training and bool(getattr(module, "gradient_checkpointing", False))
-
-
-def forward_code(cls: type[nn.Module]) -> CodeType:
-    """The code of a class's forward, without its decorators."""
-    return inspect.unwrap(cls.forward).__code__

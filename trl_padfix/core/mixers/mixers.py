@@ -17,7 +17,6 @@ The mode follows from the code of the module's class, not from the name of the m
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,8 +24,9 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention.attention import ViewPatch, counts_columns, names_attention, uses_attention_interface
-from ..call.layers import LayerPatch, hands_arguments_on
+from ..attention.attention import ViewPatch, names_attention, uses_attention_interface
+from ..call.layers import LayerPatch
+from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
 from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch, needs_whole_rows
@@ -191,7 +191,7 @@ def _mixes(module: nn.Module) -> bool:
 
 def _parameters(module: nn.Module) -> set[str]:
     try:
-        return set(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+        return set(parameters_of(forward_of(module)))
     except (TypeError, ValueError):
         return set()
 
@@ -232,6 +232,6 @@ def _packing_obstacle(module: nn.Module) -> str:
         # Llama 4 tunes the temperature only in layers without rotary embeddings.
         if getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False):
             return "temperature by the column of the batch"
-    if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
+    if {"position_bias", "relative_states"} & {*variables_in(type(module).forward)}:
         return "attention with a bias of its own"
     return ""

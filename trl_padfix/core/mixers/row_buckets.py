@@ -12,7 +12,6 @@ shared token is taken from the row of the segment that holds the token.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ..call.layers import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import takes
 from ..model.patching import Attachment, ForwardPatch
 
 
@@ -244,7 +244,7 @@ def needs_whole_rows(decoder: nn.Module) -> str:
     prompt_length = getattr(decoder, "prompt_length", 0)
     if prompt_length:
         return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
-    if "patch_lengths" in inspect.signature(decoder.forward).parameters:
+    if takes(decoder, "patch_lengths"):
         return "groups the tokens of a row into patches"
     return ""
 

@@ -12,15 +12,16 @@ The frequencies of some rotary embeddings also depend on the largest position of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..layout.layout import Layout, pack
+from .inspection import forward_of, global_in, names_in, takes, variables_in
 
 
 __all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings", "takes_positions"]
@@ -28,7 +29,7 @@ __all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_
 
 def takes_positions(decoder: nn.Module) -> bool:
     """Whether the forward of a decoder has an argument `position_ids`."""
-    return "position_ids" in inspect.signature(decoder.forward).parameters
+    return takes(decoder, "position_ids")
 
 
 def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
@@ -36,7 +37,7 @@ def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
     if takes_positions(decoder):
         return []
     tables = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
-    return [table for table in tables if "position_ids" in inspect.signature(table.forward).parameters]
+    return [table for table in tables if takes(table, "position_ids")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +57,9 @@ class Numbering:
     def of(cls, decoder: nn.Module) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
-        forwards = (inspect.unwrap(type(module).forward) for module in decoder.modules())
-        codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
+        forwards = [f for f in map(forward_of, decoder.modules()) if isinstance(f, FunctionType)]  # no scripted module
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
-        named = [set(c.co_names) for c in codes if {"attention_mask", "position_ids"} <= set(c.co_varnames)]
+        named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
         return cls(embedding, "cumsum" in numbering)
 
@@ -103,8 +103,7 @@ def _numbers_ids(module: nn.Module | None) -> Callable[..., torch.Tensor] | None
     method = getattr(module, name, None)
     if module is None or method is not None or not hasattr(module, "padding_idx") or isinstance(module, nn.Embedding):
         return method
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
+    return global_in(module, name)
 
 
 def _ranks(layout: Layout) -> torch.Tensor:

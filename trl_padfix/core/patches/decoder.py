@@ -8,17 +8,15 @@ gives positions to decoders that take none, and [`RopePatch`] gives rotary embed
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..attention.attention import attends_within_tokens
-from ..call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
+from ..call.arguments import local_arguments, pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
 from ..call.images import plain_mask
-from ..call.layers import hands_arguments_on, takes_any_argument
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import PreparedMasks, with_added_masks
 from ..context import context, outside_calls, within
@@ -29,6 +27,7 @@ from ..layout.tree_arguments import tree_arguments_in
 from ..mixers.dry_run import DryRun
 from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..model.inspection import bind, hands_arguments_on, parameters_of, takes, takes_any_argument
 from ..model.older import CACHES, has_cache, older_attributes
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathers_in_parts
@@ -61,7 +60,7 @@ class DecoderPatch(BatchPatch):
         self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
         self.is_causal = all(getattr(m, "is_causal", True) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
-        self.parameters = frozenset(inspect.signature(module.forward).parameters)
+        self.parameters = frozenset(parameters_of(module.forward))
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +338,7 @@ def _neftune_embeddings(decoder: PreTrainedModel, call: dict[str, Any], layout: 
             "NEFTune draws noise for every token of every row, so no two rows have a prefix in common. Attach with "
             "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
         )
-    if "per_layer_inputs" in inspect.signature(decoder.forward).parameters:
+    if takes(decoder, "per_layer_inputs"):
         raise PaddingRemovalError(
             f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
             "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."

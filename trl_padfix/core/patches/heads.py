@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
-from ..call.arguments import bind
 from ..call.batch_cache import cache_of_call, on_host
 from ..call.calls import ModelCall, model_call
 from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
@@ -24,6 +22,7 @@ from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import inverse_permutation, to_device_async
 from ..layout.layout import Layout, pack, unpack
+from ..model.inspection import bind, with_global
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathered_head
@@ -161,14 +160,8 @@ def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
     With Triton the head selects these positions. The host then waits twice in the forward and twice in the backward to
     learn their number. Without Triton the head scores every position with the same kernels.
     """
-    if not isinstance(forward, MethodType) or "_use_triton" not in forward.__func__.__code__.co_names:
-        return forward
-    function = forward.__func__
-    names = function.__globals__ | {"_use_triton": lambda device: False}
     # A copy with globals of its own: replacing the module's `_use_triton` would change all models of the process.
-    patched = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    patched.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(patched, forward.__self__)
+    return with_global(forward, "_use_triton", lambda device: False)
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ module stores `input_ids` and the mask `(B, L)` for the decoder, which itself re
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from ..call.arguments import bind, padded_output
+from ..call.arguments import padded_output
 from ..call.calls import model_call, record_layout
 from ..call.images import tensors_in
-from ..call.layers import takes_any_argument
 from ..context import within
+from ..model.inspection import bind, parameters_of, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 
@@ -49,7 +48,7 @@ class MultimodalPatch(BatchPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        takes_use_cache = "use_cache" in inspect.signature(self.wrapped).parameters or takes_any_argument(self.module)
+        takes_use_cache = "use_cache" in parameters_of(self.wrapped) or takes_any_argument(self.module)
         if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
