@@ -13,6 +13,8 @@ from zoo.model_numbers import SHARING, assert_same_numbers, gradients, padded_nu
 from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import check_parity, packed_layout, remove_padding
+from trl_padfix.core.call.inputs import DecoderInputs
+from trl_padfix.core.call.layout_of import layout_of
 
 
 def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def test_a_mask_beside_bounds_is_left_to_the_model():
     call = packed(ids, mask)
     call |= {"attention_mask": torch.ones_like(call["input_ids"])}
     with remove_padding(build("qwen2")) as handle, torch.no_grad():
-        handle_layout = handle.layout_of(call)
+        handle_layout = layout_of(DecoderInputs.read(call, handle), handle)
     assert handle_layout is None
 
 

@@ -8,7 +8,7 @@ from zoo.family_outcomes import gradient_difference, gradients_of, weighted
 from zoo.vision_families import Row, build_vision, collate
 from zoo.vision_outcomes import ROWS, alone, logps
 
-import trl_padfix.core.patches.decoder
+import trl_padfix.core.call.inputs
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core.call.prepared_masks import PreparedMasks, with_added_masks
 from trl_padfix.core.layout.build import prefix_sharing_layout
@@ -64,7 +64,7 @@ def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch)
         assert handle.stats.packed_tokens == 2 * (batch.distinct if sharing else batch.mask.sum())
         assert check_parity(vision.model, batch.call()).ok
         monkeypatch.setattr(
-            trl_padfix.core.patches.decoder,
+            trl_padfix.core.call.inputs,
             "plain_mask",
             lambda call, *_: (call | {"attention_mask": batch.mask}, None),
         )

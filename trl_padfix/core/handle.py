@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from .call.calls import ModelCall, PackedCall, packed_call, rows_call
-from .call.layout_of import Lengths, PrefixSharing, layout_of
-from .call.prepared_masks import PreparedMasks
+from .call.calls import PackedCall, packed_call, rows_call
+from .call.layout_of import Lengths, PrefixSharing
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
@@ -353,25 +352,6 @@ class PaddingRemoval(Attachment):
         # A copy of the model has no graph to recompute.
         return vars(self) | {"_recomputable": set(), "_decisions": {}}
 
-    def layout_of(
-        self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
-    ) -> Layout | None:
-        """The layout of a decoder call; `None` if the call must run unchanged. See [`layout_of`]."""
-        layout = layout_of(call, self, model_call, prepared)
-        if layout is None:
-            return layout
-        processes = 1 if self.context_parallel is None else self.context_parallel.size
-        needs_filler = self.packed_multiple_of is not None
-        if isinstance(layout, PrefixedLayout):
-            # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
-            needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
-        if not needs_filler:
-            return layout
-        lengths = self.packed_multiple_of or 1
-        lengths = [lengths] if isinstance(lengths, int) else lengths
-        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
-        return layout.filled([n * processes for n in lengths])
-
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
         The tokens of a packed row that each process computes; `None` if each process computes the whole row.
@@ -400,17 +380,6 @@ class PaddingRemoval(Attachment):
         if self.context_parallel is None or layout.new is None:
             return None
         return ContextParallelLayout(layout.new, self.context_parallel)
-
-
-def _is_without_tokens(layout: PrefixedLayout, processes: int) -> bool:
-    """Whether some process of a context-parallel group has no token of a forward, new or of a prefix."""
-    if layout.new is not None:
-        return layout.new.packed_tokens < processes
-    if processes == 1:
-        return False
-    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    reads = layout.prefix_states.reads
-    return not all(any(states.ranges[rank] for states in reads) for rank in range(processes))
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

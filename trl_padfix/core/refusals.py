@@ -27,6 +27,7 @@ from .model.sharded import gathers_in_parts
 
 
 if TYPE_CHECKING:
+    from .call.inputs import DecoderInputs
     from .handle import PaddingRemoval
 
 
@@ -228,7 +229,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
     other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
-    on_rows = mixers.in_mode(ROWS) + mixers.in_mode(WHOLE)
+    on_rows = [mixer for mixer in other_mixers if mixer.mode in (ROWS, WHOLE)]
     if has_prepared_masks and on_rows:
         return (
             f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
@@ -245,7 +246,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
     )
 
 
-def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has_prepared_masks: bool = False) -> None:
+def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) -> None:
     """
     Check that a call with this layout can be packed.
 
@@ -261,7 +262,7 @@ def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has
     decoder, config = handle.decoder, handle.decoder.config
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
-    with_weights = call.get("output_attentions")
+    with_weights = inputs.arguments.get("output_attentions")
     if with_weights or (with_weights is None and getattr(config, "output_attentions", False)):
         raise UnpackableCallError(
             "output_attentions",
@@ -269,8 +270,8 @@ def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has
             "Leave it off, here and in the config, or remove the handle for this call (`with "
             "handle.disabled(): ...`).",
         )
-    if reason := batch_obstacle(layout, has_prepared_masks, handle.mixers):
-        raise UnpackableCallError("image masks" if has_prepared_masks else "holes", reason)
+    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
+        raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
     if handle.changes is not None:
         handle.changes.check()
 

@@ -113,13 +113,21 @@ def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     return [None if x is None else found[id(x)] for x in tensors]
 
 
-def cached_layout(key: Hashable, tensors: list[torch.Tensor | None], build: Callable[[], Layout]) -> Layout:
-    """The layout that `build` makes of these tensors, with the settings `key`; built once for the same tensors."""
+def cached_layout(
+    key: Hashable, tensors: list[torch.Tensor | None], device: torch.device, build: Callable[..., Layout]
+) -> Layout:
+    """
+    The layout that `build` makes of the values of these tensors on the host, moved to `device`.
+
+    It is built once for the same tensors with the same settings `key`.
+    """
     cache = context().batch_cache
     for other_key, versions, layout in cache.layouts if cache is not None else ():
         if other_key == key and all(v.matches(x) for v, x in zip(versions, tensors, strict=True)):
             return layout
-    layout = build()
+    versions = [] if cache is None else [TensorVersion.of(x) for x in tensors]
+    with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
+        layout = build(*on_host(*tensors)).to(device)
     if cache is not None:
-        cache.layouts.append((key, [TensorVersion.of(x) for x in tensors], layout))
+        cache.layouts.append((key, versions, layout))
     return layout

@@ -77,13 +77,14 @@ def length_dependent_ropes(decoder: nn.Module) -> dict[nn.Module, str]:
     return {m: kind for m, types_of in kinds.items() for kind in types_of & {"dynamic", "longrope"}}
 
 
-def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout) -> torch.Tensor:
-    """Positions of packed tokens, `(T,)`, for a `call` without `position_ids`: those of each row computed alone."""
+def packed_positions(
+    numbering: Numbering, ids: torch.Tensor | None, mask: torch.Tensor | None, layout: Layout
+) -> torch.Tensor:
+    """Positions of packed tokens, `(T,)`, for a call without `position_ids`: those of each row computed alone."""
     embedding: Any = numbering.embedding
     number = _numbers_ids(embedding)
     if number is None:
         return _ranks(layout) if numbering.by_mask else layout.positions
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
     padding_idx: int = embedding.padding_idx
     if ids is None:
         return layout.positions + padding_idx + 1

@@ -17,7 +17,9 @@ from transformers.utils import logging
 
 from ..call.batch_cache import cache_of_call, on_host
 from ..call.calls import ModelCall, model_call
+from ..call.inputs import DecoderInputs
 from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
+from ..call.layout_of import layout_of
 from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import inverse_permutation, to_device_async
@@ -125,9 +127,10 @@ class LMHeadPatch(BatchPatch):
         """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
         if self.attachment.multimodal is not None:
             return None
-        layout = self.attachment.layout_of(call)
+        inputs = DecoderInputs.read(call, self.attachment)
+        layout = layout_of(inputs, self.attachment)
         if layout is not None and not layout.is_trivial:
-            check_call(self.attachment, call, layout)
+            check_call(self.attachment, inputs, layout)
         return layout
 
 
