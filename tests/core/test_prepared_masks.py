@@ -29,11 +29,11 @@ def test_prefixes_part_before_a_block_in_which_rows_differ():
     keys = masks.keys(real, [ids])
     layout = prefix_sharing_layout(ids, real, keys)
     # The first and the third row agree up to their block's end, the second one's block is longer.
-    assert sorted(zip(layout.query_lengths, layout.key_lengths, strict=True)) == [(1, 5), (3, 5), (6, 6)]
-    lengths = layout.query_lengths, layout.key_lengths
+    assert sorted(zip(layout.queries.lengths, layout.keys.lengths, strict=True)) == [(1, 5), (3, 5), (6, 6)]
+    lengths = layout.queries.lengths, layout.keys.lengths
     for part, queries, keys in zip(masks.of_segments(None, layout), *lengths, strict=True):
         assert part.shape == (1, 1, queries, keys)
-    shared = masks.of_segments(None, layout)[layout.query_lengths.index(1)]
+    shared = masks.of_segments(None, layout)[layout.queries.lengths.index(1)]
     assert shared.all()
     without = prefix_sharing_layout(ids, real)
     assert without.packed_tokens < layout.packed_tokens

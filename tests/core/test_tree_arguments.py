@@ -205,7 +205,7 @@ def test_a_layout_gives_its_tree_and_reads_it_again():
     assert tree_arguments_in(tree) == tree
     again = tree_layout(tree, layout.packed_tokens)
     assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
-    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == layout.longest
+    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == (layout.queries.longest, layout.keys.longest)
 
 
 def test_trl_attention_computes_a_layout_of_ours(monkeypatch):

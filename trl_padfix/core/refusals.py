@@ -236,7 +236,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
             f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
             "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
         )
-    if not other_mixers or layout.spans == layout.key_lengths:  # equal: no row has holes
+    if not other_mixers or layout.spans == layout.keys.lengths:  # equal: no row has holes
         return None
     return (
         f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "

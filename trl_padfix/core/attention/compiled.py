@@ -219,10 +219,10 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     window = mask_spec.window if mask_spec.window is not None and mask_spec.window < span else None
     has_chunks = mask_spec.chunk is not None and mask_spec.chunk < span
     # Windows of operators count tokens, those of masks columns: equal unless tokens within a row are masked.
-    if has_chunks or (window and layout.spans != layout.key_lengths):
+    if has_chunks or (window and layout.spans != layout.keys.lengths):
         return None
     if layout.key_index is None:
-        cu_seqlens, (longest, _) = layout.cu_seqlens_q, layout.longest
+        cu_seqlens, longest = layout.queries.cu_seqlens, layout.queries.longest
         if layout.filler is not None:
             # `packed_multiple_of` limits the number of different row lengths. The number of segments and the bound of
             # their lengths are rounded up to powers of two, so that there are few of these, too. The segments that
@@ -233,7 +233,8 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
         return Segments(cu_seqlens, None, None, longest, longest, window, exchange)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
-    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, exchange)
+    q, k = layout.queries, layout.keys
+    return Segments(q.cu_seqlens, k.cu_seqlens, keys, q.longest, k.longest, window, exchange)
 
 
 def _power_of_two(n: int) -> int:

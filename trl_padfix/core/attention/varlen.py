@@ -54,10 +54,10 @@ def attend_varlen(
             module,
             *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states),
             None,
-            cu_seq_lens_q=layout.cu_seqlens_q,
-            cu_seq_lens_k=layout.cu_seqlens_k,
-            max_length_q=layout.longest[0],
-            max_length_k=layout.longest[1],
+            cu_seq_lens_q=layout.queries.cu_seqlens,
+            cu_seq_lens_k=layout.keys.cu_seqlens,
+            max_length_q=layout.queries.longest,
+            max_length_k=layout.keys.longest,
             **flash_arguments(layout),
             **kwargs,
         )
@@ -87,7 +87,7 @@ def attend_torch_varlen(
     # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
     states = (query, gather_keys(key, layout), gather_keys(value, layout))
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in states)
-    segments = layout.cu_seqlens_q, layout.cu_seqlens_k, *layout.longest
+    segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
     return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 
 
@@ -139,7 +139,7 @@ def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layo
     if kwargs.get("attention_chunk_size") is not None:
         return "it cannot keep chunks apart"
     # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
-    if window is not None and layout.spans != layout.key_lengths:
+    if window is not None and layout.spans != layout.keys.lengths:
         return f"its window counts tokens, and rows with masked tokens within need a window of {window} columns"
     if not torch_varlen_is_complete():
         return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"

@@ -1,16 +1,20 @@
-"""Index maps on the way to a device: [`FlatIndexMaps`] moves all maps of a batch in one transfer."""
+"""
+Index maps and lengths on the host and on a device: [`FlatIndexMaps`] moves all maps of a batch in one transfer,
+[`SegmentLengths`] holds both sides.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
 
 
-__all__ = ["FlatIndexMaps", "cu_seqlens_of", "inverse_permutation", "to_device_async"]
+__all__ = ["FlatIndexMaps", "SegmentLengths", "cu_seqlens_of", "inverse_permutation", "to_device_async"]
 
 T = TypeVar("T")
 
@@ -65,6 +69,32 @@ def to_device_async(x: torch.Tensor, device: torch.device | str) -> torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class SegmentLengths:
+    """
+    Lengths of the segments of a packed row, on the host and on the device of the row.
+
+    Attributes:
+        lengths (`tuple[int, ...]` of length `S`):
+            The lengths.
+        cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, int32):
+            Cumulative lengths: where each segment begins, and where the last one ends.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device | str = "cpu") -> SegmentLengths:
+        """The same lengths on the host and on `device`, for which the host does not wait."""
+        return cls(tuple(lengths), to_device_async(cu_seqlens_of(lengths), device))
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest segment: flash-attn's `max_seqlen`."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True, eq=False)
 class FlatIndexMaps(Generic[T]):
     """
     Dataclasses whose index maps are concatenated to one int64 vector.
@@ -104,7 +134,7 @@ class FlatIndexMaps(Generic[T]):
         maps: dict[int, torch.Tensor] = {}
 
         def slot(x: torch.Tensor) -> _MapSlot:
-            # By identity: `cu_seqlens_q` and `cu_seqlens_k` may be one tensor, and must stay one.
+            # By identity: the `cu_seqlens` of queries and keys may be one tensor, and must stay one.
             maps.setdefault(id(x), x)
             return _MapSlot(list(maps).index(id(x)))
 

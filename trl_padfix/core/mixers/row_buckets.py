@@ -75,7 +75,7 @@ class RowBuckets:
         The rows of the segments of `layout`: in buckets of similar length, or all rows in one bucket (`one_bucket`),
         or one bucket for each length (`by_length`), which has no overhang.
         """
-        device, lengths = layout.packed_index.device, list(layout.key_lengths)
+        device, lengths = layout.packed_index.device, list(layout.keys.lengths)
         groups = (
             [list(range(len(lengths)))]
             if one_bucket
@@ -93,7 +93,7 @@ class RowBuckets:
             for s in group:
                 ends[s], begin = begin + lengths[s], begin + len(column)
         # The segment's own tokens are the last ones of its path; the tokens before belong to other segments.
-        index = [torch.arange(end - n, end) for end, n in zip(ends, layout.query_lengths, strict=True)]
+        index = [torch.arange(end - n, end) for end, n in zip(ends, layout.queries.lengths, strict=True)]
         return cls(tuple(tokens), tuple(overhang), torch.cat(index).to(device))
 
     def gather(self, x: torch.Tensor, bucket: int) -> torch.Tensor:

@@ -110,5 +110,5 @@ def _numbers_ids(module: nn.Module | None) -> Callable[..., torch.Tensor] | None
 def _ranks(layout: Layout) -> torch.Tensor:
     """Number of real tokens before each packed token in its row, `(T,)`."""
     # A segment of `q` queries and `k` keys ends its path, so its tokens have ranks `k - q` to `k - 1`.
-    ends = zip(layout.query_lengths, layout.key_lengths, strict=True)
+    ends = zip(layout.queries.lengths, layout.keys.lengths, strict=True)
     return torch.cat([torch.arange(k - q, k) for q, k in ends]).to(layout.positions.device)
