@@ -219,9 +219,9 @@ def test_only_rows_that_are_even_are_left_whole():
     one, short = layout_of([*range(1, 31)]), layout_of([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11])
     assert ranges_of_rows(one, 2) is ranges_of_rows(short, 3) is None
     with remove_padding(build("qwen2")) as handle:
-        handle.set_context_parallel(Group(None, 0, 2))
+        handle.context_parallel = Group(None, 0, 2)
         assert [handle.cp_layout_of(layout).whole_rows for layout in (one, short, EVEN)] == [False, True, False]
-        handle.set_context_parallel(Group(None, 0, 3))
+        handle.context_parallel = Group(None, 0, 3)
         assert handle.cp_layout_of(EVEN).whole_rows
 
 

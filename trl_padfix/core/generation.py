@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .model.find import find_decoder, find_pretrained
 from .model.inspection import parameters_of, takes
 from .model.older import CACHES
-from .model.positions import position_embeddings, takes_positions
+from .model.positions import position_embeddings
 
 
 __all__ = ["check_budget", "evaluating", "generate", "left_align"]
@@ -189,10 +189,10 @@ def _refuse_counted_columns(model: nn.Module) -> None:
     arguments = [parameters_of(module.forward) for module in inner]
     # Without positions the order of tokens is in a bias of distances (ALiBi) or in a recurrence. Both need the mask to
     # skip padding.
-    has_order = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
+    has_order = any({"alibi", "position_bias"} & a.keys() for a in arguments) or model._is_stateful
     takes_mask = takes(decoder, "attention_mask")
     skips_padding = has_order and takes_mask and any("attention_mask" in a for a in arguments)
-    counts_columns = position_embeddings(decoder) or not (takes_positions(decoder) or skips_padding)
+    counts_columns = position_embeddings(decoder) or not (takes(decoder, "position_ids") or skips_padding)
     # A compressor merges keys of adjacent columns, padding among them.
     if counts_columns or any(hasattr(module, "compressor") for module in inner):
         raise NotImplementedError(

@@ -20,10 +20,9 @@ from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.implementation import restore_attention
-from .model.inspection import takes_any_argument
+from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, Decision, ForwardPatch, running_decision
-from .model.positions import takes_positions
 from .parallel.collectives import Group
 from .parallel.layout import ContextParallelLayout, ranges_of_rows
 
@@ -180,7 +179,7 @@ class PaddingRemoval(Attachment):
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
-        self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
+        self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         self.context_parallel: Group | None = None
         self.stats = PaddingStats()
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
@@ -195,10 +194,6 @@ class PaddingRemoval(Attachment):
     def leave_padded_calls(self) -> None:
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
         self.packs_padded = False
-
-    def set_context_parallel(self, group: Group | None) -> None:
-        """Let the processes of `group` compute each packed row together; `None`: each process computes whole rows."""
-        self.context_parallel = group
 
     def without_context_parallel(self) -> AbstractContextManager[None]:
         """Compute whole packed rows on each process until the block ends."""
@@ -298,7 +293,7 @@ class PaddingRemoval(Attachment):
     @contextmanager
     def _temporarily(self, **values: Any) -> Iterator[None]:
         """Set attributes until the block ends."""
-        saved = {name: getattr(self, name) for name in values}
+        saved = {name: vars(self)[name] for name in values}
         vars(self).update(values)
         try:
             yield

@@ -16,14 +16,15 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
-from .attention.attention import attends_within_tokens, implementation_obstacle
+from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
 from .layout.layout import Layout
-from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
+from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
 from .model.inspection import forward_of, is_in_source, names_in, parameters_of, takes_any_argument
 from .model.patching import running_decision
 from .model.sharded import gathers_in_parts
+from .model.views import config_of
 
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 def refusal(anatomy: Anatomy) -> str | None:
     """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
     model, decoder = anatomy.pretrained, anatomy.decoder
-    config = getattr(decoder, "config", model.config)
+    config = config_of(decoder) or anatomy.pretrained.config
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
@@ -104,7 +105,7 @@ def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
     model = next((m for m in reversed(around) if decoder in m.modules()), anatomy.pretrained)
     # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), and the forward is not.
     takes_two = "decoder_input_ids" in parameters_of(type(model).forward)
-    if not (takes_two or getattr(anatomy.pretrained.config, "is_encoder_decoder", False)):
+    if not (takes_two or anatomy.pretrained.config.is_encoder_decoder):
         return None
     return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
 
@@ -112,7 +113,7 @@ def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
 def _direction_obstacle(anatomy: Anatomy) -> str | None:
     """Why a decoder is not causal, with the setting that makes it so."""
     decoder = anatomy.decoder
-    config = getattr(decoder, "config", anatomy.pretrained.config)
+    config = config_of(decoder) or anatomy.pretrained.config
     # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
     if anatomy.multimodal is not None and "create_causal_mask" in names_in(type(anatomy.multimodal).forward):
         return None
@@ -125,8 +126,8 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     """Evidence that tokens of a decoder attend to later ones; `None` if there is none."""
     for mixer in mixers.mixers:
         # Cross-attention is not causal by nature; it does not run in a decoder without an encoder.
-        modules = (m for m in mixer.module.modules() if not getattr(m, "is_cross_attention", False))
-        if not all(getattr(m, "is_causal", True) for m in modules):
+        modules = (m for m in mixer.module.modules() if not marks_cross_attention(m))
+        if not all(map(is_causal, modules)):
             layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
             return f"{layer} attends in both directions or to another sequence"
     names = names_in(type(decoder).forward)
@@ -211,7 +212,7 @@ def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
 
 def _adapter_obstacle(config: Any) -> str | None:
     """Why packing would change the results of a PEFT adapter that reads several tokens at once; `None` if not."""
-    kind = getattr(config.peft_type, "value", config.peft_type)
+    kind = config.peft_type  # a string, or an enum of strings
     if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
         return (
             "puts a cache before every row, or other things that the attention mask of the batch does not show; use "
@@ -263,7 +264,7 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
     with_weights = inputs.arguments.get("output_attentions")
-    if with_weights or (with_weights is None and getattr(config, "output_attentions", False)):
+    if with_weights or (with_weights is None and config.output_attentions):
         raise UnpackableCallError(
             "output_attentions",
             "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "

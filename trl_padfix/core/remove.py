@@ -24,10 +24,10 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
-from .model.inspection import parameters_of
+from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch
 from .model.pipelines import ENCODERS, padding_reader, pipeline_in
-from .model.positions import Numbering, takes_positions
+from .model.positions import Numbering
 from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
@@ -205,7 +205,7 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     if the decoder takes no positions, or computes them from ids or mask.
     """
     decoder = find_decoder(find_pretrained(model))
-    if not takes_positions(decoder) or not Numbering.of(decoder).by_columns:
+    if not takes(decoder, "position_ids") or not Numbering.of(decoder).by_columns:
         return None
     attachment = Attachment()
     return attachment.attach([NumberingPatch(decoder, attachment)])

@@ -44,6 +44,7 @@ __all__ = [
     "ViewPatch",
     "attends_within_tokens",
     "implementation_obstacle",
+    "is_causal",
     "names_attention",
     "packed_attention",
     "register_packed_attention",
@@ -76,13 +77,18 @@ def _reads_interface(module: nn.Module) -> bool:
     return global_in(module, "ALL_ATTENTION_FUNCTIONS") is ALL_ATTENTION_FUNCTIONS
 
 
+def is_causal(module: nn.Module) -> bool:
+    """Whether a module is causal, as transformers marks attention modules; other modules are."""
+    return getattr(module, "is_causal", True)
+
+
 def attends_within_tokens(module: nn.Module) -> bool:
     """
     Whether an attention module attends to several states of one token (Inkling 2: those of earlier layers).
 
     Two signs: the module is not causal, and its forward takes no mask, without which it could not keep tokens apart.
     """
-    if getattr(module, "is_causal", True) or not _reads_interface(module):
+    if is_causal(module) or not _reads_interface(module):
         return False
     parameters = parameters_of(forward_of(module)).values()
     return not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -92,7 +98,7 @@ def names_attention(module: nn.Module) -> bool:
     """Whether a module reads the name of the attention from its config: to attend, or to make masks for its layers."""
     if uses_attention_interface(module):
         return True
-    if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
+    if not isinstance(module, PreTrainedModel):
         return False
     return any(name.startswith("create_") and "mask" in name for name in names_in(type(module).forward))
 
@@ -209,7 +215,7 @@ def _unpackable(reason: str) -> PaddingRemovalError:
 
 def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> list[torch.Tensor] | None:
     """The prepared mask of a layer, cut into one for each segment; `None` if no mask was prepared."""
-    prepared, kind = call.prepared, getattr(mask, "kind", None)
+    prepared, kind = call.prepared, mask.kind if isinstance(mask, PackedMask) else None
     if prepared is None:
         return None
     if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
@@ -232,7 +238,7 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
     mask_spec = without_mask if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
         raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
-    if not mask_spec.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if not mask_spec.causal or kwargs.get("is_causal") is False or not is_causal(module):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."

@@ -23,12 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..call.layers import is_checkpointed
 from ..context import within
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
+from ..model.views import config_of
 from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
 from .attention import ViewPatch, uses_attention_interface
@@ -151,8 +153,7 @@ class CompiledLayerPatch(ForwardPatch):
 
         with within(packed=call):
             # The compiler would trace checkpointing, too: it is applied here, outside of the compiled code.
-            is_checkpointed = self.module.training and getattr(self.module, "gradient_checkpointing", False)
-            if is_checkpointed and checkpoints_in_forward():
+            if is_checkpointed(self.module) and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)
             return run(*args)
 
@@ -257,7 +258,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
         if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
             return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
     attentions = [m for m in layer.modules() if uses_attention_interface(m)]
-    if any(not hasattr(m, "config") for m in attentions):
+    if any(config_of(m) is None for m in attentions):
         return "an attention module has no config, in which the name of compiled attention could be set"
     parameter = next(layer.parameters(), None)
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():

@@ -77,7 +77,8 @@ def attend_varlen(
 def _is_triton_backend() -> bool:
     """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which ignores some arguments."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
-    return getattr(getattr(interface, "flash_attn_gpu", None), "__name__", "").endswith(".interface_fa")
+    backend = getattr(interface, "flash_attn_gpu", None)
+    return backend is not None and backend.__name__.endswith(".interface_fa")
 
 
 def attend_torch_varlen(

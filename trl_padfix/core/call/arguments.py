@@ -25,9 +25,8 @@ __all__ = ["local_arguments", "pack_arguments", "padded_output", "unpack_output"
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
 """Floating-point arguments with one value per token, `(B, L, ...)`."""
 
-_OF_LAYOUT = {"attention_mask", "position_ids", "cache_position", "seq_idx"} | {
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
-}  # fmt: skip
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_OF_LAYOUT = {"attention_mask", "position_ids", "cache_position", "seq_idx", *_BOUNDS}
 """Arguments that follow from the layout of a packed row."""
 
 
@@ -81,7 +80,7 @@ def pack_arguments(inputs: DecoderInputs, layout: Layout, numbering: Numbering) 
     Raises:
         UnpackableCallError: If a tensor among the arguments is not one value per token.
     """
-    features = _feature_index(inputs.visual_mask, partial(pack, layout=layout))
+    features = _feature_index(visual_mask(inputs.arguments, layout.batch_shape), partial(pack, layout=layout))
     pack_value = partial(_pack_value, layout, features)
     packed = {k: tree_map(partial(pack_value, k), v) for k, v in inputs.arguments.items() if k not in _OF_LAYOUT}
     if (positions := inputs.positions) is None:

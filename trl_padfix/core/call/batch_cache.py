@@ -37,9 +37,8 @@ class TensorVersion:
     def of(cls, tensor: torch.Tensor | None) -> TensorVersion:
         if tensor is None:
             return cls(None)
-        is_small = (
-            tensor.dim() <= 2 or not tensor.is_floating_point()
-        )  # ids, masks, keys; neither embeddings nor pixels
+        # Ids, masks and keys are copied; neither embeddings nor pixels.
+        is_small = tensor.dim() <= 2 or not tensor.is_floating_point()
         copy = tensor.detach().clone() if tensor.device.type == "cpu" and is_small else None
         # Inference tensors have no version counter.
         return cls(tensor, None if tensor.is_inference() else tensor._version, copy)

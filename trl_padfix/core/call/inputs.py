@@ -11,7 +11,7 @@ import torch
 from ..layout.tree_arguments import tree_arguments_in
 from ..model.older import CACHES
 from .calls import LAYOUT, ModelCall
-from .images import plain_mask, visual_mask
+from .images import plain_mask
 from .prepared_masks import PreparedMasks
 
 
@@ -116,7 +116,9 @@ class DecoderInputs:
         if ids is compared_ids is None and embeds is not None and not tree and handle.anatomy.has_virtual_tokens:
             # PEFT puts the virtual tokens before the embeddings of the rows: embeddings identify tokens, ids do not.
             compared_ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
-        shows_sequences = mask is None and handle.takes_positions and (cu_seqlens is not None or positions is not None)
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
+        shows_sequences = cu_seqlens is not None if positions is None else positions.dim() == 2
+        pixels = (k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
         return cls(
             {k: v for k, v in call.items() if k not in tree},
             ids,
@@ -124,10 +126,9 @@ class DecoderInputs:
             mask,
             positions,
             cu_seqlens,
-            # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
-            is_packed=shows_sequences and (positions is None or positions.dim() == 2),
+            is_packed=mask is None and handle.takes_positions and shows_sequences,
             compared_ids=compared_ids,
-            images=tuple(k for k, v in around.items() if _is_float(v) and k != "inputs_embeds"),
+            images=tuple(k for k in pixels if k != "inputs_embeds"),
             given_mask=(around or call).get("attention_mask"),
             prepared=prepared,
             tree=tree,
@@ -143,22 +144,8 @@ class DecoderInputs:
         """The ids of the batch, of the decoder's own call or of the module around it."""
         return self.compared_ids if self.ids is None else self.ids
 
-    @property
-    def continues_cache(self) -> bool:
-        """Whether the call has a cache of an earlier one."""
-        return any(self.arguments.get(name) is not None for name in CACHES)
-
     @cached_property
     def others(self) -> dict[str, torch.Tensor]:
         """Tensors beside ids, mask and positions, by name."""
         tensors = ((k, v) for k, v in self.arguments.items() if isinstance(v, torch.Tensor))
         return {k: v for k, v in tensors if k not in _COVERED_BY_IDS}
-
-    @cached_property
-    def visual_mask(self) -> torch.Tensor | None:
-        """Mask of the visual tokens, `(B, L)`, if there are any; features are in the order of these tokens."""
-        return None if self.batch is None else visual_mask(self.arguments, self.batch.shape[:2])
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -22,6 +22,7 @@ from ..errors import UnpackableCallError
 from ..model.inspection import bind, takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
+from ..model.views import config_of
 from .calls import LAYOUT, PackedCall, packed_call
 
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayerCall", "LayerPatch", "layer_call"]
+__all__ = ["LayerCall", "LayerPatch", "is_checkpointed", "layer_call"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,17 +79,17 @@ class LayerPatch(ForwardPatch):
     def _forward(self, layer: LayerCall, has_layout: bool) -> Callable[..., Any]:
         """The forward of the layer; if it is checkpointed, its recomputation has the same running layer."""
         if checkpoints_in_forward():
-            is_checkpointed = _checkpoints(self.module)
-            if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
+            checkpoints = is_checkpointed(self.module)
+            if checkpoints and issubclass(type(self.module), GradientCheckpointingLayer):
                 # A view gets a config for packed attention by default; this one replaces the checkpoint function only.
-                config = {"config": self.module.config} if hasattr(self.module, "config") else {}
+                config = {} if config_of(self.module) is None else {"config": self.module.config}
                 checkpoint = _restoring_layer(self.module._gradient_checkpointing_func, layer)
                 return self.on_view(_gradient_checkpointing_func=checkpoint, **config)
         else:
             decoder = layer.call.decoder
-            is_checkpointed = layer.call.cached("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
+            checkpoints = layer.call.cached("checkpointed", lambda: any(map(is_checkpointed, decoder.modules())))
         # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
-        if is_checkpointed and not has_layout:
+        if checkpoints and not has_layout:
             raise UnpackableCallError(
                 "checkpoint",
                 f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
@@ -109,5 +110,6 @@ def _restoring_layer(checkpoint: Callable[..., Any], layer: LayerCall) -> Callab
     return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)
 
 
-def _checkpoints(module: nn.Module) -> bool:
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether gradient checkpointing is on for a layer, or for a decoder that checkpoints its layers."""
     return module.training and bool(getattr(module, "gradient_checkpointing", False))

@@ -10,7 +10,7 @@ A layout is built once for the forwards of a loss on the same tensors (`batch_ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,7 +100,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if inputs.tree:
         return "tree"
     batch, mask = inputs.batch, inputs.mask
-    if inputs.continues_cache or LAYOUT in inputs.arguments:
+    if LAYOUT in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
         return None  # as in generation, or within a packed call
     if inputs.arguments.get("use_cache") is True:
         # A padded batch that is trained on shall begin a cache, as no generation does.
@@ -143,42 +143,8 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     return "plain"
 
 
-def _plain(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
-    return _of_rows(inputs, handle, None, inputs.positions if inputs.is_packed else None)
-
-
-def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
-    ids, keys = inputs.batch, inputs.positions
-    if inputs.compared_ids is not None and not inputs.is_packed:  # embeddings are among the keys of the tokens
-        ids = inputs.compared_ids
-        keys = content_keys(inputs.arguments, ids, inputs.mask, inputs.prepared)
-    elif (others := _other_keys(inputs)) and ids is not None:
-        keys = token_keys({"position_ids": inputs.positions, **others}, ids.shape)
-    return _of_rows(inputs, handle, ids, keys)
-
-
-def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
-    """The layout of a tree row; prefix sharing computes the copies of a token once."""
-    batch, ids = inputs.batch, inputs.any_ids
-    if (reason := _tree_obstacle(inputs, handle)) is not None or batch is None:
-        raise PaddingRemovalError(f"The model was called with {sorted(inputs.tree)}, and {reason}.")
-    keys: list[torch.Tensor] = []
-    if handle.prefix_sharing and ids is not None:
-        others = token_keys(inputs.arguments, ids.shape)
-        keys = [ids, *([] if others is None else others)]
-    with torch.inference_mode(False):  # as in `cached_layout`
-        return tree_layout(inputs.tree, batch.shape[1], keys)
-
-
-_BUILDERS: dict[str, Callable[[DecoderInputs, PaddingRemoval], Layout | None]] = {
-    "plain": _plain,
-    "shared": _shared,
-    "tree": _tree,
-}
-
-
-def _of_rows(
-    inputs: DecoderInputs, handle: PaddingRemoval, ids: torch.Tensor | None, keys: torch.Tensor | None
+def _plain(
+    inputs: DecoderInputs, handle: PaddingRemoval, ids: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> Layout | None:
     """
     The layout of padded or packed rows, on the device of the batch. If the host has not read their tensors, it waits
@@ -193,8 +159,10 @@ def _of_rows(
         ids (`torch.Tensor` of shape `(B, L)`, *optional*):
             Ids that are compared. If given, prefixes are shared if that saves time.
         keys (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
-            Positions of packed sequences, or further keys to compare, if equal ids can have different inputs.
+            Further keys to compare, if equal ids can have different inputs.
     """
+    if inputs.is_packed:
+        keys = inputs.positions  # they show where the sequences begin
     planned = context().planned
     if planned is not None and keys is None and planned[0].matches(inputs.ids if ids is None else ids, inputs.mask):
         return planned[1]
@@ -215,6 +183,32 @@ def _of_rows(
     tensors = [ids, inputs.mask, keys, inputs.cu_seqlens]
     layout = cached_layout((B, L, ids is not None, is_packed, budget), tensors, inputs.batch.device, build)
     return None if is_packed and layout.is_trivial else layout
+
+
+def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
+    ids, keys = inputs.batch, inputs.positions
+    if inputs.compared_ids is not None and not inputs.is_packed:  # embeddings are among the keys of the tokens
+        ids = inputs.compared_ids
+        keys = content_keys(inputs.arguments, ids, inputs.mask, inputs.prepared)
+    elif (others := _other_keys(inputs)) and ids is not None:
+        keys = token_keys({"position_ids": inputs.positions, **others}, ids.shape)
+    return _plain(inputs, handle, ids, keys)
+
+
+def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
+    """The layout of a tree row; prefix sharing computes the copies of a token once."""
+    batch, ids = inputs.batch, inputs.any_ids
+    if (reason := _tree_obstacle(inputs, handle)) is not None or batch is None:
+        raise PaddingRemovalError(f"The model was called with {sorted(inputs.tree)}, and {reason}.")
+    keys: list[torch.Tensor] = []
+    if handle.prefix_sharing and ids is not None:
+        others = token_keys(inputs.arguments, ids.shape)
+        keys = [ids, *([] if others is None else others)]
+    with torch.inference_mode(False):  # as in `cached_layout`
+        return tree_layout(inputs.tree, batch.shape[1], keys)
+
+
+_BUILDERS = {"plain": _plain, "shared": _shared, "tree": _tree}
 
 
 def _sharing_obstacle(inputs: DecoderInputs) -> str | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .flat_maps import FlatIndexMaps, SegmentLengths
+from .flat_maps import SegmentLengths, move_maps
 
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
-        return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
+        return self if self.real_index.device == torch.device(device) else move_maps(self, device)
 
     def filled(self, multiple: int | Sequence[int]) -> Self:
         """

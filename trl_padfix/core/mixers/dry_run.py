@@ -20,7 +20,7 @@ from ..context import outside_calls, within
 from ..model.inspection import bind, parameters_of
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
-from ..model.views import view_of
+from ..model.views import config_of, view_of
 from .row_buckets import RowBuckets, rows_of
 
 
@@ -162,9 +162,9 @@ def _forward_with_stubs(
                 )
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
-        if hasattr(module, "config"):
+        if (config := config_of(module)) is not None:
             # The model's own config: that of a view names packed attention, and rows need the masks of the real one.
-            overrides["config"] = module.config
+            overrides["config"] = config
         return overrides
 
     return patch.on_view(**overrides_of(patch.module, ""))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, repeat
+from types import MethodType
 from typing import Any
 
 import torch
@@ -24,14 +25,7 @@ from torch import nn
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
-from ..model.inspection import (
-    global_in,
-    kernel_parameters,
-    loaded_globals,
-    parameters_of,
-    variables_in,
-    with_globals,
-)
+from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
@@ -105,14 +99,13 @@ class PrimitivesPatch(ForwardPatch):
             call = _local_call(call, call.cp_layout)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()
-        function = getattr(forward, "__func__", None)
-        assert function is not None, "a mixer whose forward is not a method of its class runs on rows"
+        assert isinstance(forward, MethodType), "a mixer whose forward is not a method of its class runs on rows"
         module, keys, replaced = viewed_module(self.module), zip(repeat(self.module), count()), {}
         for name in primitives_of(module):
             replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
             replaced[name] = with_context_parallel(name, replacement, call.cp_layout)
         with within(packed=call):
-            return with_globals(function, replaced)(forward.__self__, *args, **kwargs)
+            return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
 
 
 def _local_call(call: PackedCall, cp_layout: ContextParallelLayout) -> PackedCall:

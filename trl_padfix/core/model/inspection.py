@@ -75,13 +75,8 @@ def takes_any_argument(module: nn.Module) -> bool:
 
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
-    return takes_any_argument(module) and _expands_arguments(forward_of(module).__code__)
-
-
-@cache
-def _expands_arguments(code: CodeType) -> bool:
     # Python compiles each call with `*` or `**` to this instruction.
-    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))
+    return takes_any_argument(module) and any(name == "CALL_FUNCTION_EX" for name, _ in _instructions(module))
 
 
 # Names
@@ -111,11 +106,21 @@ def global_in(module: nn.Module, name: str) -> Any:
 def loaded_globals(module: nn.Module) -> dict[str, Any]:
     """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
     forward = forward_of(module)
-    names = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
+    names = {argument for name, argument in _instructions(module) if name == "LOAD_GLOBAL"}
     return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def _instructions(module: nn.Module) -> list[tuple[str, Any]]:
+    """The instructions of the forward of a module, each with its argument."""
+    return _instructions_of(forward_of(module).__code__)
+
+
+@cache
+def _instructions_of(code: CodeType) -> list[tuple[str, Any]]:
+    return [(i.opname, i.argval) for i in dis.get_instructions(code)]
+
+
+def name_of(function: Any) -> str:
     """The qualified name of a function; of another callable object the name of its class."""
     function = _without_partial(function)
     return getattr(function, "__qualname__", type(function).__name__)
@@ -140,16 +145,11 @@ def is_in_source(module: nn.Module, name: str) -> bool:
 
 def counts_columns(module: nn.Module) -> bool:
     """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
-    return _counts_columns(forward_of(module).__code__)
-
-
-@cache
-def _counts_columns(code: CodeType) -> bool:
-    if "arange" in code.co_names:
+    if "arange" in names_in(type(module).forward):
         return True
     # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
     # on to the cache, which all modules do, does not count. Read from the instructions:
-    loads = " ".join(f"{i.opname} {i.argval}" for i in dis.get_instructions(code))
+    loads = " ".join(f"{name} {argument}" for name, argument in _instructions(module))
     # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
     attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
     function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
@@ -242,9 +242,8 @@ def with_global(method: Callable, name: str, value: object) -> Callable:
 
 def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> FunctionType:
     names = {**function.__globals__, **replaced} if replaced else function.__globals__
-    copy = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, closure or function.__closure__
-    )
+    cells = closure or function.__closure__
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
     return copy
 

@@ -196,10 +196,10 @@ def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch
     return _masking.create_masks_for_generate(config=config, attention_mask=mask, **arguments)
 
 
-def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:
+def mask_of_rows(rows: torch.Tensor, decoder: Any) -> torch.Tensor | None:
     """The mask of `(n, l)` rows without padding: `None`, except for older decoders that need one to be causal."""
     # Moshi's: https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/moshi/modeling_moshi.py
-    is_written_out = getattr(decoder.config, "_attn_implementation", None) == "eager"
+    is_written_out = decoder.config._attn_implementation == "eager"
     return rows.new_ones(rows.shape) if is_written_out and _transformers_in("<5") else None
 
 

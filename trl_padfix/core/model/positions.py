@@ -24,17 +24,12 @@ from ..layout.layout import Layout, pack
 from .inspection import forward_of, global_in, names_in, takes, variables_in
 
 
-__all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings", "takes_positions"]
-
-
-def takes_positions(decoder: nn.Module) -> bool:
-    """Whether the forward of a decoder has an argument `position_ids`."""
-    return takes(decoder, "position_ids")
+__all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings"]
 
 
 def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
     """The positional embeddings of a decoder without an argument `position_ids`; they receive the columns' numbers."""
-    if takes_positions(decoder):
+    if takes(decoder, "position_ids"):
         return []
     tables = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
     return [table for table in tables if takes(table, "position_ids")]

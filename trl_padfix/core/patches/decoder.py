@@ -9,13 +9,15 @@ gives positions to decoders that take none, and [`RopePatch`] gives rotary embed
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
-from ..attention.attention import attends_within_tokens
+from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import local_arguments, pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
 from ..call.inputs import DecoderInputs
@@ -60,7 +62,7 @@ class DecoderPatch(BatchPatch):
         super().__init__(module, attachment)
         self.numbering = attachment.anatomy.numbering
         self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
-        self.is_causal = all(getattr(m, "is_causal", True) or attends_within_tokens(m) for m in module.modules())
+        self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(parameters_of(module.forward))
         self.has_rows = bool(attachment.mixers.in_mode(ROWS))
@@ -74,9 +76,8 @@ class DecoderPatch(BatchPatch):
                 dtype = next(self.module.parameters()).dtype
                 call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
             return self.on_view()(**call)
-        if packed_call(self.module) is None:
-            return super().call(*args, **kwargs)
-        with outside_calls():  # a call from within a packed forward is a forward of its own
+        # A call from within a packed forward is a forward of its own.
+        with nullcontext() if packed_call(self.module) is None else outside_calls():
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +95,8 @@ class DecoderPatch(BatchPatch):
         try:
             layout = layout_of(inputs, self.attachment)
             cp_layout = self.attachment.cp_layout_of(layout)
-            if layout is None or (layout.is_trivial and cp_layout is None):
-                packed = None  # nothing to pack
-            else:
+            packed = None
+            if layout is not None and not (layout.is_trivial and cp_layout is None):  # else there is nothing to pack
                 check_call(self.attachment, inputs, layout)
                 new = layout.new if isinstance(layout, PrefixedLayout) else layout
                 # None if the call computes whole rows, or no token.
@@ -133,7 +133,7 @@ class DecoderPatch(BatchPatch):
         if isinstance(layout, PrefixedLayout) and layout.is_prefix:
             # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
             # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
-            if getattr(output, "router_logits", None) is not None:
+            if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
                 output["router_logits"] = None
             return output
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.

@@ -8,7 +8,6 @@ decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +97,9 @@ class LMHeadPatch(BatchPatch):
         )
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
-            output = _score_every_position(self.wrapped)(*args, **head_arguments)
+            # With Triton TRL's head selects the labelled positions; the host then waits twice in forward and backward
+            # to learn their number. Here every position has a label, and without Triton the kernels are the same.
+            output = with_global(self.wrapped, "_use_triton", lambda device: False)(*args, **head_arguments)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
                 values = local.all_gather_for_loss(value[0])
@@ -154,17 +155,6 @@ def _labels_follow_padding(attachment: PaddingRemoval, call: dict[str, Any]) -> 
     """Whether a model predicts labels of a call from padding."""
     mask = _mask_of(attachment, call)
     return mask is not None and follow_padding(call["labels"], mask)
-
-
-def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    TRL's fused head without its selection of labelled positions: here every position has a label.
-
-    With Triton the head selects these positions. The host then waits twice in the forward and twice in the backward to
-    learn their number. Without Triton the head scores every position with the same kernels.
-    """
-    # A copy with globals of its own: replacing the module's `_use_triton` would change all models of the process.
-    return with_global(forward, "_use_triton", lambda device: False)
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:

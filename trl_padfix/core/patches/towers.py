@@ -23,6 +23,7 @@ from ..context import within
 from ..model.inspection import bind, parameters_of, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
+from ..model.sharded import is_sharded
 
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        may_halve = self.separates_halves is not False and not _is_random(self.module) and not _is_sharded(self.module)
+        may_halve = self.separates_halves is not False and not _is_random(self.module) and not is_sharded(self.module)
         if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], call.doubled_features):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
@@ -137,11 +138,6 @@ def _are_close(a: Any, b: Any) -> bool:
     return len(pairs) > 0 and all(
         x.shape == y.shape and bool(((x - y).abs().max() <= tolerance * y.abs().max()).item()) for x, y in pairs
     )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP1 (empty parameters), FSDP2 (`device_mesh`) or ZeRO-3 (`ds_id`) shards the weights of `module`."""
-    return any(p.numel() == 0 or hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _is_random(module: nn.Module) -> bool:

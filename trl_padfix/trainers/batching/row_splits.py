@@ -15,7 +15,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.call.batch_cache import on_host
-from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
 from ..data.image_rows import ImageCounts, select_rows
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
@@ -112,7 +112,7 @@ class RowSplitter:
         if self.shares_across and has_ids and len(rows) > 1:
             parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
             unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
-            plan = unmoved and FlatIndexMaps.of(unmoved).to(ids.device)  # in one copy
+            plan = unmoved and move_maps(unmoved, ids.device)  # in one copy
         return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
