@@ -99,7 +99,7 @@ class DecoderPatch(BatchPatch):
             if layout is not None and not (layout.is_trivial and cp_layout is None):  # else there is nothing to pack
                 check_call(self.attachment, inputs, layout)
                 new = layout.new if isinstance(layout, PrefixedLayout) else layout
-                # None if the call computes whole rows, or no token.
+                # Empty if the call computes whole rows, or no token.
                 packed = {} if new is None or self.takes_whole_rows else pack_arguments(inputs, new, self.numbering)
         except UnpackableCallError as error:
             return self._padded(inputs, outer, unchanged, error)
