@@ -14,6 +14,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
 from ..core.model.find import find_pretrained
+from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "is_fsdp2",
     "is_sharded",
     "is_zero_3",
+    "local_metrics_only",
     "max_over_processes",
     "models_of",
     "named_models_of",
@@ -162,6 +164,16 @@ def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     if trainer.accelerator.num_processes == 1:
         return count
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
+
+
+def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
+    """A block with the metrics of this process alone: `accelerator.gather` and its like return their argument."""
+
+    # Weights differ between processes, so means are weighted before they are reduced, not gathered before.
+    def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return temporarily_set(accelerator, gather=identity, gather_for_metrics=identity)
 
 
 def raise_on_all(error: Exception | None) -> None:

@@ -81,10 +81,10 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
     try:
         with (
             torch.random.fork_rng(devices),
-            temporarily_set(trainer.callback_handler, "callbacks", [DefaultFlowCallback()]),
-            temporarily_set(trainer, "_total_train_tokens", 0),
+            temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
+            temporarily_set(trainer, _total_train_tokens=0),
         ):
-            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, "eval_on_start", False):
+            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, eval_on_start=False):
                 trainer.train()
             if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
                 with _stopping(trainer, "prediction_step", computed=True):
@@ -105,7 +105,7 @@ def _stopping(owner: Any, name: str, computed: bool = False) -> Iterator[None]:
             method(*args, **kwargs)
         raise _Stop
 
-    with contextlib.suppress(_Stop), temporarily_set(owner, name, stop):
+    with contextlib.suppress(_Stop), temporarily_set(owner, **{name: stop}):
         yield
 
 

@@ -16,7 +16,6 @@ from ..temporary_attributes import temporarily_set
 if TYPE_CHECKING:
     import torch
 
-    from ..parts.parity import Parity
     from ..parts.part import PaddingFreeTrainer
 
 
@@ -127,7 +126,7 @@ def _mentioned(method: Any) -> frozenset[str]:
 
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_loss`: its forwards run within `observe_step`, and it gets the batch without its metadata."""
+    """Wrap `compute_loss`: its forwards run within `observe_step`, on the batch of that step."""
     if getattr(compute_loss, "is_observed", False):  # inherited from a class that was wrapped already
         return compute_loss
 
@@ -153,22 +152,20 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
     def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
         return of_user(*args, **kwargs)
 
-    return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
+    return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
-def observe_user_step(trainer: PaddingFreeTrainer, parity: Parity) -> None:
-    """
-    Wrap a user's `training_step`, which may compute its loss without `compute_loss`.
-
-    Its first forward is then compared with padding.
-    """
+def observe_user_step(
+    trainer: PaddingFreeTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
     if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)
     def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with parity.around_user_step(model):
+        with around(model):
             return of_user(model, *args, **kwargs)
 
     vars(observed)["is_observed"] = True

@@ -179,7 +179,8 @@ class OnlineTrainer(PaddingFreeMixin):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
+        for part in self.padding.parts:
+            part.before_generation("train" if self.model.training else "eval")
         task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.

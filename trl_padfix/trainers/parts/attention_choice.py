@@ -69,7 +69,7 @@ class AttentionChoice(Part):
         if not self._loads_policy or "" not in self._chosen:
             return contextlib.nullcontext()
         kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen[""]}
-        return temporarily_set(config, "model_init_kwargs", kwargs)
+        return temporarily_set(config, model_init_kwargs=kwargs)
 
     def attach_to_models(self) -> None:
         """Switch models that TRL did not load with the chosen attention, before anything is attached to them."""

@@ -29,7 +29,7 @@ from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .attach_models import attach_to_models
 from .neftune import prefix_sharing_with_neftune
-from .part import Part, Step, entered
+from .part import Part, Step
 
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Padding:
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
             The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
-            two of them, which the trainer calls by themselves.
+            two of them, which the trainer calls by themselves, and `in_steps` those that act in its steps.
 
     Example:
 
@@ -89,6 +89,7 @@ class Padding:
         self.checkpoints: WholeCheckpoints
         self.is_attached = False
         self.is_restored = False
+        self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
 
     @property
@@ -143,7 +144,7 @@ class RemovePadding(Part):
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
             # clearing the flag alone is not enough.
             values |= {"torch_compile": False, "torch_compile_backend": None}
-        return entered(temporarily_set(config, name, value) for name, value in values.items())
+        return temporarily_set(config, **values)
 
     def attach(self) -> None:
         self._set_up_collator()
@@ -174,8 +175,10 @@ class RemovePadding(Part):
         padding, models = self.trainer.padding, models_of(self.trainer)
         if not padding.is_attached or padding.is_restored:
             return False
-        others = {a for decoder in self._decoders for a in attachments_on(decoder) if a.owned_by_trainer}
-        if others - set(self._attachments) or any(attachment.taken_over for attachment in self._attachments):
+        # Another trainer takes over what is attached. Where this one has attached nothing, what it attached is found.
+        if any(attachment.taken_over for attachment in self._attachments):
+            return True
+        if not self._attachments and any(a.owned_by_trainer for d in self._decoders for a in attachments_on(d)):
             return True
         if _are_same(models, self._models):
             return False
@@ -329,10 +332,10 @@ class RemovePadding(Part):
         call_event = handler.call_event
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with temporarily_set(processing, "padding_side", getattr(processing, "padding_side", None)):
+            with temporarily_set(processing, padding_side=getattr(processing, "padding_side", None)):
                 return call_event(*args, **kwargs)
 
-        self._undo.enter_context(temporarily_set(handler, "call_event", call))
+        self._undo.enter_context(temporarily_set(handler, call_event=call))
 
     def _detach(self) -> None:
         for attachment in reversed(self._attachments):
