@@ -12,12 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..core.attention.backends import Implementation
-from ..core.call.layout_of import check_multiple, check_prefix_sharing
-from ..core.layout.layout import packed_length
 from ..core.switch import is_off
-from .data.collators import check_padding_side
-from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
+from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_implementation
 
 
 __all__ = [
@@ -126,6 +122,8 @@ class PaddingConfig(PackingConfig):
     padding_side: str | None = field(default=None, metadata={"choices": ["left", "right"]})
 
     def __post_init__(self) -> None:
+        from .data.collators import check_padding_side
+
         check_padding_side(self.padding_side, optional=True)
         super().__post_init__()
 
@@ -236,6 +234,9 @@ def check_packing(config: PackingConfig) -> None:
         ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
             and if a token budget is no multiple of `packed_multiple_of`.
     """
+    from ..core.call.layout_of import check_multiple, check_prefix_sharing
+    from ..core.layout.layout import packed_length
+
     if not isinstance(config.parity_check, bool) and config.parity_check != "forward":
         raise ValueError(
             "`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got "
