@@ -33,11 +33,11 @@ def test_help_costs_no_import_of_torch():
 
 def modules_after(code: str) -> set[str]:
     """The modules that a process has imported when it ends, `SystemExit` or not."""
-    tell = "import atexit, sys; atexit.register(lambda: print('', *(k for k, m in sys.modules.items() if m), sep='@@'))"
-        "import atexit, sys; atexit.register(lambda: print('', *[n for n, m in sys.modules.items() if m], sep='@@'))"
+    tell = (
+        "import atexit, sys; atexit.register(lambda: print('', *[n for n in sys.modules if sys.modules[n]], sep='@'))"
     )
     done = subprocess.run([sys.executable, "-c", f"{tell}\n{code}"], capture_output=True, text=True)
-    return set(done.stdout.split("@@")[1:])
+    return set(done.stdout.split("@")[1:])
 
 
 def run(*words: str) -> str:

@@ -41,6 +41,7 @@ from ..distributed import (
 from ..parts.parity import say
 from ..parts.part import Part, Step
 from ..settings import check_token_budget
+from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
@@ -155,6 +156,8 @@ class TokenBudget(Part):
         trainer = self.trainer
         if name := custom_loss_name(trainer) or custom_step_name(trainer):
             return f"whether `{name}` compares rows is unknown"
+        if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
+            return f"TRL's loss of {type(trainer).__name__} may compare rows"
         if getattr(trainer, "aux_loss_enabled", False):
             return "the load of experts is balanced over all rows"
         # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.

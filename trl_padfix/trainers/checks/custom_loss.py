@@ -29,10 +29,10 @@ __all__ = [
     "observe_user_step",
 ]
 
-TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
-"""Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
+TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
+"""Modules whose losses are no user's: a task knows the reduction of its trainer's, or that it does not."""
 
-DECORATORS = ("trl.extras.profiling", "torch.utils._contextlib", "contextlib")
+DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
 
 
