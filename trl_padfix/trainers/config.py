@@ -253,7 +253,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        from .data.turns import check_turn_settings
+        if self.expand_turns:
+            from .data.turns import check_turn_settings
 
-        check_turn_settings(self)
+            check_turn_settings(self)
         super().__post_init__(attn_implementation)

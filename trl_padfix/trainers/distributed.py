@@ -39,6 +39,7 @@ __all__ = [
     "refuse_whole_rows",
     "splitting_parallelism",
     "sync_gradients_in_last",
+    "trains_on_images",
 ]
 
 
@@ -59,6 +60,11 @@ def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
+
+
+def trains_on_images(trainer: PaddingFreeTrainer) -> bool | None:
+    """Whether TRL's trainer has found images in its dataset; `None` for trainers that do not look for them."""
+    return getattr(trainer, "_is_vision_dataset", None)
 
 
 def check_launch(trainer: PaddingFreeTrainer) -> None:
@@ -112,10 +118,11 @@ def _check_heads(model: PreTrainedModel) -> None:
         if style == "colwise"
     }
     for projection, name in _HEADS.items():
-        if projection in cut and (getattr(config, name, None) or size) % size:
+        heads = getattr(config, name, None) or size
+        if projection in cut and heads % size:
             raise PaddingRemovalError(
                 f"`tp_size={size}` gives each process some of the heads of every layer, and it does not divide "
-                f"`{name}={getattr(config, name)}` of the model. Use a size that does, or `fsdp_size`."
+                f"`{name}={heads}` of the model. Use a size that does, or `fsdp_size`."
             )
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler, get_worker_info
 
 from ..checks.custom_loss import is_custom_collator
-from ..distributed import data_replicas
+from ..distributed import data_replicas, trains_on_images
 from ..parts.parity import say
 from ..parts.part import Part
 from ..settings import check_grouping
@@ -136,7 +136,7 @@ class RowOrder(Part):
     """Whether no row of the running training, in which rows are grouped, was drawn."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_grouping(config)
+        check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
         is_stream = data is not None and not isinstance(data, Dataset)
         if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
@@ -149,7 +149,7 @@ class RowOrder(Part):
     def attach(self) -> None:
         if not self.settings.group_by_prefix:
             return
-        if getattr(self.trainer, "_is_vision_dataset", False):
+        if trains_on_images(self.trainer):
             raise ValueError(
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."

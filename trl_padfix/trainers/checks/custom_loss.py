@@ -78,7 +78,7 @@ def _custom_method(
 
 def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
-    if hasattr(collator, "__globals__") or hasattr(collator, "__func__"):  # a function or a method
+    if inspect.isroutine(collator):
         return not _is_trusted(collator)
     owners = [getattr(collator, "__dict__", {}), *map(vars, type(collator).__mro__)]
     calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner]
@@ -88,7 +88,7 @@ def is_custom_collator(collator: object) -> bool:
 def _functions(value: Any) -> Iterator[Any]:
     """A function, and those that it decorates, the innermost last."""
     while value is not None:
-        value = getattr(value, "__func__", value)  # of a bound method, a `staticmethod`, a `classmethod`
+        value = value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
         yield value
         value = getattr(value, "__wrapped__", getattr(value, "method", None))  # `method`: behind `as_declared`
 
@@ -101,8 +101,8 @@ def _is_trusted(value: object) -> bool:
 
 def module_of(function: object) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
-    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return str(module)
+    found = function.__globals__.get("__name__") if inspect.isfunction(function) else None
+    return str(found or getattr(function, "__module__", None))
 
 
 def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:

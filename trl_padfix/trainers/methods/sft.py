@@ -110,7 +110,7 @@ class SFTTask(Task):
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
-        return getattr(collator, "padding_free", False) or getattr(args, "eval_packing", False)
+        return getattr(collator, "padding_free", False) or bool(args.eval_packing)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         names = ("input_ids", "attention_mask")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 
-from ..distributed import data_replicas, datasets_of, local_metrics_only
+from ..distributed import data_replicas, datasets_of, local_metrics_only, trains_on_images
 from ..parts.part import Evaluation, Part, Step
 
 
@@ -46,8 +46,7 @@ class ExactMeans(Part):
             return
         # Rows can only be dropped where each tensor of a batch has one entry per row.
         gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
-        has_images = getattr(trainer, "_is_vision_dataset", False)
-        keeps_duplicates = gives_logits or has_images or trainer.padding.task.packs_rows()
+        keeps_duplicates = gives_logits or trains_on_images(trainer) or trainer.padding.task.packs_rows()
         for name, dataset in datasets_of(trainer).items():
             is_stream = not isinstance(dataset, Sized)
             has_duplicates = is_stream or len(dataset) % (args.eval_batch_size * processes) > 0

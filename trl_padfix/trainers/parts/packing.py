@@ -23,7 +23,7 @@ from ..checks.arguments import check_vision, image_columns
 from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import check_ids, image_token_ids
 from ..data.tokenizers import tokenizer_of
-from ..distributed import check_launch, datasets_of, is_zero_3, models_of
+from ..distributed import check_launch, datasets_of, is_zero_3, models_of, trains_on_images
 from ..settings import Settings
 from ..task import Task
 from ..temporary_attributes import temporarily_set
@@ -259,7 +259,7 @@ class RemovePadding(Part):
 
     def _id_limits(self) -> dict[str, Any]:
         """Limits of token ids for the collator; empty if all rows can be checked before the first step."""
-        with_images = getattr(self.trainer, "_is_vision_dataset", False)  # TRL's collator tokenizes these batches
+        with_images = bool(trains_on_images(self.trainer))  # TRL's collator tokenizes these batches
         if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
             return {}
         stand_ins = image_token_ids(find_pretrained(self.trainer.model).config) if with_images else frozenset()
@@ -268,13 +268,12 @@ class RemovePadding(Part):
     def _vocabulary(self) -> int | None:
         """Number of token embeddings of the model; `None` if it does not tell."""
         pretrained = find_pretrained(self.trainer.model)
-        embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
-        return getattr(embeddings, "num_embeddings", None)
+        return getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
 
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
         trainer = self.trainer
-        size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
+        size = None if trains_on_images(trainer) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size, self._used_columns())
@@ -310,7 +309,7 @@ class RemovePadding(Part):
         """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
         if not (images := image_columns(dataset)):
             return
-        if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate have no such attribute
+        if trains_on_images(self.trainer) is False:
             warn_or_raise(
                 f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
                 "text alone. Give both the column (an empty list where there is no image), or drop it.",
