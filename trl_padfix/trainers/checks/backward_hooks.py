@@ -63,4 +63,4 @@ def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
             hook = hook.func
         function = hook.__func__ if isinstance(hook, MethodType) else hook
         if module_of(function).partition(".")[0] not in LIBRARIES:
-            yield getattr(hook, "__qualname__", type(hook).__qualname__)
+            yield str(getattr(hook, "__qualname__", type(hook).__qualname__))
