@@ -218,7 +218,7 @@ class RowOrder(Part):
         args, task = self.trainer.args, self.trainer.padding.task
         mode = getattr(args, "truncation_mode", None) or "keep_start"
         sharing = bool(self.settings.prefix_sharing)
-        return dataset_costs(rows, task.sequences, getattr(args, "max_length", None), mode, sharing)
+        return dataset_costs(rows, task.sequences, args.max_length, mode, sharing)
 
 
 def group_rows(costs: RowCosts, step: int) -> np.ndarray:

@@ -101,7 +101,12 @@ class AttentionChoice(Part):
 
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
-    ours = parse_implementation(getattr(settings, f"{prefix}attn_implementation"))
+    fields = {
+        "": settings.attn_implementation,
+        "ref_": settings.ref_attn_implementation,
+        "teacher_": settings.teacher_attn_implementation,
+    }
+    ours = parse_implementation(fields[prefix])
     is_reference = prefix == "ref_"  # it has no `model_init_kwargs` of its own
     theirs = (
         None if is_reference else parse_implementation(model_init_kwargs(config, prefix).get("attn_implementation"))
