@@ -38,6 +38,34 @@ def test_rows_are_moved_whole():
     assert [b["sum"] for b in grouped] == [b["sum"] for b in batches]
 
 
+@pytest.mark.parametrize(
+    "ragged", [torch.arange(5), list(range(5)), {"ids": torch.arange(2)}], ids=["flat", "list", "dict"]
+)
+def test_a_column_without_a_value_for_each_row_is_not_moved(ragged):
+    """Kept token ids, one row behind the other: in which places the tokens of a row stand is unknown."""
+    batches = [{"prompt_ids": torch.tensor([[1], [2]]), "kept_ids": ragged} for _ in range(2)]
+    with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 2 rows"):
+        group_prompts(batches, window=2)
+
+
+def test_a_budget_cuts_what_is_scored_by_rows_and_refuses_all_else(make, monkeypatch):
+    """A later TRL may score with arguments that TRL 1.16 does not have."""
+    seen = []
+
+    def score(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **more):
+        seen.append((len(input_ids), batch_size, *more.values()))
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", score)
+    trainer = make(config={"padding_free": True, "max_tokens_per_batch": 64})
+    ids, kept = torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 2)
+    trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_mask=kept, compute_entropy=True)
+    assert seen == [(4, 4, kept, True)]
+    for flat in (torch.ones(7), [0] * 7):
+        with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 4 rows"):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_ids=flat)
+    assert len(seen) == 1
+
+
 def test_eight_completions_of_a_long_prompt_compute_it_once(make, tmp_path):
     long = save_policy(tmp_path, ends=[1], max_position_embeddings=1024)
     settings = {"num_generations": 8, "max_completion_length": 64, "max_steps": 2}

@@ -2,7 +2,7 @@
 TRL's configurations with our fields.
 
 Each field is documented once, in the docstring of the first configuration that has it. `--help` and `docs/options.md`
-are generated from these docstrings.
+are generated from these docstrings; so that `--help` is fast, checks import what they need when they run.
 """
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from ..core.attention.backends import Implementation
-from .data.turns import check_turn_settings
-from .field_types import help_from_docstring
+from .field_types import Implementation, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -255,5 +253,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        check_turn_settings(self)
+        if self.expand_turns:
+            from .data.turns import check_turn_settings
+
+            check_turn_settings(self)
         super().__post_init__(attn_implementation)
