@@ -236,10 +236,10 @@ def check_packing(config: PackingConfig) -> None:
         ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
             and if a token budget is no multiple of `packed_multiple_of`.
     """
-    if not isinstance(config.parity_check, bool) and config.parity_check != "forward":
+    if not isinstance(config.parity_check, bool) and config.parity_check not in ("forward", "short"):
         raise ValueError(
-            "`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got "
-            f"{config.parity_check!r}."
+            "`parity_check` is True, False, 'forward' (log-probabilities without their gradient) or 'short' (without "
+            f"the longest row), got {config.parity_check!r}."
         )
     check_prefix_sharing(config.prefix_sharing)
     check_multiple(multiple := config.packed_multiple_of)
