@@ -250,9 +250,9 @@ def wrong_if_padded(module: Any, args: Any, output: Any) -> Any:
     return output + 0.5 if len(output) > 1 else output
 
 
-def in_float32(module: Any, args: Any, output: Any) -> Any:
-    """A hook that casts, so that the model cannot compute in float64."""
-    return output.float()
+def in_float32(module: Any, args: Any) -> Any:
+    """A hook before a matrix product that casts, so that the model cannot compute in float64."""
+    return (args[0].float(),)
 
 
 @SHARING
@@ -303,7 +303,7 @@ def test_a_leak_stops_whatever_the_padded_forward_gives(spoilt, said, monkeypatc
 @pytest.mark.parametrize("leaks", [False, True])
 def test_code_that_casts_is_arbitrated_in_its_own_dtype(leaks, monkeypatch):
     model = build("qwen2")
-    model.model.layers[0].register_forward_hook(in_float32)
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(in_float32)
     model.model.layers[1].register_forward_hook(wrong_if_padded)
     if leaks:
         leaking_layouts(monkeypatch)
