@@ -17,7 +17,7 @@ TIMES_ROUNDING = 3
 """Two computations may differ by this many times the difference of two that are right."""
 
 WIDEST_SCORE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Largest difference of a score that passes unmeasured, however large the model is."""
+"""Largest difference of a score that passes unmeasured, however large the model is; of the mean a tenth of it."""
 
 WIDEST_GRADIENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The same for a gradient, relative to its norm."""
@@ -80,7 +80,7 @@ def score_limits(
     if dtype in WIDEST_SCORE:
         derived = math.inf if widest else tolerance(size, terms=terms, depth=depth)
         largest_floor = min(derived, WIDEST_SCORE[dtype])
-        mean_floor = min(few * largest_floor / DEVIATIONS, largest_floor)
+        mean_floor = min(few * largest_floor / DEVIATIONS, WIDEST_SCORE[dtype] / 10)
     else:
         largest_floor, mean_floor = tolerance(4, terms=1, dtype=dtype), tolerance(1, terms=1, dtype=dtype) / DEVIATIONS
     times = TIMES_ROUNDING * few
