@@ -382,7 +382,7 @@ def test_the_tolerance_is_that_of_the_models_dtype_and_size(dtype):
     model = build("qwen2").to(dtype)
     result = check_parity(model, inputs(), prefix_sharing=True)
     config, unmeasured = model.config, torch.zeros(result.compared)
-    sums = {"terms": 4 * config.hidden_size, "depth": 8 * config.num_hidden_layers}
+    sums = {"terms": config.intermediate_size, "depth": 8 * config.num_hidden_layers}
     small, large = (score_limits(dtype, unmeasured, size=size, **sums) for size in (1, 100))
     assert large == {torch.float64: (1e-8, 1e-7), torch.float32: (1e-4, 1e-3)}[dtype]
     found = result.mean_tolerance, result.maximum_tolerance

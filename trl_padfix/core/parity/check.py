@@ -227,8 +227,9 @@ def _distance(
     difference, rounding = _differences(scores, reference), _differences(other, reference)
     if long_row is not None:
         difference = torch.cat([difference, long_row])
-    config = forwards.handle.decoder.config
-    sums: Any = {"terms": 4 * config.hidden_size, "depth": 8 * config.num_hidden_layers, "widest": widest}
+    handle = forwards.handle
+    longest_sum = max((weight.shape[-1] for weight in handle.decoder.parameters() if weight.dim() > 1), default=1)
+    sums: Any = {"terms": longest_sum, "depth": 8 * len(handle.mixers.mixers), "widest": widest}
     limits = score_limits(dtype, rounding, size=forwards.size, **sums)
     gradient, limit = None, None
     if scores.gradient is not None and reference.gradient is not None and other.gradient is not None:
@@ -239,7 +240,7 @@ def _distance(
 
 def _differences(scores: Scores, reference: Scores) -> torch.Tensor:
     """Differences of scores; one zero without any (rows of one token), whose mean and maximum must exist."""
-    return (scores.values - reference.values).abs() if len(reference.values) else torch.zeros(1)
+    return (scores.values - reference.values).abs() if len(reference.values) else reference.values.new_zeros(1)
 
 
 def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> torch.Tensor:
