@@ -43,10 +43,11 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             allow it, and log how often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
-        parity_check (`bool` or `"forward"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
-            the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
-            gradients.
+        parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
+            With `padding_free`: compare packed with padded log-probabilities on a few short rows of the first training
+            and the first evaluation batch, in training also gradients. If they differ, each row alone decides: stop if
+            packed is wrong. After ten steps compare the longest row so far with that row alone. 'forward': without
+            gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
             Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
             other numbers of images than placeholders. In a stream, stop at the first such row. By default they are

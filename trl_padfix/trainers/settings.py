@@ -243,10 +243,10 @@ def check_packing(settings: Settings) -> None:
     from ..core.call.layout_of import check_multiple, check_prefix_sharing
     from ..core.layout.layout import packed_length
 
-    if not isinstance(settings.parity_check, bool) and settings.parity_check != "forward":
+    if not isinstance(settings.parity_check, bool) and settings.parity_check not in ("forward", "short"):
         raise ValueError(
-            "`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got "
-            f"{settings.parity_check!r}."
+            "`parity_check` is True, False, 'forward' (log-probabilities without their gradient) or 'short' (without "
+            f"the longest row), got {settings.parity_check!r}."
         )
     check_prefix_sharing(settings.prefix_sharing)
     check_multiple(multiple := settings.packed_multiple_of)

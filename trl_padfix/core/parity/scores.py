@@ -69,11 +69,11 @@ def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict
 
 def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Log-probabilities `(n,)` of the real tokens after `columns`, or the flattened output of a pooling head."""
-    logits = logits.float()
     if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
         logits = logits[:, -ids.shape[1] :]  # prompt tuning prepends virtual tokens to every row
     if logits.dim() == 3 and logits.shape[:2] == ids.shape:
         logits = logits[:, columns]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
     # A masked token has no score, neither has the one after it.
