@@ -10,15 +10,14 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, reduce
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from .versions import INSTEAD, TESTED, installed_version
+from .versions import INSTEAD, NEWEST, installed_version
 
 
 __all__ = ["Upstream", "contract", "require_names", "unmet"]
@@ -36,24 +35,21 @@ class Upstream(NamedTuple):
     @property
     def is_expected(self) -> bool:
         """Whether the installed versions should have the name."""
-        needed = [Requirement(self.needs)] if self.needs else []
-        versions = [(installed_version(requirement.name), requirement.specifier) for requirement in needed]
-        is_installed = installed_version(self.place.partition(":")[0].partition(".")[0]) is not None
-        return is_installed and all(version and bounds.contains(version, None) for version, bounds in versions)
+        package = Requirement(self.needs or re.split("[.:]", self.place)[0])
+        version = installed_version(package.name)
+        return version is not None and package.specifier.contains(version, prereleases=True)
 
     def fits(self) -> bool:
         """Whether the name is there, and as it is expected. Imports its module."""
         module, _, path = self.place.partition(":")
+        name, has_signature, arguments = self.name.partition("(")
         try:
-            owner = import_module(module)
-            owner = attrgetter(path)(owner) if path else owner
-            if self.name.startswith('"'):
+            owner = reduce(getattr, filter(None, path.split(".")), import_module(module))
+            if name.startswith('"'):
                 source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
                 return self.name[1:-1] in source
-            name, has_signature, arguments = self.name.partition("(")
             found = getattr(owner, name)
-            wanted = set(re.findall(r"\w+", arguments))
-            return not has_signature or wanted <= inspect.signature(found).parameters.keys()
+            return not has_signature or {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
         except (ImportError, AttributeError):
             return False
 
@@ -67,20 +63,17 @@ def contract() -> tuple[Upstream, ...]:
             section = line.removeprefix("## ")
         elif line.startswith("| `"):
             places, listed, needs, why = (cell.strip() for cell in line[1:-1].split("|"))
-            pairs = [
-                (place, name) for place in re.findall("`(.+?)`", places) for name in re.findall("`(.+?)`", listed)
+            quoted = re.compile("`(.+?)`").findall
+            names += [
+                Upstream(section, place, name, needs, why) for place in quoted(places) for name in quoted(listed)
             ]
-            names += [Upstream(section, place, name, needs, why) for place, name in pairs]
     return tuple(names)
 
 
 def unmet(names: Iterable[Upstream]) -> list[str]:
     """A sentence for each of the names that the installed versions should have, and have not."""
-    return [
-        f"`{name.name}` of `{name.place}` is not there or not what it was ({name.why})."
-        for name in names
-        if name.is_expected and not name.fits()
-    ]
+    gone = [name for name in names if name.is_expected and not name.fits()]
+    return [f"`{name.name}` of `{name.place}` is not there or not what it was ({name.why})." for name in gone]
 
 
 @cache
@@ -93,10 +86,9 @@ def require_names(public: str) -> None:
     Raises:
         ImportError: If a name is gone or has another signature; says what works instead.
     """
-    sections = {public} | ({"Every trainer"} if public.endswith("Trainer") else set())
-    names = [n for n in contract() if n.section in sections or n.place == f"trl:{public}"]
+    section = "Every trainer" if public.endswith("Trainer") else public
+    names = [n for n in contract() if n.section == section or n.place == f"trl:{public}"]
     loaded = [n for n in names if n.place.partition(":")[0] in sys.modules and not n.name.startswith('"')]
     if gone := unmet(loaded):
-        pair = " and ".join(f"{package} {version}" for package, version in TESTED[-1]._asdict().items())
-        hint = f" {INSTEAD}" if public != "remove_padding" else ""
-        raise ImportError(f"`trl_padfix.{public}`: {' '.join(gone)} Tested together, newest: {pair}.{hint}")
+        hint = f" {INSTEAD}" if section != public else ""
+        raise ImportError(f"`trl_padfix.{public}`: {' '.join(gone)} Tested together, newest: {NEWEST}.{hint}")

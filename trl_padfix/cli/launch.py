@@ -128,15 +128,13 @@ def _set_defaults(launch: Namespace) -> None:
     import torch
     from accelerate.commands.config import default_config_file
 
-    if launch.config_file is not None or (Path(default_config_file).is_file() and not launch.cpu):
+    if launch.config_file or (Path(default_config_file).is_file() and not launch.cpu):
         return
     devices = 0 if launch.cpu else torch.accelerator.device_count()
     if devices > 1 and launch.num_processes is None:
         launch.multi_gpu = not (launch.use_deepspeed or launch.use_fsdp or launch.tpu)
     defaults = {"num_processes": devices, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
-    for name, value in defaults.items():
-        if vars(launch)[name] is None:
-            setattr(launch, name, value)
+    vars(launch).update({name: value for name, value in defaults.items() if vars(launch)[name] is None})
 
 
 def warn_of_unused_lora(args: Sequence[str]) -> str | None:

@@ -151,17 +151,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
     auto = best_backend(workload)
     return Diagnosis(
-        describe_system(),
-        versions,
-        tested,
-        upstream,
-        machine,
-        dtypes,
-        dtype,
-        backends,
-        auto,
-        model=report,
-        problems=problems,
+        describe_system(), versions, tested, upstream, machine, dtypes, dtype, backends, auto, report, problems
     )
 
 
