@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from .versions import INSTEAD, NEWEST, installed_version
 
 
-__all__ = ["Upstream", "contract", "require_names", "unmet"]
+__all__ = ["Upstream", "contract", "fits", "require_names", "unmet"]
 
 
 class Upstream(NamedTuple):
@@ -39,20 +39,6 @@ class Upstream(NamedTuple):
         version = installed_version(package.name)
         return version is not None and package.specifier.contains(version, prereleases=True)
 
-    def fits(self) -> bool:
-        """Whether the name is there, and as it is expected. Imports its module."""
-        module, _, path = self.place.partition(":")
-        name, has_signature, arguments = self.name.partition("(")
-        try:
-            owner = reduce(getattr, filter(None, path.split(".")), import_module(module))
-            if name.startswith('"'):
-                source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
-                return self.name[1:-1] in source
-            found = getattr(owner, name)
-            return not has_signature or {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
-        except (ImportError, AttributeError):
-            return False
-
 
 @cache
 def contract() -> tuple[Upstream, ...]:
@@ -64,15 +50,29 @@ def contract() -> tuple[Upstream, ...]:
         elif line.startswith("| `"):
             places, listed, needs, why = (cell.strip() for cell in line[1:-1].split("|"))
             quoted = re.compile("`(.+?)`").findall
-            names += [
-                Upstream(section, place, name, needs, why) for place in quoted(places) for name in quoted(listed)
-            ]
+            names += [Upstream(section, p, name, needs, why) for p in quoted(places) for name in quoted(listed)]
     return tuple(names)
+
+
+@cache
+def fits(name: Upstream) -> bool:
+    """Whether the name is there, and as it is expected. Imports its module."""
+    module, _, path = name.place.partition(":")
+    attribute, has_signature, arguments = name.name.partition("(")
+    try:
+        owner = reduce(getattr, filter(None, path.split(".")), import_module(module))
+        if attribute.startswith('"'):
+            source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
+            return name.name[1:-1] in source
+        found = getattr(owner, attribute)
+        return not has_signature or {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
+    except (ImportError, AttributeError):
+        return False
 
 
 def unmet(names: Iterable[Upstream]) -> list[str]:
     """A sentence for each of the names that the installed versions should have, and have not."""
-    gone = [name for name in names if name.is_expected and not name.fits()]
+    gone = [name for name in names if name.is_expected and not fits(name)]
     return [f"`{name.name}` of `{name.place}` is not there or not what it was ({name.why})." for name in gone]
 
 
