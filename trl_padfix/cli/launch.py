@@ -111,6 +111,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
+    _set_defaults(launch)
     training, model, own = parsed[1], parsed[2], parsed[-1]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
     if reason := folder_obstacle(training.output_dir):
@@ -121,6 +122,20 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     return parsed, launch
+
+
+def _set_defaults(launch: Namespace) -> None:
+    """Set what `accelerate launch` would set itself, with six lines of warning, where no configuration file does."""
+    import torch
+    from accelerate.commands.config import default_config_file
+
+    if launch.config_file or (Path(default_config_file).is_file() and not launch.cpu):
+        return
+    devices = 0 if launch.cpu else torch.accelerator.device_count()
+    if devices > 1 and launch.num_processes is None:
+        launch.multi_gpu = not (launch.use_deepspeed or launch.use_fsdp or launch.tpu)
+    defaults = {"num_processes": devices, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
+    vars(launch).update({name: value for name, value in defaults.items() if vars(launch)[name] is None})
 
 
 def warn_of_unused_lora(args: Sequence[str]) -> str | None:
