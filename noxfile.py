@@ -160,6 +160,72 @@ def machines(session: nox.Session, kernels: str, threads: int, precision: str) -
     session.run("pytest", *PROCESSES, *(session.posargs or numeric_tests()), env=env)
 
 
+# What `pytest` leaves out, in parts that take at most 50 minutes on two cores: what each holds, and its test files, as
+# patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was last run.
+NIGHTLY = {
+    1: (
+        "the core, and types of models",
+        ["core/**/test_*.py", "cli/test_*.py", "tools/test_*.py", "mutants/test_*.py", "test_*.py"],
+    ),
+    2: ("trainers: each field of the configurations, and their base", ["trainers/test_[a-d]*.py"]),
+    3: ("trainers: methods, budgets, prefixes, images", ["trainers/**/test_*.py"]),
+    4: (
+        "several processes",
+        ["end_to_end/test_*processes.py", "end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
+    ),
+    5: (
+        "commands, recipes, documents, trajectories, other stacks",
+        ["end_to_end/**/test_*.py", "integrations/test_*.py"],
+    ),
+    6: ("random draws", ["campaign/test_*.py"]),
+    7: ("kernels, in Triton's interpreter", ["kernels/test_*.py"]),
+}
+SLOW = ("-m", "slow or families")
+NIGHTLY_OPTIONS = {
+    6: ("-m", "campaign", "--campaign-seconds", "300"),  # for each of its tests
+    7: ("-m", "kernels", *PROCESSES),
+}
+# They have CUDA extensions, which are not built.
+WITHOUT_EXTENSIONS = {
+    "MAMBA_FORCE_BUILD": "TRUE",
+    "MAMBA_SKIP_CUDA_BUILD": "TRUE",
+    "FLASH_ATTENTION_FORCE_BUILD": "TRUE",
+    "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE",
+}
+
+
+def nightly_files(number: int) -> list[str]:
+    """The test files of a part of the night."""
+    taken: set[Path] = set()
+    files: list[Path] = []
+    for part, (_, patterns) in NIGHTLY.items():
+        files = sorted({file for pattern in patterns for file in (ROOT / "tests").glob(pattern)} - taken)
+        if part == number:
+            break
+        taken |= set(files)
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
+def nightly(number: int) -> None:
+    """Make the session `nightly-<number>`."""
+
+    def part(session: nox.Session) -> None:
+        install(session, "-e", f"{ROOT}[dev,docs]", "deepspeed")
+        session.install("--no-deps", "openrlhf==0.11.2")  # its class of actors
+        if number == 7:
+            session.install("pip>=25.1", "setuptools", "wheel", "packaging", "ninja")
+            session.install("--no-deps", "--no-build-isolation", "--group", "kernels", env=WITHOUT_EXTENSIONS)
+        env = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        options = NIGHTLY_OPTIONS.get(number, (*SLOW, *PROCESSES))
+        session.run("pytest", *options, *nightly_files(number), *session.posargs, env=env)
+
+    nox.session(name=f"nightly-{number}")(part)
+
+
+for number in NIGHTLY:
+    nightly(number)
+
+
 @nox.session
 def stories(session: nox.Session) -> None:
     """The failure stories, where they happened: each shows the failure first, then the same code with the package."""
