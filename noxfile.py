@@ -16,8 +16,8 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s readme            the commands of README.md, and those that they print
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
-for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite. Installed environments
-serve as they are, too: `nox -s machines nightly-1 --no-venv --no-install`.
+for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite. With
+`--no-venv --no-install` a session runs in the environment that is active.
 """
 
 from __future__ import annotations
