@@ -130,7 +130,7 @@ MUTANTS = [
         "states = hidden[row, last].unsqueeze(1)",
         "states = hidden[row, last - 1].unsqueeze(1)",
         "a score is read one token early in a call that is computed padded",
-        ("core/test_heads_reward_models.py", "core/test_heads.py"),
+        ("core/remove/test_padded_calls.py",),
     ),
     Mutant(
         "core/call/arguments.py",
@@ -154,16 +154,9 @@ MUTANTS = [
         ("core/remove/test_numbers.py", "core/test_layout_of.py"),
     ),
     Mutant(
-        "core/call/batch_cache.py",
-        "if other_key == key and all(",
-        "if all(",
-        "the layout of one model is used for another model with other settings",
-        ("core/remove/test_numbers.py", "core/test_layout_of.py"),
-    ),
-    Mutant(
         "core/call/images.py",
-        "keys[-1][is_visual_BL] = content",
-        "keys[-1][is_visual_BL] = content[0]",
+        "else _content(tensor))",
+        "else torch.zeros_like(_content(tensor)))",
         "rows with different images share a prefix",
         ("core/test_vision.py",),
     ),
@@ -298,8 +291,8 @@ MUTANTS = [
     ),
     Mutant(
         "core/patches/decoder.py",
-        "last_position = layout.batch_shape[1] - 1",
-        "last_position = layout.packed_tokens - 1",
+        "layout.batch_shape[1] - 1",
+        "layout.packed_tokens - 1",
         "a dynamic rotary embedding gets the length of the packed row",
         ("core/test_positions.py", "core/remove/test_numbers.py"),
     ),
