@@ -366,7 +366,7 @@ MUTANTS = [
         '(call["labels"][:, 1:] != -100)',
         '(call["labels"] != -100)',
         "a label of the first column counts in a mean over labels",
-        ("trainers/test_sub_batches.py", "trainers/test_sub_batches_other_calls.py"),
+        ("trainers/test_sub_batches.py",),
     ),
     Mutant(
         "trainers/batching/token_costs.py",
@@ -439,7 +439,7 @@ MUTANTS = [
         'else mask * batch["tool_mask"]).sum()',
         "else mask).sum()",
         "answers of tools count as trained tokens",
-        ("trainers/test_grpo.py", "trainers/test_every_method.py"),
+        ("trainers/test_grpo.py",),
     ),
     Mutant(
         "trainers/methods/online.py",
