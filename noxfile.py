@@ -169,21 +169,22 @@ NIGHTLY = {
     ),
     2: ("trainers: each field of the configurations, and their base", ["trainers/test_[a-d]*.py"]),
     3: ("trainers: methods, budgets, prefixes, images", ["trainers/**/test_*.py"]),
-    4: (
-        "several processes",
-        ["end_to_end/test_*processes.py", "end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
-    ),
+    4: ("several processes: trainings and their errors", ["end_to_end/test_*processes.py"]),
     5: (
+        "several processes: configurations, trainings that split rows",
+        ["end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
+    ),
+    6: (
         "commands, recipes, documents, trajectories, other stacks",
         ["end_to_end/**/test_*.py", "integrations/test_*.py"],
     ),
-    6: ("random draws", ["campaign/test_*.py"]),
-    7: ("kernels, in Triton's interpreter", ["kernels/test_*.py"]),
+    7: ("random draws", ["campaign/test_*.py"]),
+    8: ("kernels, in Triton's interpreter", ["kernels/test_*.py"]),
 }
 SLOW = ("-m", "slow or families")
 NIGHTLY_OPTIONS = {
-    6: ("-m", "campaign", "--campaign-seconds", "300"),  # for each of its tests
-    7: ("-m", "kernels", *PROCESSES),
+    7: ("-m", "campaign", "--campaign-seconds", "300"),  # for each of its tests
+    8: ("-m", "kernels", *PROCESSES),
 }
 # They have CUDA extensions, which are not built.
 WITHOUT_EXTENSIONS = {
@@ -212,7 +213,7 @@ def nightly(number: int) -> None:
     def part(session: nox.Session) -> None:
         install(session, "-e", f"{ROOT}[dev,docs]", "deepspeed")
         session.install("--no-deps", "openrlhf==0.11.2")  # its class of actors
-        if number == 7:
+        if number == 8:
             session.install("pip>=25.1", "setuptools", "wheel", "packaging", "ninja")
             session.install("--no-deps", "--no-build-isolation", "--group", "kernels", env=WITHOUT_EXTENSIONS)
         env = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
