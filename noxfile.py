@@ -8,7 +8,7 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s stories           the failure stories alone
     nox -s machines          the tests that compare numbers, with other kernels and threads: nine settings and one more
     nox -s "machines(avx2-2)"
-    nox -s nightly-1         a part of what `pytest` leaves out, within 50 minutes on two cores; `NIGHTLY` has them all
+    nox -s nightly-1         a part of what `pytest` leaves out, cut for 50 minutes; `NIGHTLY` has them all
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
     nox -s installed         these in empty environments of every Python that is here, and a training in each
@@ -160,8 +160,8 @@ def machines(session: nox.Session, kernels: str, threads: int, precision: str) -
     session.run("pytest", *PROCESSES, *(session.posargs or numeric_tests()), env=env)
 
 
-# What `pytest` leaves out, in parts that take at most 50 minutes on two cores: what each holds, and its test files, as
-# patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was last run.
+# What `pytest` leaves out, in parts that are cut for 50 minutes on two cores (estimated): what each holds, and its test
+# files, as patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was run.
 NIGHTLY = {
     1: (
         "the core, and types of models",
