@@ -160,7 +160,7 @@ def machines(session: nox.Session, kernels: str, threads: int, precision: str) -
     session.run("pytest", *PROCESSES, *(session.posargs or numeric_tests()), env=env)
 
 
-# What `pytest` leaves out, in parts that are cut for 50 minutes on two cores (estimated): what each holds, and its test
+# What `pytest` leaves out, in parts that are cut for 50 minutes on two cores (estimated): what each holds, its test
 # files, as patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was run.
 NIGHTLY = {
     1: (
