@@ -65,6 +65,8 @@ def test_bounds_say_more_than_positions():
     assert packed_layout(positions).is_trivial
     assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (4, 2)
     assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 2, 6, 6])).queries.lengths == (2, 4)
+    # No sequence continues in the next row.
+    assert packed_layout(positions.view(2, 3), cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (3, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,15 @@ def test_prefixes_part_before_a_block_in_which_rows_differ():
     assert without.packed_tokens < layout.packed_tokens
 
 
+@pytest.mark.parametrize(("column", "packed"), [(2, 8), (0, 6)])
+def test_a_block_goes_on_to_the_last_token_that_one_of_its_tokens_sees(column, packed):
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8]])
+    real, sees = torch.ones_like(ids), torch.ones(4, 4, dtype=torch.bool).tril()
+    sees[0, column] = True  # the token after it sees no later one
+    keys = PreparedMasks.of(sees.expand(2, 1, 4, 4)).keys(real, [ids])
+    assert prefix_sharing_layout(ids, real, keys).packed_tokens == packed
+
+
 def test_masks_that_are_added_are_read_as_those_that_are_not():
     real = torch.ones(1, 4, dtype=torch.int64)
     mask = mask_of(torch.tensor([[0, 1, 1, 0]]), real)

@@ -9,7 +9,7 @@ from kit.trainer_runs import MODES
 from packaging.version import Version
 
 from trl_padfix import GRPOTrainer
-from trl_padfix.trainers.methods.online import group_prompts
+from trl_padfix.trainers.methods.online import group_prompts, trained_tokens
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +23,12 @@ def make(makers):
 def test_rows_stay_where_their_micro_batch_counts(case, make):
     settings, _ = make.method.cases[case]
     assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
+
+
+def test_answers_of_tools_are_no_trained_tokens():
+    completions = {"completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}
+    assert trained_tokens(completions) == trained_tokens(completions | {"tool_mask": None}) == 5
+    assert trained_tokens(completions | {"tool_mask": torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])}) == 3
 
 
 def test_rows_are_moved_whole():
