@@ -2,7 +2,7 @@
 TRL's configurations with our fields.
 
 Each field is documented once, in the docstring of the first configuration that has it. `--help` and `docs/options.md`
-are generated from these docstrings.
+are generated from these docstrings; so that `--help` is fast, checks import what they need when they run.
 """
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from ..core.attention.backends import Implementation
-from .data.turns import check_turn_settings
-from .field_types import help_from_docstring
+from .field_types import Implementation, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -44,10 +42,11 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             allow it, and log how often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
-        parity_check (`bool` or `"forward"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
-            the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
-            gradients.
+        parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
+            With `padding_free`: compare packed with padded log-probabilities on a few short rows of the first training
+            and the first evaluation batch, in training also gradients. If they differ, each row alone decides: stop if
+            packed is wrong. After ten steps compare the longest row so far with that row alone. 'forward': without
+            gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
             Stop for doubtful data (rows without a label, equal completions, other numbers of images than placeholders)
             before the first step, in a stream at the first such row. By default they are counted in a warning. With
@@ -251,5 +250,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        check_turn_settings(self)
+        if self.expand_turns:
+            from .data.turns import check_turn_settings
+
+            check_turn_settings(self)
         super().__post_init__(attn_implementation)
