@@ -112,7 +112,6 @@ CELLS = [
     Cell("KTO", "precomputed reference", "prefix sharing", "right", "eager", BUDGET),
     Cell("KTO", "lora, accumulation", "prefix sharing", "left", FLASH),
     Cell("GRPO", "plain", "padded"),
-    Cell("GRPO", "plain", "prefix sharing", "", "eager"),
     Cell("GRPO", "two iterations", "padding-free", "", "sdpa", BUDGET),
     Cell("GRPO", "accumulation", "prefix sharing", "", "sdpa", BUDGET),
     Cell("GRPO", "checkpointing", "padding-free", "", "eager", BUDGET),
