@@ -52,7 +52,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         for value in ("always", None, 1)
     ),
     *(
-        ("DPO", {"parity_check": value}, ValueError, f"`parity_check` is True, False or 'forward' .* got {value!r}")
+        ("DPO", {"parity_check": value}, ValueError, f"`parity_check` is True, False, 'forward' .* got {value!r}")
         for value in ("backward", "false", None, 1)
     ),
     *(

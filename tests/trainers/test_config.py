@@ -64,6 +64,7 @@ def test_sharing_may_be_left_to_the_counts(tmp_path):
 
 def test_the_parity_check_may_leave_gradients_out(tmp_path):
     assert DPOConfig(parity_check="forward", **ON_CPU).parity_check == "forward"
+    assert DPOConfig(parity_check="short", **ON_CPU).parity_check == "short"
     found = [parse("--parity_check", *value).parity_check for value in (["Forward"], ["true"], ["false"], [])]
     assert found == ["forward", True, False, True]
 
