@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +19,7 @@ from kit.trainer_runs import (
     break_mode,
     build_ids,
     build_model,
-    lora,
     make_plain_trainer,
-    pass_on_without_hooks,
     trained,
     trajectory,
 )
@@ -81,15 +78,12 @@ def train(folder, trainer_class=Margins, callbacks=(), **given):
 
 
 HOLDERS = {
-    "plain": {},
     "with a reference": {"ref_model": lambda: build_model(seed=1)},
     "accumulating, checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
 }
 
 
-@pytest.mark.parametrize(
-    ("holder", "sharing"), slow_but([("with a reference", True)], product(HOLDERS, [False, True, "auto"]))
-)
+@pytest.mark.parametrize(("holder", "sharing"), [("with a reference", True), ("accumulating, checkpointing", "auto")])
 def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(holder, sharing, tmp_path):
     def given():
         return {name: value() if callable(value) else value for name, value in HOLDERS[holder].items()}
@@ -100,7 +94,7 @@ def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(holder, sharing
     stats = callback.stats
     assert attachment_of(ours.model) is None
     assert "forward" not in vars(ours.model)
-    assert_same(trajectory(ours), trajectory(theirs), atol=1e-5)
+    assert_same(trajectory(ours), trajectory(theirs))
     recomputes = "checkpointing" in holder
     assert stats.packed_tokens < stats.padded_tokens
     assert recomputes or (entered == stats.packed_tokens and padded == stats.padded_tokens)
@@ -193,24 +187,6 @@ def test_trls_trainers_take_it(tmp_path):
     assert [report.ok for report in callbacks[0].reports] == [True, True]
 
 
-@pytest.mark.parametrize("hooks", [True, False], ids=["", "PEFT before 0.21"])
-def test_mixed_precision_and_adapters(hooks, tmp_path, monkeypatch):
-    if not hooks:
-        pass_on_without_hooks(monkeypatch)
-    callback = PaddingRemovalCallback(prefix_sharing=True)
-    trainer, entered = train(tmp_path, callbacks=[callback], model=adapted_model(), bf16=True, max_steps=2)
-    assert callback.reports[0].dtype == torch.bfloat16
-    assert 0 < callback.stats.packed_tokens < entered + 1
-    assert all(torch.isfinite(torch.tensor(log["loss"])) for log in trainer.state.log_history if "loss" in log)
-    assert attachment_of(trainer.model) is None
-
-
-def adapted_model():
-    import peft
-
-    return peft.get_peft_model(build_model(), lora(task_type="CAUSAL_LM"))
-
-
 def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
     callback = PaddingRemovalCallback()
     trainer = build_trainer(tmp_path, callbacks=[callback], max_steps=2)
@@ -276,16 +252,15 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_before_the_first_step(name, tmp_path):
-    build, config, error, said = BAD[name]
-    callback = PaddingRemovalCallback(prefix_sharing=True)
-    trainer = build_trainer(tmp_path, callbacks=[callback], model=build(), remove_unused_columns=False, **config)
-    trainer.compute_loss = lambda *args, **kwargs: pytest.fail("a step began")
-    with pytest.raises(error, match=f"(?s){said}"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert callback.handles == []
+def test_bad_input_is_refused_before_the_first_step(tmp_path):
+    for build, config, error, said in BAD.values():
+        callback = PaddingRemovalCallback(prefix_sharing=True)
+        trainer = build_trainer(tmp_path, callbacks=[callback], model=build(), remove_unused_columns=False, **config)
+        trainer.compute_loss = lambda *args, **kwargs: pytest.fail("a step began")
+        with pytest.raises(error, match=f"(?s){said}"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        assert callback.handles == []
 
 
 WRAPPERS = [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")]
@@ -302,13 +277,6 @@ def test_models_that_will_be_wrapped_are_attached_to_before_and_wrapped_ones_are
     assert_same(torch.tensor(found["ours"]), torch.tensor(found["theirs"]))
     assert found["ok"] == [True]
     assert found["tokens"] == sorted(set(found["tokens"]))
-
-
-def test_a_trainer_that_is_made_and_not_trained_leaves_its_model_as_it_is(tmp_path):
-    model = build_model()
-    for _ in range(2):  # as a cell of a notebook that is run again
-        build_trainer(tmp_path, callbacks=[PaddingRemovalCallback()], model=model)
-    assert attachment_of(model) is None
 
 
 def test_one_line_says_what_was_removed_in_the_first_step(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Embedding models and rerankers of sentence-transformers on decoders: its numbers, without padding."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -12,8 +11,9 @@ import torch
 from kit.embedding_runs import INSTRUCTION, build_embedder, build_reranker, build_trainer, triplets, with_lora
 from kit.observe import entered_tokens
 from kit.processes import logged
+from kit.tolerance import CONTROL, assert_close, tolerance
 from kit.trainer_runs import assert_same, break_mode, lora, train_beside_plain, trained
-from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import CNN
 from transformers import BertConfig, BertModel
@@ -23,6 +23,10 @@ from trl_padfix import (
     check_parity,
     remove_padding,
 )
+
+
+DEPTH = {"terms": 64, "depth": 2 * 8 * 3}
+"""Sums of two layers and a head, with their backward, as in `tolerance`."""
 
 
 def with_two_adapters(model, active="default"):
@@ -36,11 +40,9 @@ def with_two_adapters(model, active="default"):
 
 MODELS = {
     "last token, right": lambda folder: build_embedder(folder, "lasttoken", "right"),
-    "last token, left": lambda folder: build_embedder(folder, "lasttoken", "left"),
     "mean, left": lambda folder: build_embedder(folder, "mean", "left"),
     "mean, right, LoRA": lambda folder: with_lora(build_embedder(folder, "mean", "right")),
     "reranker, score head": lambda folder: build_reranker(folder, "classifier"),
-    "reranker, score head, left, LoRA": lambda folder: with_lora(build_reranker(folder, "classifier", "left")),
     "mean, left, two adapters": lambda folder: with_two_adapters(build_embedder(folder, "mean", "left"), "other"),
     "reranker, score head, two adapters": lambda folder: with_two_adapters(build_reranker(folder), "other"),
     "reranker, logits of yes and no": lambda folder: build_reranker(folder, "yes and no"),
@@ -77,16 +79,16 @@ def test_embeddings_scores_and_gradients_are_those_of_the_padded_model(name, tmp
     for sharing, tokens in ((False, sum(map(len, rows))), (True, len(prefixes))):
         with remove_padding(model, prefix_sharing=sharing) as handle, entered_tokens(model) as entered:
             ours, our_gradients, _ = outputs(model)
-        assert (ours - out).abs().max() < 1e-5
-        assert (our_gradients - gradients).norm() / gradients.norm() < 1e-5
+        assert_close(ours, out, **DEPTH)
+        assert (our_gradients - gradients).norm() <= tolerance(float(gradients.norm()), **DEPTH)
         assert list(entered) == [tokens]
         assert handle.stats.padded_tokens == mask.numel() > tokens
         assert not handle.stats.padded_forwards
     break_mode(monkeypatch, "prefix sharing")
     with remove_padding(model, prefix_sharing=True):
         wrong, wrong_gradients, _ = outputs(model)
-    assert (wrong - out).abs().max() > 1e-2
-    assert (wrong_gradients - gradients).norm() / gradients.norm() > 1e-2
+    assert_close(out, out, **DEPTH, control=wrong)
+    assert (wrong_gradients - gradients).norm() > CONTROL * tolerance(float(gradients.norm()), **DEPTH)
 
 
 def test_one_query_is_computed_once_for_a_hundred_documents(tmp_path):
@@ -96,14 +98,13 @@ def test_one_query_is_computed_once_for_a_hundred_documents(tmp_path):
     with remove_padding(model, prefix_sharing=True) as handle:
         ours = model.rank(query, documents, batch_size=100)
     assert [result["corpus_id"] for result in ours] == [result["corpus_id"] for result in theirs]
-    assert max(abs(a["score"] - b["score"]) for a, b in zip(ours, theirs, strict=True)) < 1e-6
+    assert_close(*(torch.tensor([float(r["score"]) for r in results]) for results in (ours, theirs)), **DEPTH)
     assert handle.stats.packed_tokens < 4 * 100 < handle.stats.real_tokens / 10
 
 
 TRAININGS = [
     ("last token, right", "in-batch negatives"),
     ("mean, left", "cached"),
-    ("mean, right, LoRA", "cached"),
     ("reranker, score head", "pairs"),
     ("reranker, score head", "lists"),
     ("mean, left, two adapters", "cached"),
@@ -132,9 +133,8 @@ def test_ten_steps_of_its_trainer_are_those_of_the_padded_model(name, loss, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "loss"), [TRAININGS[0], TRAININGS[3], *(pytest.param(*t, marks=pytest.mark.slow) for t in TRAININGS[2:3])]
+    ("way", "name", "loss"), [("callback", *TRAININGS[0]), ("trainer", "reranker, score head", "pairs")]
 )
-@pytest.mark.parametrize("way", ["callback", "trainer"])
 def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, loss, tmp_path, monkeypatch):
     def make(**given):
         return build(name, loss, tmp_path, max_steps=2, **given)
@@ -142,7 +142,7 @@ def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, 
     train_beside_plain(way, make, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["mean, left", "reranker, score head", "reranker, logits of yes and no"])
+@pytest.mark.parametrize("name", ["mean, left", "reranker, logits of yes and no"])
 def test_the_parity_check_compares_pipelines(name, tmp_path, monkeypatch):
     model = MODELS[name](tmp_path)
     batch = model.preprocess(rows_of(model))
@@ -167,7 +167,7 @@ def test_batches_that_sentence_transformers_unpads_share_prefixes(tmp_path):
     first.can_flatten_inputs, first._flatten_position_offset = True, 0
     with remove_padding(model, prefix_sharing=True) as handle:
         ours = model.encode(texts, convert_to_tensor=True)
-    assert (ours - theirs).abs().max() < 1e-5
+    assert_close(ours, theirs, **DEPTH)
     assert handle.stats.packed_tokens < handle.stats.real_tokens == handle.stats.padded_tokens
 
 
@@ -238,17 +238,17 @@ READERS = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
-def test_a_module_that_reads_padding_somewhere_is_refused(name, tmp_path):
-    make, text = READERS[name]
-    model = build_embedder(tmp_path, "mean", "right")
-    for control in (Pooled(), routed()):
-        model[1] = control
-        remove_padding(model).remove()
-    model[1] = make()
-    with pytest.raises(PaddingRemovalError, match=text):
-        remove_padding(model)
-    assert model[1].training  # as it was
+def test_a_module_that_reads_padding_somewhere_is_refused(tmp_path):
+    for name in READERS:
+        make, text = READERS[name]
+        model = build_embedder(tmp_path, "mean", "right")
+        for control in (Pooled(), routed()):
+            model[1] = control
+            remove_padding(model).remove()
+        model[1] = make()
+        with pytest.raises(PaddingRemovalError, match=text):
+            remove_padding(model)
+        assert model[1].training  # as it was
 
 
 def test_queries_that_are_expanded_by_tokens_without_a_mask_are_refused(tmp_path):
@@ -268,17 +268,6 @@ def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):
     model[0].model = BertModel(config)
     with pytest.raises(PaddingRemovalError, match=r"(?s)BertModel: .*unpads encoders itself.*flash_attention_2"):
         remove_padding(model)
-
-
-def test_an_attached_model_is_saved_copied_and_loaded_as_before(tmp_path):
-    model = build_embedder(tmp_path / "decoder")
-    texts = rows_of(model)
-    theirs = model.encode(texts, convert_to_tensor=True)
-    with remove_padding(model, prefix_sharing=True):
-        model.save(str(tmp_path / "saved"))
-        assert_same(copy.deepcopy(model).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
-    assert_same(SentenceTransformer(str(tmp_path / "saved")).encode(texts, convert_to_tensor=True), theirs, atol=1e-5)
-    assert not issubclass(CrossEncoder, SentenceTransformer)  # what the tests above tell them apart by
 
 
 ADAPTED = {
@@ -310,8 +299,8 @@ def test_an_adapter_that_is_added_or_loaded_later_is_packed(name, tmp_path):
     for adapter, (out, gradients, _) in ours.items():
         model.set_adapter(adapter)
         theirs, their_gradients, _ = outputs(model)
-        assert (out - theirs).abs().max() < 1e-5
-        assert (gradients - their_gradients).norm() / their_gradients.norm() < 1e-5
+        assert_close(out, theirs, **DEPTH)
+        assert (gradients - their_gradients).norm() <= tolerance(float(their_gradients.norm()), **DEPTH)
     values = [out for out, *_ in ours.values()]
     assert min((a - b).abs().max() for a, b in pairwise(values)) > 1e-2
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 import trl
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens, has_cache
 from kit.processes import on_gpus
@@ -270,8 +270,3 @@ def evaluate(folder: Path, packs: bool) -> dict[str, Any]:
         histories.append(trainer.state.log_history)
     stats = trainer.padding.stats
     return {"histories": histories, "packed": stats.packed_tokens, "padded": stats.padded_tokens}
-
-
-def stream_of(rows: Dataset) -> IterableDataset:
-    """Rows one by one, with a column that no trainer takes."""
-    return IterableDataset.from_generator(lambda: ({**row, "source": i} for i, row in enumerate(rows)))

@@ -28,13 +28,8 @@ from kit.online_runs import (
 from kit.rows import METRICS as SFT_METRICS
 from kit.rows import TEMPLATE, build_examples, build_pairs, build_prompts, build_rows
 from kit.trainer_runs import (
-    MODES,
     SETTINGS,
-    SIDED_MODES,
-    TWO_MODES,
     Run,
-    assert_mode_ran,
-    assert_same,
     build_model,
     build_tokenizer,
     lora,
@@ -127,7 +122,6 @@ class Method:
         settings (`dict`): Configuration of every run.
         side (`bool`): Whether it has a collator, which pads on either side.
         uncounted (`tuple[str, ...]`): Cases in which the layers do not run once for each batch.
-        elsewhere (`tuple[str, ...]`): Cases with tests of their own.
         means (`set[str]`): Metrics that are means over micro-batches, which differ where these hold other rows.
         atol (`dict[str, float]`): Tolerances of cases with gradients that nearly cancel.
     """
@@ -139,22 +133,8 @@ class Method:
     settings: dict[str, Any] = field(default_factory=lambda: SETTINGS | BATCHES)
     side: bool = True
     uncounted: tuple[str, ...] = ("checkpointing",)
-    elsewhere: tuple[str, ...] = ()
     means: frozenset[str] = frozenset()
     atol: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def modes(self) -> dict[str, dict[str, Any]]:
-        return SIDED_MODES if self.side else MODES
-
-    @property
-    def packed_modes(self) -> list[str]:
-        """Two modes that every set-up is tried in."""
-        return TWO_MODES if self.side else PACKED
-
-    @property
-    def set_ups(self) -> list[str]:
-        return [case for case in self.cases if case not in (self.plain, *self.elsewhere)]
 
     @property
     def defaults(self) -> dict[str, Callable[[], Any]]:
@@ -197,12 +177,21 @@ class Maker:
         given.setdefault("eval_dataset", method.defaults["eval_dataset"]())
         return make_trainer(package, method.name, self.folders.mktemp("run"), trainer_class, **settings | given)
 
-    def train(self, case: str, trainer_class: type | None = None, given: dict | None = None, **config: Any) -> Run:
-        """Train and evaluate a case, with more settings, and more of what its trainer is given."""
+    def train(
+        self,
+        case: str,
+        trainer_class: type | None = None,
+        given: dict | None = None,
+        change: Callable[[Any], Any] = lambda trainer: None,
+        **config: Any,
+    ) -> Run:
+        """Train and evaluate a case, with more settings, more of what its trainer is given, and a `change` of it."""
         settings, given_of_case = self.method.cases[case]
         completions: list[list[int]] = []
         watch = self.method.watch(settings | config, completions)
-        trained = run(self(trainer_class, settings | config, **given_of_case() | (given or {})), watch)
+        trainer = self(trainer_class, settings | config, **given_of_case() | (given or {}))
+        change(trainer)
+        trained = run(trainer, watch)
         trained.completions = completions
         return trained
 
@@ -213,33 +202,12 @@ class Maker:
         return run(self(args=args), self.method.watch(config, []))
 
 
-def assert_trls(make: Maker, case: str, mode: str) -> Run:
-    """A case of a method in one of its modes: TRL's trajectory, and fewer tokens; returns our run."""
-    method = make.method
-    ours, theirs = make.train(case, **method.modes[mode]), make.theirs(case)
-    left_out = method.means if method.means and ours.trainer.padding.task.may_regroup() else set()
-    logged = {name for log in theirs.logs for name in log}
-    metrics = [metric for metric in method.metrics if metric in logged - left_out]
-    assert ours.completions == theirs.completions
-    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), method.atol.get(case, 1e-6))
-    for handle in ours.trainer.padding.handles:
-        assert 0 < handle.stats.packed_tokens <= handle.stats.real_tokens < handle.stats.padded_tokens
-    if case not in method.uncounted:
-        assert_mode_ran(ours, mode)
-    return ours
-
-
 # -- pairs and single answers
-
-IN_EVERY_VERSION = ("lora", "precomputed reference", "checkpointing", "reentrant checkpointing", "accumulation")
-"""Set-ups of DPO that are tried here, for `nox`; its folder has all."""
 
 REWARD = {
     "plain": ({}, dict),
     "accumulation": ({"gradient_accumulation_steps": 2}, dict),
     "checkpointing": ({"gradient_checkpointing": True}, dict),
-    "centred rewards": ({"center_rewards_coefficient": 0.1}, dict),
-    "multiples of 8": ({"pad_to_multiple_of": 8}, dict),
     "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.SEQ_CLS, modules_to_save=["score"])}),
     "margins": (
         {},
@@ -251,10 +219,11 @@ KTO = {
     "apo_zero_unpaired": ({"loss_type": "apo_zero_unpaired"}, dict),
     "accumulation": ({"gradient_accumulation_steps": 2}, dict),
     "checkpointing": ({"gradient_checkpointing": True}, dict),
-    "clipped to multiples of 8": ({"max_length": 22, "pad_to_multiple_of": 8}, dict),
     "precomputed reference": ({"precompute_ref_log_probs": True}, dict),
-    "lora": ({}, lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
-    "pairs": ({}, lambda: {"train_dataset": build_pairs(20)}),
+    "lora, accumulation": (
+        {"gradient_accumulation_steps": 2},
+        lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None},
+    ),
 }
 KTO_METRICS = tuple(f"{name}/{of}" for name in ("rewards", "logps", "logits") for of in ("chosen", "rejected"))
 
@@ -269,16 +238,13 @@ SAMPLED = {
     "plain": ({}, dict),
     "accumulation": (SCATTERED, dict),
     "two iterations": (SCATTERED | {"num_iterations": 2}, dict),
-    "truncated completions masked": (FOUR | {"mask_truncated_completions": True}, dict),
     "checkpointing": (FOUR | {"gradient_checkpointing": True}, dict),
     "lora": (FOUR, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
 }
 RLOO = SAMPLED | {"normalised advantages": (FOUR | {"normalize_advantages": True, "beta": 0.0}, dict)}
 GRPO = SAMPLED | {
-    "two steps of a generation": (SCATTERED | {"steps_per_generation": 4}, dict),
     "two generations of a step": (SCATTERED | {"steps_per_generation": 2, "gradient_accumulation_steps": 4}, dict),
     "no reference": (FOUR | {"beta": 0.0}, dict),
-    "temperature and multiples of 8": (FOUR | {"temperature": 0.7, "pad_to_multiple_of": 8}, dict),
     "generation without a cache": (FOUR | {"generation_kwargs": {"use_cache": False}}, dict),
     "continuous batching": (
         {
@@ -289,18 +255,12 @@ GRPO = SAMPLED | {
         },
         lambda: {"eval_dataset": None},
     ),
-    "head in full precision": (FOUR | {"cast_lm_head_to_fp32": True}, dict),
     "weights by micro-batch": (SCATTERED | {"loss_type": "bnpo"}, dict),
     "quantiles by micro-batch": (SCATTERED | {"top_entropy_quantile": 0.5}, dict),
     "entropy bonus by micro-batch": (SCATTERED | {"entropy_coef": 0.1}, dict),
 }
-LOSSES = {
-    f"{loss} loss": (SCATTERED | {"num_iterations": 2, "loss_type": loss}, dict)
-    for loss in ("grpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
-}
 DISTILLATION = {name: SAMPLED[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
     "forward divergence, colder": (FOUR | {"beta": 0.0, "temperature": 0.7, "pad_to_multiple_of": 8}, dict),
-    "a wider teacher": (FOUR, lambda: {"teacher_model": build_model(seed=1, hidden_size=64, initializer_range=0.1)}),
 }
 ONLINE_METRICS = ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "num_tokens")
 METHODS = {
@@ -312,7 +272,6 @@ METHODS = {
             sft_cases.CASES,
             plain="completions only",
             settings=SETTINGS | BATCHES | {"max_length": 26},
-            elsewhere=("short", "prompt tuning", *sft_cases.OBJECTIVES, *sft_cases.SPLIT),
             # The last three call the model twice.
             uncounted=("checkpointing", "lora, checkpointing", "label smoothing", "a loss of one's own", "wrapped"),
         ),
@@ -325,26 +284,23 @@ METHODS = {
                 *("checkpointing", "reentrant checkpointing", "lora", "lora, checkpointing"),
                 *("lora, precomputed reference", "an adapter trained before"),
             ),
-            elsewhere=tuple(name for name in dpo_cases.CASES if name not in IN_EVERY_VERSION),
         ),
         Method("Reward", ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "num_tokens"), REWARD),
         Method(
             "KTO",
             ("kl", "entropy", "num_tokens", *KTO_METRICS),
             KTO,
-            uncounted=("checkpointing", "lora", "pairs"),  # adapters run for the reference too; pairs share nothing
+            uncounted=("checkpointing", "lora, accumulation"),  # adapters run for the reference too
         ),
         Method(
             "GRPO",
             ONLINE_METRICS,
-            GRPO | LOSSES,
+            GRPO,
             settings=ONLINE_SETTINGS,
             side=False,
             # Layers run for the reference too, or in generation without a cache or with paged memory.
             uncounted=("checkpointing", "lora", "generation without a cache", "continuous batching"),
-            elsewhere=tuple(LOSSES),
             means=frozenset({"kl", "entropy"}),
-            atol=dict.fromkeys(LOSSES, 1e-5),  # some are small differences of weights of either sign
         ),
         Method(
             "RLOO",

@@ -51,10 +51,6 @@ def distinct_tokens(samples: list[dict[str, Any]]) -> int:
     return len({tuple(row[: n + 1]) for row in rows for n in range(len(row))})
 
 
-def raw_tokens(samples: list[dict[str, Any]]) -> int:
-    return sum(len(sample["input_ids"]) for sample in samples)
-
-
 def tree_row(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """What TRL's collator makes of samples for one process, without the leading dimension."""
     from trl.experimental.async_grpo.packing import TreeRow

@@ -26,20 +26,15 @@ def half_the_loss(outputs, labels, num_items_in_batch=None):
 
 OBJECTIVES = {
     "texts": ({}, rows_of("texts")),
-    "assistant only": ({"assistant_only_loss": True}, rows_of("chats")),
     "dft": ({"loss_type": "dft"}, dict),
 }
 SET_UPS = {
     "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}, dict),
     "checkpointing": ({"gradient_checkpointing": True}, dict),
     "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8}, dict),
-    "no length": ({"max_length": None}, dict),
     "keep_end": ({"max_length": 12, "truncation_mode": "keep_end"}, rows_of("texts")),
-    "whole rows of completions": ({"completion_only_loss": False}, dict),
-    "whole chats": ({}, rows_of("chats")),
     "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"}, dict),
     "a loss of one's own": ({"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
-    "a formatting function": ({}, lambda: {"formatting_func": lambda row: row["text"]} | rows_of("texts")()),
     "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
     "lora, checkpointing": (
         {"gradient_checkpointing": True},

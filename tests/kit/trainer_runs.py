@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from kit.loss_watchers import before_loss
 from kit.observe import accept_hooks, has_cache
-from kit.tolerance import tolerance
+from kit.tolerance import CONTROL, tolerance
 from peft import LoraConfig
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -256,11 +256,26 @@ def figures(history: list[dict[str, float]], but: Sequence[str] = ()) -> torch.T
     return torch.tensor([[log.get(name, 0.0) for name in names] for log in logs], dtype=torch.float64)
 
 
+def to_the_bit(logs: list[dict[str, float]]) -> list[dict[str, float]]:
+    """All that is logged, but for what depends on the clock, our own metrics, and NaN: means over nothing."""
+    left_out = ("perf/", "padfix/", "profiling/", "runtime", "_per_second", "step_time", "total_flos")
+    return [{k: v for k, v in log.items() if v == v and not any(part in k for part in left_out)} for log in logs]
+
+
+def assert_other(wrong: torch.Tensor, right: torch.Tensor, atol: float = 0.0) -> None:
+    """Assert that a trajectory that is wrong on purpose is off by ten tolerances of [`assert_same`]."""
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(wrong, right, CONTROL * (atol + _rounding(right)), CONTROL * 1e-4)
+
+
+def _rounding(figures: torch.Tensor) -> float:
+    return tolerance(float(figures[figures.isfinite()].abs().max()), terms=1, depth=2 * 8 * 2)
+
+
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, atol: float = 0.0, rtol: float = 1e-4) -> None:
     """Assert that two trajectories are the same. Some figures are differences of others (margins, rewards)."""
     assert ours.abs().max() > 1e-3
-    atol += tolerance(float(theirs[theirs.isfinite()].abs().max()), terms=1, depth=2 * 8 * 2)
-    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol + _rounding(theirs))
 
 
 def assert_mode_ran(run: Run, mode: str) -> None:

@@ -45,8 +45,7 @@ def fractions(trainer):
 PackedTrainer = padding_free_trainer(Trainer, prefix_sharing=True, parity_check=False)
 
 
-@pytest.mark.parametrize("way", ["class", "callback", "callback, attached before"])
-@pytest.mark.parametrize("trials", [1, 2])
+@pytest.mark.parametrize(("way", "trials"), [("class", 2), ("callback", 2), ("callback, attached before", 1)])
 def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
     theirs = make(tmp_path / "theirs", counts=(padded := []))
     callback = PaddingRemovalCallback(True, parity_check=False)
@@ -59,7 +58,7 @@ def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
     for _ in range(trials):
         theirs.train()
         ours.train()
-        assert_same(trajectory(ours)[-5:], trajectory(theirs)[-5:], atol=1e-5)
+        assert_same(trajectory(ours)[-5:], trajectory(theirs)[-5:])
     stats = ours.padding.stats if by_class else callback.stats
     # What entered_tokens the model of the last training, and what its handle counted.
     assert sum(packed[-1]) == stats.packed_tokens < stats.real_tokens < stats.padded_tokens == sum(padded[-1])
@@ -68,20 +67,6 @@ def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
     shares = torch.tensor(fractions(ours))
     assert (shares > 0).all()
     assert (shares < 1).all()
-
-
-def test_the_parity_check_runs_on_each_model(tmp_path, monkeypatch):
-    compared = []
-    check = trl_padfix.trainers.parts.parity.check_parity
-    monkeypatch.setattr(
-        "trl_padfix.trainers.parts.parity.check_parity", lambda m, *a, **k: (compared.append(m), check(m, *a, **k))[1]
-    )
-    ours = make(tmp_path, padding_free_trainer(Trainer))
-    ours.train()
-    assert ours.padding.parity["train"][0].ok
-    assert compared == [ours.model]
-    ours.train()
-    assert compared[1:] == [ours.model] != compared[:1]
 
 
 def test_a_trial_that_was_cut_off_does_not_keep_the_callback_on_its_model(tmp_path):
@@ -131,11 +116,10 @@ def make_on(model, kind, folder, **mode):
 
 
 PAIRS = [("SFT", "padded SFT"), ("DPO", "budget"), ("budget", "DPO"), ("plain", "SFT")]
-MORE_PAIRS = [("SFT", "SFT"), ("SFT", "budget"), ("DPO", "padded DPO"), ("budget", "budget"), ("plain", "padded SFT")]
 """Two trainers on one model; TRL's own DPO does not train once SFT has patched its model."""
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_PAIRS])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     mode = {"padding_free": True, "prefix_sharing": True}
     model = build_model()

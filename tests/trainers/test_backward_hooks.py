@@ -6,8 +6,6 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, make, train_split
-from kit.cells import once_each
-from transformers import TrainerCallback
 
 import trl_padfix
 from trl_padfix.trainers.checks import backward_hooks
@@ -40,17 +38,11 @@ def run(kind, hook, ours, **config):
 theirs = cache(lambda kind, hook, **config: run(kind, hook, False, **config).figures)
 
 
-@pytest.mark.parametrize(("kind", "hook"), once_each(["SFT", "DPO", "Reward", "KTO", "GRPO"], HOOKS))
+@pytest.mark.parametrize(("kind", "hook"), [("SFT", "clamped"), ("KTO", "stepped"), ("GRPO", "clamped")])
 def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
     ours = run(kind, hook, True)
     assert_same(ours.figures, theirs(kind, hook))
     assert max(ours.forwards) <= BUDGETS[kind]
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_with_accumulation_they_act_on_that_of_each_batch(hook):
-    given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    assert_same(run("SFT", hook, True, **given).figures, theirs("SFT", hook, **given))
 
 
 @pytest.mark.parametrize(("kind", "hook"), [("SFT", "clamped"), ("KTO", "stepped")])
@@ -58,18 +50,6 @@ def test_once_for_each_chunk_they_give_other_weights(kind, hook, monkeypatch):
     monkeypatch.setattr(backward_hooks, "LIBRARIES", (*backward_hooks.LIBRARIES, __name__.partition(".")[0]))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(run(kind, hook, True).figures, theirs(kind, hook), factor=10)
-
-
-def test_a_hook_that_a_callback_registers_acts_on_it_too():
-    class Late(TrainerCallback):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            clamp(model.lm_head.weight)
-
-    runs = [
-        train_split(make(library, "SFT", "unused", budget=library is trl_padfix, callbacks=[Late()])).figures
-        for library in (trl_padfix, trl)
-    ]
-    assert_same(*runs)
 
 
 def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):

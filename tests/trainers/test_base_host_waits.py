@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 import trl
-from kit.cells import every_second, once_each, slow_but
 from kit.methods import DEFAULTS, make_trainer
 from kit.trainer_runs import build_model, build_pairs
 from kit.vision_runs import build_captions, make_vision_trainer
-from kit.vision_runs import build_pairs as build_image_pairs
 from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
 import trl_padfix
@@ -51,38 +49,26 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
 
 @pytest.mark.parametrize(
     ("kind", "config", "waits", "sharing"),
-    every_second(
-        once_each(
-            [
-                # Labels that TRL makes of completion masks for a forward are read by themselves: in KTO for policy and
-                # reference, and for mismatched completions.
-                ("KTO", {}, 4),
-                ("DPO", {}, 2),  # policy and reference have the same labels
-                ("SFT", {}, 1),
-                ("SFT", PACKING, 2),  # labels of rows that arrive packed are read by themselves
-                ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 1),
-                ("Reward", {}, 1),
-                ("Reward", {"padding_side": "left"}, 1),
-                ("Reward", {"pool_last_token": True}, 1),
-            ],
-            [False, True],
-        )
-    ),
+    [
+        # Labels that TRL makes of completion masks for a forward are read by themselves: in KTO for policy and
+        # reference, and for mismatched completions.
+        ("KTO", {}, 4, False),
+        ("DPO", {}, 2, True),  # policy and reference have the same labels
+        ("SFT", PACKING, 2, False),  # labels of rows that arrive packed are read by themselves
+        ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 1, True),
+        ("Reward", {"padding_side": "left"}, 1, True),
+    ],
 )
 def test_a_step_waits_once_for_its_batch(kind, config, waits, sharing, gpu, tmp_path):
     assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=sharing, **config)) == waits
 
 
-@pytest.mark.parametrize(
-    ("kind", "waits"), slow_but([("DPO", 2)], [("DPO", 2), ("KTO", 4), ("Reward", 1), ("SFT", 1)])
-)
-def test_so_does_an_evaluation(kind, waits, gpu, tmp_path):
-    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=True), "eval") == waits
+def test_so_does_an_evaluation(gpu, tmp_path):
+    assert waits_of_step(gpu, make("DPO", tmp_path, prefix_sharing=True), "eval") == 2
 
 
-@pytest.mark.parametrize(("kind", "sharing"), every_second(once_each(["GRPO", "RLOO"], [False, True])))
-def test_so_does_each_step_of_a_generation(kind, sharing, gpu, tmp_path):
-    trainer = make(kind, tmp_path, prefix_sharing=sharing, gradient_accumulation_steps=2)
+def test_so_does_each_step_of_a_generation(gpu, tmp_path):
+    trainer = make("GRPO", tmp_path, prefix_sharing=True, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2  # `train` sets it
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
@@ -93,19 +79,11 @@ def test_so_does_each_step_of_a_generation(kind, sharing, gpu, tmp_path):
     assert [sum(w.values()) for w in waits] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "sharing", "waits"),
-    # The batch; and for each forward whether its images repeat, and with sharing what its embeddings are.
-    slow_but(
-        [("SFT", "llava", True, 4)],
-        [("SFT", "llava", True, 4), ("SFT", "llava", False, 3), ("DPO", "llava", False, 4)],
-    ),
-)
-def test_a_forward_on_images_waits_for_what_it_compares(kind, family, sharing, waits, gpu, tmp_path):
-    data = (build_captions if kind == "SFT" else build_image_pairs)(4)
-    given = {"per_device_train_batch_size": 4, "padding_free": True, "train_dataset": data}
-    trainer = make_vision_trainer(trl_padfix, kind, family, tmp_path / "run", prefix_sharing=sharing, **given)
-    assert waits_of_step(gpu, trainer) == waits
+def test_a_forward_on_images_waits_for_what_it_compares(gpu, tmp_path):
+    """The batch; whether its images repeat, and with sharing what its embeddings are."""
+    given = {"per_device_train_batch_size": 4, "padding_free": True, "train_dataset": build_captions(4)}
+    trainer = make_vision_trainer(trl_padfix, "SFT", "llava", tmp_path / "run", prefix_sharing=True, **given)
+    assert waits_of_step(gpu, trainer) == 4
 
 
 # -- TRL's waits

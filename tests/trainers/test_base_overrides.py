@@ -5,7 +5,6 @@ import pydoc
 import typing
 from dataclasses import fields
 
-import pytest
 import trl
 from kit.rows import build_rows
 from kit.trainer_runs import build_model, build_tokenizer, lora
@@ -27,17 +26,17 @@ def overridden(name: str) -> list[str]:
     return sorted(method for method in methods if hasattr(theirs, method) and method != "__init__")
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_overridden_methods_take_the_arguments_of_trls(name):
-    methods = overridden(name)
-    assert {"compute_loss", "log", "evaluate"} <= set(methods)
-    for method in methods:
-        ours = inspect.signature(getattr(getattr(trl_padfix, name), method))
-        theirs = inspect.signature(getattr(getattr(trl, name), method))
-        parameters = list(theirs.parameters)
-        ours.bind(*parameters)
-        first = [p for p, q in theirs.parameters.items() if q.default is q.empty]
-        ours.bind(*first, **{p: None for p in parameters if p not in first})
+def test_what_is_overridden_is_in_trl_and_takes_its_arguments():
+    for name in TRAINERS:
+        methods = overridden(name)
+        assert set(methods) == EVERY | OWN[name]
+        for method in methods:
+            ours = inspect.signature(getattr(getattr(trl_padfix, name), method))
+            theirs = inspect.signature(getattr(getattr(trl, name), method))
+            parameters = list(theirs.parameters)
+            ours.bind(*parameters)
+            first = [p for p, q in theirs.parameters.items() if q.default is q.empty]
+            ours.bind(*first, **{p: None for p in parameters if p not in first})
 
 
 EVERY = {
@@ -62,11 +61,6 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_what_is_overridden_is_in_trl_and_nothing_else_has_a_name_of_its_own_there(name):
-    assert set(overridden(name)) == EVERY | OWN[name]
-
-
 EVERY_FIELD = {
     *("padding_free", "prefix_sharing", "parity_check", "strict", "attn_implementation"),
     *("packed_multiple_of", "max_tokens_per_batch"),
@@ -84,16 +78,22 @@ OWN_FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_configurations_are_trls_with_our_fields(name):
-    config = name.replace("Trainer", "Config")
-    ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
-    assert issubclass(ours, theirs)
-    defaults = [{f.name: f.default for f in fields(config)} for config in (ours, theirs)]
-    assert defaults[0].items() >= defaults[1].items()
-    added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
-    added -= {"activation_checkpointing", "activation_checkpointing_kwargs"}  # names of later versions
-    assert added == EVERY_FIELD | OWN_FIELDS[name]
+def test_a_configuration_has_the_fields_of_trls_and_ours():
+    for name in TRAINERS:
+        config = name.replace("Trainer", "Config")
+        ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
+        assert issubclass(ours, theirs)
+        defaults = [{f.name: f.default for f in fields(config)} for config in (ours, theirs)]
+        assert defaults[0].items() >= defaults[1].items()
+        added = set(ours.__dataclass_fields__) - set(theirs.__dataclass_fields__) | {"padding_free"}
+        added -= {"activation_checkpointing", "activation_checkpointing_kwargs"}  # names of later versions
+        assert added == EVERY_FIELD | OWN_FIELDS[name]
+        for names in (
+            lambda c: {*inspect.signature(c.__init__).parameters},
+            lambda c: {*inspect.getfullargspec(c.__init__).args},
+            lambda c: {*c.__init__.__code__.co_varnames},
+        ):
+            assert names(theirs) | {"padding_free", "attn_implementation"} <= names(ours)
 
 
 def answers(function) -> dict:
@@ -119,33 +119,21 @@ def public(trl_class) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_every_introspection_answers_as_trls(name):
-    ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
-    assert inspect.signature(ours) == inspect.signature(theirs)
-    assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
-    assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
-    assert {"__init__", "evaluate", "train", "log"} <= {*public(theirs)}
-    for method in public(theirs):
-        assert answers(getattr(ours, method)) == answers(getattr(theirs, method)), method
-    control = {
-        m
-        for m in public(theirs)
-        if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
-    }
-    assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them
-
-
-@pytest.mark.parametrize("name", TRAINERS)
-def test_a_configuration_answers_with_the_fields_of_trls_and_ours(name):
-    config = name.replace("Trainer", "Config")
-    ours, theirs = (getattr(module, config) for module in (trl_padfix, trl))
-    for names in (
-        lambda c: {*inspect.signature(c.__init__).parameters},
-        lambda c: {*inspect.getfullargspec(c.__init__).args},
-        lambda c: {*c.__init__.__code__.co_varnames},
-    ):
-        assert names(theirs) | {"padding_free", "attn_implementation"} <= names(ours)
+def test_every_introspection_answers_as_trls():
+    for name in TRAINERS:
+        ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
+        assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
+        assert {"__init__", "evaluate", "train", "log"} <= {*public(theirs)}
+        for method in public(theirs):
+            assert answers(getattr(ours, method)) == answers(getattr(theirs, method)), method
+        control = {
+            m
+            for m in public(theirs)
+            if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
+        }
+        assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them
 
 
 def test_the_arguments_that_a_script_finds_arrive(tmp_path):
@@ -174,14 +162,3 @@ def test_a_class_in_the_middle_keeps_its_parameters():
 
     assert "shots" in inspect.signature(Mine.evaluate).parameters
     assert "shots" in inspect.signature(padding_free_trainer(OfUser).evaluate).parameters
-
-
-def test_a_subclass_with_its_own_parameters_shows_them():
-    class Own(trl_padfix.DPOTrainer):
-        def __init__(self, folder: str, **kwargs):
-            super().__init__(**kwargs)
-
-    class Plain(Own):
-        pass
-
-    assert list(inspect.signature(Own).parameters) == list(inspect.signature(Plain).parameters) == ["folder", "kwargs"]

@@ -8,11 +8,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.rows import build_rows
+from kit.tolerance import assert_close
 from kit.trainer_runs import (
+    assert_other,
     assert_same,
     build_model,
     build_tokenizer,
@@ -20,7 +21,6 @@ from kit.trainer_runs import (
     trained,
     trajectory,
 )
-from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling, Trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -109,24 +109,15 @@ def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
 
 
-def mean_loss(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    total = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return total / (num_items_in_batch or (labels[:, 1:] != -100).sum())
-
-
 SFT = {"max_length": None, "per_device_train_batch_size": 4, "max_steps": 3}
-SFT_CELLS = [(kind, side, mode) for kind in (Cloned, Hidden) for side in ("right", "left") for mode in MODES
-             ] + [(HidesFirst, "right", mode) for mode in MODES]  # fmt: skip
-FAST = [
+SFT_CELLS = [
     (HidesFirst, "right", "padding-free"),
     (Cloned, "right", "budget"),
-    (Cloned, "right", "padding-free"),
-    (Hidden, "right", "budget"),
     (Hidden, "left", "prefix sharing"),
 ]
 
 
-@pytest.mark.parametrize(("collator", "side", "mode"), slow_but(FAST, SFT_CELLS))
+@pytest.mark.parametrize(("collator", "side", "mode"), SFT_CELLS)
 def test_sft_on_labels_of_padding_is_trls(collator, side, mode, tmp_path):
     given = SFT | {"data_collator": collator(side), "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
     theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
@@ -139,37 +130,21 @@ def test_sft_on_labels_of_padding_is_trls(collator, side, mode, tmp_path):
 
 
 def test_labels_of_padding_that_are_dropped_are_found_wrong(tmp_path, monkeypatch):
+    """The control."""
     given = SFT | {"data_collator": Cloned()}
     theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
     drop_them_silently(monkeypatch)
-    ours = trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given))
-    with pytest.raises(AssertionError):
-        assert_same(ours, theirs)
+    assert_other(trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given)), theirs)
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [{"label_smoothing_factor": 0.1}, pytest.param({"compute_loss_func": mean_loss}, marks=pytest.mark.slow)],
-    ids=["smoothing", "a function"],
-)
-def test_a_loss_on_logits_scores_them_as_trls_does(extra, tmp_path):
-    given = SFT | {"data_collator": Hidden()} | extra
-    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
-    ours = trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given))
-    assert_same(ours, theirs)
-
-
-DPO_CELLS = [(collator, mode, loss) for collator in (HiddenPrompts, HidesSome) for mode in MODES
-             for loss in ("sigmoid", "aot", "ipo")]  # fmt: skip
-DPO_FAST = [
+DPO_CELLS = [
     (HiddenPrompts, "padding-free", "ipo"),
-    (HidesSome, "budget", "sigmoid"),
     (HidesSome, "prefix sharing", "sigmoid"),
     (HiddenPrompts, "budget", "aot"),
 ]
 
 
-@pytest.mark.parametrize(("collator", "mode", "loss"), slow_but(DPO_FAST, DPO_CELLS))
+@pytest.mark.parametrize(("collator", "mode", "loss"), DPO_CELLS)
 def test_dpo_behind_hidden_prompts_is_trls_in_every_step(collator, mode, loss, tmp_path):
     given = {"per_device_train_batch_size": 4, "max_steps": 4, "loss_type": [loss]}
     figures = []
@@ -202,7 +177,7 @@ def plain(folder, side: str, trainer_class: type = Trainer, **given: Any) -> Tra
     )
 
 
-@pytest.mark.parametrize("way", ["callback", "class", "attached", "class with sharing"])
+@pytest.mark.parametrize("way", ["callback", "attached", "class with sharing"])
 def test_batches_with_labels_of_first_tokens_are_computed_padded(way, tmp_path):
     given = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_dataset": token_rows(8)}
     right = trained(plain(tmp_path / "right", "right", **given))
@@ -248,43 +223,19 @@ def test_without_labels_of_first_tokens_they_are_packed(way, tmp_path):
     assert stats.forwards > 0 == stats.padded_forwards
 
 
-def test_a_callback_leaves_the_hooks_of_the_trainer_as_they_were(tmp_path):
-    trainer = plain(tmp_path, "left", callbacks=[PaddingRemovalCallback()], max_steps=1)
-    trainer.train()
-    assert "compute_loss" not in vars(trainer)
-
-
 # -- a plain loop
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("collator", [Cloned, Hidden])
+@pytest.mark.parametrize(("collator", "sharing"), [(Cloned, False), (Hidden, True)])
 def test_a_loop_gets_the_loss_of_the_padded_model(collator, sharing):
     rows = [{"input_ids": row} for row in ([3, 4, 5, 6, 7, 8], [3, 4, 5, 9], [3, 4])]
     model = build_model().eval()
     batch = collator("right")(rows)
-    expected = model(**batch, use_cache=False).loss
+    expected = model(**batch, use_cache=False).loss.detach()
+    dropped = batch["labels"].masked_fill(batch["attention_mask"].roll(1, 1) == 0, -100)
+    wrong = model(**batch | {"labels": dropped}, use_cache=False).loss.detach()
     with trl_padfix.remove_padding(model, prefix_sharing=sharing) as handle:
-        assert abs(model(**batch).loss - expected) < 1e-5
+        assert_close(model(**batch).loss.detach(), expected, terms=64, depth=16, control=wrong)
         assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 0)
         model(**batch | {"labels": None})
         assert (handle.stats.padded_forwards, handle.stats.forwards) == (1, 1)
-
-
-class Hiding:
-    """Hides tokens within rows from attention."""
-
-    def _prepare_inputs(self, inputs):
-        inputs = super()._prepare_inputs(inputs)
-        return {**inputs, "attention_mask": inputs["attention_mask"] * (inputs["input_ids"] % 5 != 2)}
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_labels_behind_hidden_spans_are_trained_on_as_in_trl(side, tmp_path):
-    def run(library, **mode):
-        kind = type("Own", (Hiding, library.SFTTrainer), {})
-        return trained(make_trainer(library, "SFT", tmp_path, kind, max_steps=3, optim="sgd", **mode))
-
-    mode = {"padding_free": True, "padding_side": side}
-    expected = run(trl)
-    assert_same(run(trl_padfix, **mode), expected)

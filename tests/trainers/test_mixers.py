@@ -1,5 +1,5 @@
 """
-Trainers on decoders whose layers one packed row cannot serve: TRL's trajectory of 20 steps, in every mode.
+Trainers on decoders whose layers one packed row cannot serve: TRL's trajectory.
 
 Hybrids of linear attention (Qwen3.5), state-space layers (Nemotron-H) or convolutions (LFM2) with attention, an
 indexer (DeepSeek V3.2) and ALiBi (Bloom).
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from kit.cells import every_second, once_each, slow_but
+from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.mixer_runs import build_pairs, initial
 from kit.rows import build_rows
-from kit.trainer_runs import MODES, SIDED_MODES, break_mode, trained
+from kit.trainer_runs import MODES, SIDED_MODES, TWO_MODES, assert_other, assert_same, break_mode, trained
 from zoo.families import build
 from zoo.family_outcomes import leaking_layouts, stable_topk
 
@@ -28,11 +28,10 @@ from trl_padfix import PaddingRemovalError
 
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "deepseek_v32", "bloom"]
-FAST = [
-    ("DPO" if i % 2 else "SFT", family, "prefix sharing, right" if i % 2 else "padding-free, left")
-    for i, family in enumerate(FAMILIES)
-]
-STEPS = 10
+FAST = [("SFT", "qwen3_5_text", "padding-free, left"), ("DPO", "qwen3_5_text", "prefix sharing, right")]
+STEPS = 4
+ROUNDING = 1e-4
+"""Of states that are handed on in another order of sums; a leak moves a figure by more than 1e-2."""
 KINDS = ("DPO", "SFT")
 
 
@@ -66,28 +65,22 @@ def theirs(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "family", "mode"),
-    slow_but(FAST[:2], [(kind, family, mode) for kind in KINDS for family in FAMILIES for mode in SIDED_MODES]),
+    slow_but(FAST, [(kind, family, mode) for kind in KINDS for family in FAMILIES for mode in TWO_MODES]),
 )
-def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path):
-    ours = train(tmp_path, kind, trl_padfix, family, **SIDED_MODES[mode])
-    expected = theirs(kind, family)
-    assert expected.abs().max() > 1e-1
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path, monkeypatch):
+    expected, config = theirs(kind, family), SIDED_MODES[mode]
+    assert_same(train(tmp_path, kind, trl_padfix, family, **config), expected, atol=ROUNDING)
+    if mode.startswith("prefix"):
+        break_mode(monkeypatch, "prefix sharing")
+    with nullcontext() if mode.startswith("prefix") else leaking_layouts():
+        wrong = train(tmp_path, kind, trl_padfix, family, **config, parity_check=False)
+    assert_other(wrong, expected, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen3_5_text"], FAMILIES))
-def test_the_trajectory_is_trls_with_rows_of_few_lengths(family, theirs, tmp_path):
-    ours = train(tmp_path, "DPO", trl_padfix, family, **MODES["prefix sharing"], packed_multiple_of=32)
-    torch.testing.assert_close(ours, theirs("DPO", family), rtol=1e-3, atol=1e-3)  # a leak moves it by 1e-2
-
-
-@pytest.mark.parametrize(("kind", "mode"), every_second(once_each(KINDS, ["prefix sharing", "padding-free"])))
-def test_a_leak_would_bend_the_trajectory(kind, mode, theirs, tmp_path, monkeypatch):
-    if mode == "prefix sharing":
-        break_mode(monkeypatch, mode)
-    with nullcontext() if mode == "prefix sharing" else leaking_layouts():
-        ours = train(tmp_path, kind, trl_padfix, "qwen3_5_text", **MODES[mode], parity_check=False)
-    assert (ours - theirs(kind, "qwen3_5_text")).abs().max() > 1e-2
+def test_the_trajectory_is_trls_with_rows_of_few_lengths(theirs, tmp_path):
+    few = {"packed_multiple_of": 32, "parity_check": False}
+    ours = train(tmp_path, "DPO", trl_padfix, "qwen3_5_text", **MODES["prefix sharing"], **few)
+    assert_same(ours, theirs("DPO", "qwen3_5_text"), atol=10 * ROUNDING)
 
 
 def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):

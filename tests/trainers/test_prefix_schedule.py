@@ -6,6 +6,7 @@ import pytest
 import torch
 from kit.cells import slow_but
 from kit.observe import entered_tokens
+from kit.tolerance import assert_close
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo.families import build as build_family
@@ -30,6 +31,8 @@ PARTS = {
     "scattered": [[0, 6], [3], [5, 4], [2], [1]],
 }
 ENOUGH = 10**6
+LOGITS = 8.0
+"""Their size, of which a score is a difference."""
 STATES = [(name, None) for name in ("qwen3_next", "qwen3_5_text", "kimi_linear", "granitemoehybrid", "bamba", "lfm2")]
 """Models with recurrences and short convolutions, whose states are handed on."""
 
@@ -91,11 +94,14 @@ def in_chunks(model, *args, **given):
     return take_gradients(model), entered, again
 
 
-FAST = [("qwen2", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "flash_attention_2"), ("qwen3_next", None)]
+FAST = [("qwen2", "sdpa", ENOUGH), ("gpt_oss", "eager", 12), ("gemma2", "flash_attention_2", ENOUGH)]
+FAST += [("qwen3_next", None, 12)]
 
 
-@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
-@pytest.mark.parametrize(("name", "implementation"), slow_but(FAST, SUPPORTED + STATES))
+@pytest.mark.parametrize(
+    ("name", "implementation", "budget"),
+    slow_but(FAST, [(*model, budget) for model in SUPPORTED + STATES for budget in (ENOUGH, 12)]),
+)
 def test_chunks_have_the_gradient_of_one_forward(name, implementation, budget):
     ids, mask = batch("mixed")
     flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
@@ -137,8 +143,7 @@ def test_prefixes_of_another_process_are_run_and_change_nothing():
     assert filler  # the row that is there twice computes nothing of its own
 
 
-@pytest.mark.parametrize("budget", [ENOUGH, 12], ids=["kept", "computed again"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "budget"), [("qwen3_moe", ENOUGH), ("gpt_oss", 12)])
 def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, budget):
     """As under FSDP2, where a prefix is a forward of the whole model, which has router logits of its tokens only."""
     ids, mask = batch("mixed")
@@ -164,7 +169,7 @@ def in_one_forward(model, ids, mask, budget, across=True):
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    slow_but([("mistral", "sdpa"), ("qwen3_moe", "sdpa"), ("lfm2", None)], SUPPORTED + STATES),
+    slow_but([("qwen3_moe", "sdpa"), ("lfm2", None)], SUPPORTED + STATES),
 )
 def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
     ids, mask = batch("both")
@@ -175,7 +180,7 @@ def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole
         distinct = prefix_sharing_layout(ids, mask).packed_tokens
         for budget in (14, 20):
             found, grads, tokens = in_one_forward(model, ids, mask, budget)
-            torch.testing.assert_close(found, rows, rtol=1e-5, atol=1e-5)
+            assert_close(found, rows, terms=64, depth=24, size=LOGITS)
             assert_same_gradients(grads, expected)
             assert distinct < tokens < 2 * distinct  # all but the last sub-batch twice
 
@@ -203,8 +208,7 @@ def test_without_the_gradients_of_leaves_it_is_another_gradient(left_out, monkey
         assert_same_gradients(found, expected)
 
 
-@pytest.mark.parametrize("budget", slow_but([12], [ENOUGH, 12]))
-def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budget):
+def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward():
     ids, mask = batch("left")
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], layers_to_transform=[1], init_lora_weights=False)
     adapted = get_peft_model(build("qwen2"), adapters).get_base_model()
@@ -213,7 +217,7 @@ def test_checkpointed_layers_and_adapters_have_the_gradient_of_one_forward(budge
         expected = whole(inner, ids, mask)
         inner.gradient_checkpointing_enable({"use_reentrant": False})
         for parts in PARTS.values():
-            assert_same_gradients(in_chunks(inner, ids, mask, parts, budget)[0], expected)
+            assert_same_gradients(in_chunks(inner, ids, mask, parts, 12)[0], expected)
         assert_same_gradients(in_one_forward(inner, ids, mask, 14)[1], in_one_forward(inner, ids, mask, ENOUGH)[1])
 
 
@@ -240,7 +244,7 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
         with planned(model, ids, mask, parts, budget=8) as (runner, batches):
             for i, part in enumerate(parts):
                 runner.start(i, *batches[i])
-                torch.testing.assert_close(score(model, *batches[i]), expected[part], rtol=1e-5, atol=1e-5)
+                assert_close(score(model, *batches[i]), expected[part], terms=64, depth=24, size=LOGITS)
                 (schedule,) = runner.schedules.values()
                 alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
                 assert schedule.detached_states.keys() == alive
@@ -280,7 +284,7 @@ def test_chunks_that_are_written_to_compute_their_prefixes_again(which):
     assert_same_gradients(*found)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     """Each token of a part is its own or one of a shared prefix that it reads; each token has one owner."""
     draw = torch.Generator().manual_seed(seed)

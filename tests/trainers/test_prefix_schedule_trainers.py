@@ -10,7 +10,7 @@ import pytest
 import trl
 from kit.budget_runs import assert_same, build_branching, make, make_recorded, train_split
 from kit.cells import slow_but
-from kit.trainer_runs import figures, lora
+from kit.trainer_runs import figures
 
 import trl_padfix
 from trl_padfix import KTOTrainer
@@ -118,39 +118,9 @@ def test_a_kl_term_of_each_chunk_is_another_loss(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_loss_that_compares_rows_computes_distinct_tokens_twice_at_most(tmp_path):
-    ours, counts, theirs = train_both("DPO", tmp_path, loss_type=["sigmoid", "sft"])
-    assert_same_trajectory(ours, theirs)
-    assert not ours.chunks
-    assert counts.distinct < sum(ours.forwards) <= 2 * counts.distinct
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
-def test_a_run_that_is_resumed_with_another_budget_keeps_its_trajectory(kind, tmp_path):
-    given = {"train_dataset": build_branching(kind, prompts=3), "prefix_sharing": True}
-    logs = {}
-    for tokens, checkpoint in ((BUDGET[kind], None), (BUDGET[kind] + 24, tmp_path / "checkpoint-3")):
-        saving = {"save_strategy": "steps", "save_steps": 3, "max_tokens_per_batch": tokens, "max_steps": 6}
-        trainer = make(trl_padfix, kind, tmp_path, budget=True, **given | saving)
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-        logs[tokens] = figures(trainer.state.log_history, ("num_tokens",))
-    first, second = logs.values()
-    assert_same(second[3:], first[3:])
-
-
-@pytest.mark.slow
 def test_what_is_not_served_is_computed_as_before_and_said_once(tmp_path, caplog):
     reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with caplog.at_level(logging.INFO, logger="trl_padfix"):
         ours, _, theirs = train_both("SFT", tmp_path, **reentrant)
     assert_same_trajectory(ours, theirs)
     assert sum("computes the prefixes that it shares" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.slow
-def test_adapters_and_their_reference_have_schedules_of_their_own(tmp_path):
-    """A reference that is the policy without its adapter runs through the same decoder."""
-    adapters = {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}
-    ours, _, theirs = train_both("DPO", tmp_path, **adapters)
-    assert_same_trajectory(ours, theirs)

@@ -10,13 +10,12 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, build_data, make
+from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 
 import trl_padfix
-from trl_padfix import DPOConfig
 from trl_padfix.trainers.batching.row_order import Batches, RowOrder, group_rows
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs
 
@@ -46,7 +45,7 @@ def beginnings(rows):
     return [sorted(set(step.tolist())) for step in (np.array(rows) % 8).reshape(-1, GLOBAL_BATCH)]
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "KTO"])
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])
 def test_steps_of_grouped_rows_are_trls_steps_of_these_rows(kind, tmp_path):
     ours = grouped(kind, tmp_path, max_steps=2)
     order = order_of(ours)
@@ -156,19 +155,6 @@ def test_a_stream_is_grouped_within_its_buffer(tmp_path):
     assert_same(logged(streamed), logged(known))
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_a_stream_under_a_budget_has_the_rows_of_trl(drop_last, tmp_path):
-    data = build_data("SFT", 10)
-    runs = []
-    for library in (trl, trl_padfix):
-        trainer = make(library, "SFT", tmp_path, budget=library is trl_padfix, max_steps=4, logging_steps=1,
-                       train_dataset=data.to_iterable_dataset(), per_device_train_batch_size=4,
-                       dataloader_drop_last=drop_last, gradient_accumulation_steps=2)  # fmt: skip
-        trainer.train()
-        runs.append(logged(trainer))
-    assert_same(runs[1], runs[0])
-
-
 def drawn_costs(draw, count):
     begins = [np.arange(10 * i, 10 * i + draw.randint(1, 6)) for i in range(3)]
     rows = [
@@ -217,23 +203,3 @@ def test_longer_prefixes_stay_together_where_a_step_ends():
     steps = np.split(group_rows(costs, 4), [4, 8])
     assert any({4, 5, 6} <= set(step.tolist()) for step in steps)
     assert any({7, 8} <= set(step.tolist()) for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"prefix_sharing": False}, "`group_by_prefix=True` needs `prefix_sharing=True`"),
-        ({"group_by_prefix_buffer": 0}, "`group_by_prefix_buffer=0` is the number of rows of a stream"),
-        ({"group_by_prefix": False, "group_by_prefix_buffer": 8}, "`group_by_prefix_buffer=8` is the number of rows"),
-        ({"train_sampling_strategy": "group_by_length"}, "`group_by_length` both say which rows meet in a step"),
-    ],
-)
-def test_settings_that_do_not_go_together_are_errors(config, message):
-    with pytest.raises(ValueError, match=message):
-        DPOConfig(**{"use_cpu": True, "bf16": False} | GROUPED | config)
-
-
-def test_a_stream_without_a_buffer_is_an_error(tmp_path):
-    stream = build_branching("DPO").to_iterable_dataset()
-    with pytest.raises(ValueError, match=r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`"):
-        grouped("DPO", tmp_path, train_dataset=stream)

@@ -6,11 +6,11 @@ import trl
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens
 from kit.rows import build_prompts
-from kit.tolerance import assert_close
+from kit.tolerance import assert_close, assert_gradients_close
 from kit.trainer_runs import assert_same, build_model, run
 
 import trl_padfix
-from trl_padfix import GRPOConfig, remove_padding
+from trl_padfix import remove_padding
 from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
@@ -46,7 +46,7 @@ def gradients(model, budget, sharing=True):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logps = (logits.log_softmax(-1)[..., 3] * mask).sum(1)
         (logps.sort().values * torch.arange(6.0)).sum().backward()
-    return logits.detach(), [p.grad.clone() for p in model.parameters()], entered
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, entered
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -57,9 +57,8 @@ def test_sub_batches_have_the_outputs_and_gradients_of_the_whole_forward(checkpo
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for budget in (14, 24, 40):
         logits, grads, entered = gradients(model, budget)
-        torch.testing.assert_close(logits, whole[0], rtol=1e-5, atol=1e-5)
-        for ours, theirs in zip(grads, whole[1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+        assert_close(logits, whole[0], terms=64, depth=16)
+        assert_gradients_close(grads, whole[1], terms=64, depth=32)
         assert len(entered) > 2
         assert max(entered) <= budget
     assert len(whole[2]) == 1
@@ -84,25 +83,12 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
 
 
-@pytest.mark.parametrize("across", [False, True])
-def test_a_batch_that_is_written_to_between_two_forwards_is_split_again(across):
-    (ids, mask), model = batch(), build_model()
-    splitter = RowSplitter(24, True, across)
-    with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), torch.no_grad():
-        with within(runner=SubBatches(splitter)):
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
-            ids[:, 5] = 3
-            found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        expected = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_sub_batches_in_a_wrong_order_are_another_gradient(monkeypatch):
     model = build_model().train()
     whole = gradients(model, None)
     monkeypatch.setattr(torch.Tensor, "argsort", lambda x: torch.arange(len(x)))
-    with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(gradients(model, 24)[1][0], whole[1][0], rtol=1e-5, atol=1e-5)
+    wrong = gradients(model, 24)[1]
+    assert_gradients_close(whole[1], whole[1], terms=64, depth=32, control=wrong)
 
 
 def test_outside_of_the_block_and_after_removal_nothing_is_split():
@@ -193,10 +179,3 @@ def test_a_loss_of_the_users_own_takes_two_passes_and_trls_one(own, tmp_path, mo
     )
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     assert tokens == sum(distinct) if own is None else tokens > 1.2 * sum(distinct)
-
-
-def test_completions_longer_than_the_budget_are_an_error():
-    with pytest.raises(ValueError, match=r"`max_completion_length=256` tokens, more than `max_tokens_per_batch=128`"):
-        GRPOConfig(
-            use_cpu=True, bf16=False, padding_free=True, max_tokens_per_batch=128, max_completion_length=256,
-        )  # fmt: skip

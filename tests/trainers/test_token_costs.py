@@ -73,28 +73,6 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(1, 60))
-def test_rows_of_one_prompt_are_apart_only_where_the_budget_wants_it(prompts, budget):
-    costs = pairs_of(prompts, 3, 4)
-    parts = pack_by_budget(costs, budget)
-    for prompt in set(prompts):
-        rows = np.flatnonzero(np.array(prompts) == prompt)
-        holding = [part for part in parts if set(part) & set(rows.tolist())]
-        assert len(holding) == 1 or len(set(prompts)) == 1 or costs.total(rows) > budget
-
-
-@given(drawn_costs(), st.integers(1, 60))
-def test_no_two_parts_fit_into_one(costs, budget):
-    sizes = sorted(costs.total(part) for part in pack_by_budget(costs, budget))
-    assert len(sizes) < 2 or sizes[0] + sizes[1] > budget or costs.shared.any()
-
-
-def test_a_split_is_even_where_the_budget_allows_it():
-    lengths = [30, 28, 26, 24, 6, 5, 4, 3, 2]
-    sizes = [sum(lengths[i] for i in part) for part in pack_by_budget(text_costs(lengths), budget=70)]
-    assert sizes == [65, 63]
-
-
 def test_rows_that_fit_a_process_are_apart_from_longer_ones():
     parts = split_by_length(text_costs([30, 8, 31, 5]), most=15)
     assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
@@ -174,7 +152,7 @@ def test_pairs_cost_at_least_what_is_computed(data):
         assert costs.tokens[i] == tokens or settings["truncation_mode"] == "keep_end"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_parts_that_share_prefixes_stay_within_the_budget(seed):
     """Prefixes that later parts need too count by their keys and values, if keeping more of them would cost parts."""
     draw = np.random.default_rng(seed)

@@ -16,10 +16,10 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit.cells import MATRIX, once_each, slow_but
+from kit.cells import MATRIX, once_each
 from kit.commands import as_flags, logs_of
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_same, break_mode, build_model, trained
+from kit.trainer_runs import assert_other, assert_same, break_mode, build_model, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -29,7 +29,6 @@ from kit.vision_runs import (
     build_vlm,
     make_vision_trainer,
 )
-from peft import LoraConfig
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.torchvision_stand_in import torchvision_loads
 
@@ -82,7 +81,7 @@ CELLS = [  # each family in one of the fast cells, by turns
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])
     computed = entered_tokens(trainer.model.get_decoder())
-    assert_same(trained(trainer), trls(kind, family), atol=1e-5)
+    assert_same(trained(trainer), trls(kind, family))
 
     batches = list(trainer.get_eval_dataloader())
     log = trainer.state.log_history[0]
@@ -103,21 +102,17 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", slow_but(["SFT"], DATA))
-def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
+def test_steps_on_images_that_see_themselves_are_trls(tmp_path):
     """Gemma 3: tokens of one image attend to each other."""
-    steps = {"max_steps": 20, "train_dataset": DATA[kind](18, IMAGES)}
-    expected = trained(build_trainer(trl, kind, "gemma3", tmp_path, **steps))
-    assert len(expected) == 21
+    expected = trained(build_trainer(trl, "SFT", "gemma3", tmp_path, max_steps=5))
     for mode in MODES.values():
-        ours = trained(build_trainer(trl_padfix, kind, "gemma3", tmp_path, **steps, **mode))
+        ours = trained(build_trainer(trl_padfix, "SFT", "gemma3", tmp_path, max_steps=5, **mode))
         assert_same(ours, expected, atol=1e-4)
     # Images whose tokens see earlier ones only are another model.
     causal_mask = lambda call, around, *_: (call | {"attention_mask": around["attention_mask"]}, None)  # noqa: E731
     with mock.patch("trl_padfix.core.call.inputs.plain_mask", causal_mask):
-        causal = build_trainer(trl_padfix, kind, "gemma3", tmp_path, parity_check=False, padding_free=True, **steps)
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(trained(causal), expected, atol=1e-4)
+        given = {"parity_check": False, "padding_free": True, "max_steps": 5}
+        assert_other(trained(build_trainer(trl_padfix, "SFT", "gemma3", tmp_path, **given)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "mode"), once_each(DATA, ["padding-free", "prefix sharing"]))
@@ -126,19 +121,9 @@ def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode
     monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(trained(trainer), trls(kind, "llava"), atol=1e-5)
+        assert_same(trained(trainer), trls(kind, "llava"), atol=1e-4, rtol=1e-3)
     with pytest.raises(ParityError):
         build_trainer(trl_padfix, kind, "llava", tmp_path, **config).train()
-
-
-@pytest.mark.parametrize(("kind", "mode"), [("SFT", "padding-free, left"), ("DPO", "prefix sharing, right")])
-def test_lora_with_gradient_checkpointing(kind, mode, tmp_path):
-    def run(library: Any, **mode: Any) -> torch.Tensor:
-        adapters = LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
-        more = {"peft_config": adapters, "gradient_checkpointing": True, "max_steps": 2}
-        return trained(build_trainer(library, kind, "idefics3", tmp_path, **more, **mode))
-
-    assert_same(run(trl_padfix, **MODES[mode]), run(trl), atol=1e-5)
 
 
 def test_the_tower_runs_once_for_a_pair(tmp_path):
@@ -153,8 +138,7 @@ def test_the_tower_runs_once_for_a_pair(tmp_path):
 
 
 @needs_torchvision
-@pytest.mark.parametrize("padding_free", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "padding_free"), [("right", False), ("left", True)])
 def test_qwen2_5_vl_evaluates_under_flash_attention_whatever_the_side(side, padding_free, tmp_path):
     # ms-swift's users met "... batched generation with padding_side='right' ..." in the evaluation of a fine-tuning.
     with flash_attention_stand_in() as calls:
@@ -176,10 +160,12 @@ def test_qwen2_5_vl_evaluates_under_flash_attention_whatever_the_side(side, padd
     expected = build_trainer(trl, "SFT", "qwen2_5_vl", tmp_path, eval_strategy="steps", eval_steps=1)
     expected.train()
     theirs = [log["eval_loss"] for log in expected.state.log_history if "eval_loss" in log]
-    assert losses == pytest.approx(theirs, abs=1e-4)
+    assert losses == pytest.approx(theirs, rel=1e-4)
 
 
 # -- collators
+
+BY_TURNS = [("llava", "DPO"), ("idefics3", "SFT"), pytest.param("qwen2_5_vl", "SFT", marks=needs_torchvision)]
 
 
 def collated(kind: str, side: str, family: str = "idefics3", **settings: Any) -> dict[str, torch.Tensor]:
@@ -187,8 +173,7 @@ def collated(kind: str, side: str, family: str = "idefics3", **settings: Any) ->
     return collator(build_processor(family), padding_side=side, **settings)(list(DATA[kind](4, IMAGES)))
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), BY_TURNS)
 def test_both_sides_hold_the_same_rows(family, kind):
     right, left = (collated(kind, side, family) for side in ("right", "left"))
     assert right.keys() == left.keys()
@@ -208,25 +193,10 @@ def test_both_sides_hold_the_same_rows(family, kind):
         assert (left["labels"].gather(1, first[:, None])[first > 0] == -100).all()
 
 
-def test_trls_collator_writes_to_its_examples_and_ours_does_not():
-    examples = list(build_pairs(2))
-    before = [dict(example) for example in examples]
-    DataCollatorForVisionPreference(build_processor("llava"))(examples)
-    assert examples == before
-
-
 # -- bad input
 
 
-@pytest.mark.parametrize("kind", DATA)
-def test_truncation_that_would_cut_an_image_is_refused_by_the_collator_or_the_model(kind):
-    model = build_vlm("llava", build_processor("llava"))
-    message = {"DPO": "have a completion without a token", "SFT": "Image features and image tokens do not match"}
-    with pytest.raises(ValueError, match=message[kind]):
-        model(**collated(kind, "right", "llava", max_length=4))
-
-
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize("kind", ["DPO"])
 def test_other_images_than_placeholders_are_found_before_the_first_step(kind, tmp_path):
     def ask_for_one(row: dict[str, Any], i: int) -> dict[str, Any]:
         asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w3"}]}]
@@ -238,19 +208,10 @@ def test_other_images_than_placeholders_are_found_before_the_first_step(kind, tm
         build_trainer(trl_padfix, kind, "llava", tmp_path, train_dataset=data, strict=True)
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize(("kind", "padding_free"), [("SFT", False), ("DPO", True)])
 def test_images_without_a_vision_model_are_refused(kind, padding_free, tmp_path):
     with pytest.raises(ValueError, match=r"train dataset has images .*Qwen2ForCausalLM takes text only"):
         build_trainer(trl_padfix, kind, "llava", tmp_path, model=build_model(), padding_free=padding_free)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_text_alone_trains_a_vision_model(mode, tmp_path):
-    data = Dataset.from_list([{"prompt": "w3 w4 w5", "completion": "w6 w7 <eos>"}] * 4)
-    trainer = build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data, eval_dataset=None, **MODES[mode])
-    trainer.train()
-    assert trainer.state.global_step == 2
 
 
 def test_images_in_the_evaluation_alone_are_refused(tmp_path):

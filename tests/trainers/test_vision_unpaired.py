@@ -10,9 +10,8 @@ import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 from datasets import Dataset
-from kit.cells import slow_but
 from kit.observe import accept_hooks, has_cache
-from kit.trainer_runs import MODES, assert_same, break_mode, trained
+from kit.trainer_runs import MODES, assert_other, assert_same, break_mode, trained
 from kit.vision_runs import build_captions, build_processor, build_vlm, make_vision_trainer
 
 import trl_padfix
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(trl_kto, "DataCollatorForVisionUnpairedPreference"), reason="this TRL takes no images in KTO"
 )
 IMAGES = (1, 2, 0)
-KINDS = ("GRPO", "RLOO", "KTO", *(("Distillation",) if hasattr(trl, "DistillationTrainer") else ()))
 SCATTERED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
@@ -68,12 +66,17 @@ def trls(kind: str, family: str, scattered: bool) -> torch.Tensor:
     return trajectory(build_trainer(trl, kind, family, "unused", **(SCATTERED if scattered else {})))
 
 
-FAST = [("GRPO", "prefix sharing"), ("RLOO", "padding-free"), ("KTO", "prefix sharing")]
-FAST += [("Distillation", "padding-free")]
+CELLS = [
+    ("llava", "GRPO", "prefix sharing"),
+    ("llava", "RLOO", "padding-free"),
+    ("llava", "KTO", "prefix sharing"),
+    ("llava", "Distillation", "padding-free"),
+    pytest.param("gemma3", "GRPO", "prefix sharing", marks=pytest.mark.slow),
+    pytest.param("gemma3", "KTO", "padding-free", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(("kind", "mode"), slow_but(FAST, [(k, m) for k in KINDS for m in MODES]))
-@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "kind", "mode"), CELLS)
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     scattered = kind != "KTO"
     config = MODES[mode] | (SCATTERED if scattered else {})
@@ -98,19 +101,14 @@ def test_a_leak_is_found_by_the_parity_check_and_bends_the_trajectory(kind, monk
         build_trainer(trl_padfix, kind, "llava", tmp_path, **config, **more).train()
     expected = trls(kind, "llava", kind != "KTO")
     trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, parity_check=False, **config, **more)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(trajectory(trainer), expected, atol=1e-4)
+    assert_other(trajectory(trainer), expected, atol=1e-4)
 
 
-CELLS = [(kind, mode) for kind in KINDS for mode in ("padding-free", "prefix sharing")]
-
-
-@pytest.mark.parametrize(("kind", "mode"), slow_but([("GRPO", "prefix sharing"), ("KTO", "padding-free")], CELLS))
-@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_a_token_budget_splits_rows_with_images(family, kind, mode, tmp_path, monkeypatch):
-    expected = trls(kind, family, kind != "KTO")
+@pytest.mark.parametrize(("kind", "mode"), [("GRPO", "prefix sharing"), ("KTO", "padding-free")])
+def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatch):
+    expected = trls(kind, "llava", kind != "KTO")
     config = {"max_tokens_per_batch": 64, "parity_check": False} | (SCATTERED if kind != "KTO" else {})
-    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **config, **MODES[mode])
+    trainer = build_trainer(trl_padfix, kind, "llava", tmp_path, **config, **MODES[mode])
     computed = []
     decoder = trainer.model.get_decoder()
     decoder.layers[0].register_forward_pre_hook(
@@ -120,14 +118,10 @@ def test_a_token_budget_splits_rows_with_images(family, kind, mode, tmp_path, mo
     accept_hooks(trainer.model)
     assert_same(trajectory(trainer), expected, atol=1e-4)
     assert 0 < max(computed) <= 64
-    assert len(computed) > (2 if kind == "Distillation" else 4)
-    if family == "gemma3":  # its images are kept apart by masks, which `break_mode` does not reach
-        return
+    assert len(computed) > 4
     config |= break_mode(monkeypatch, mode)
     monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
-    wrong = build_trainer(trl_padfix, kind, family, tmp_path, **config)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(trajectory(wrong), expected, atol=1e-4)
+    assert_other(trajectory(build_trainer(trl_padfix, kind, "llava", tmp_path, **config)), expected, atol=1e-4)
 
 
 def test_rows_take_their_images_along():

@@ -19,7 +19,6 @@ METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/
 """Metrics that are means over padding, too, in TRL, of all trainers with metrics."""
 
 CELLS = [(name, mode) for name in NAMES for mode in ("padding-free", "prefix sharing")]
-ACCUMULATED = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
 def longest_row(run):
@@ -43,19 +42,6 @@ def test_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monk
     wrong = train(name, "trl_padfix", tmp_path, policy, **config, **break_mode(monkeypatch, mode))
     with pytest.raises(AssertionError):
         assert_same(wrong.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ORPO", "TPO", "GKD", "OnlineDPO", "SDFT"])
-def test_accumulated_steps_are_trls(name, policy, tmp_path):
-    config = ACCUMULATED | {"max_steps": 3}
-    theirs = train(name, "trl", tmp_path, policy, **config)
-    budget = longest_row(theirs)
-    config |= {"padding_free": True, "max_tokens_per_batch": budget, "parity_check": False}
-    ours = train(name, "trl_padfix", tmp_path, policy, **config)
-    assert_same(ours.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
-    assert [log["epoch"] for log in ours.logs] == [log["epoch"] for log in theirs.logs]
-    assert max(ours.forwards) <= budget < max(theirs.forwards)
 
 
 @pytest.mark.parametrize("name", ["GKD", "OnlineDPO"])

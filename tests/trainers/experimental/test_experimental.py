@@ -8,7 +8,7 @@ import pytest
 import trl
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode, build_tokenizer
+from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode
 from packaging.version import Version
 
 from trl_padfix import ParityError
@@ -38,7 +38,7 @@ def test_ten_steps_and_an_evaluation_are_trls(name, mode, trls, policy, tmp_path
         assert ours.trajectory().tolist() == theirs.trajectory().tolist()
         assert ours.weights().tolist() == theirs.weights().tolist()
     assert_same(ours.trajectory(), theirs.trajectory())
-    assert_same(ours.weights(), theirs.weights(), atol=1e-5)
+    assert_same(ours.weights(), theirs.weights(), atol=1e-5)  # of Adam
     assert_mode_ran(Run(ours.trainer, [], ours.entered, theirs.batches), mode)
     padding = ours.trainer.padding
     if not mode.startswith("padded"):
@@ -46,14 +46,6 @@ def test_ten_steps_and_an_evaluation_are_trls(name, mode, trls, policy, tmp_path
         assert padding.parity.keys() == ({"train", "eval"} if EXPERIMENTS[name].evaluates else {"train"})
         assert {len(reports) for reports in padding.parity.values()} == {len(padding.handles)}
         assert all(handle.stats.packed_tokens < handle.stats.padded_tokens for handle in padding.handles)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_side_of_a_collator_is_honoured(side, policy, tmp_path):
-    for by in ({"padding_side": side}, {"processing_class": build_tokenizer(padding_side=side)}):
-        batch = next(iter(build("TPO", "trl_padfix", tmp_path, policy, **by).get_train_dataloader()))
-        assert (batch["attention_mask"][:, -1].min() == 1) == (side == "left")
 
 
 @pytest.mark.parametrize(
@@ -68,25 +60,16 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy
         assert_same(ours.trajectory(), theirs.trajectory())
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ["ORPO", "GKD", "SDFT"])
 def test_a_dataset_without_the_columns_is_refused(name, policy, tmp_path):
     with pytest.raises(ValueError, match="has no column"):
         build(name, "trl_padfix", tmp_path, policy, train_dataset=Dataset.from_list([{"question": "w3"}] * 8))
 
 
-@pytest.mark.parametrize("name", ["GKD", "GOLD", "IWOPD"])
+@pytest.mark.parametrize("name", ["GKD"])
 def test_a_student_without_a_teacher_is_refused(name, policy, tmp_path):
     with pytest.raises(ValueError, match="The student needs a teacher"):
         build(name, "trl_padfix", tmp_path, policy, teacher_model=None)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_names_and_fields_are_trls_and_ours(name):
-    for ours, theirs in zip(classes(name, "trl_padfix"), classes(name, "trl"), strict=True):
-        assert ours.__name__ == theirs.__name__
-        assert issubclass(ours, theirs)
-    added = {"padding_free", "prefix_sharing", "parity_check", "strict"}
-    assert added <= set(classes(name, "trl_padfix")[1].__dataclass_fields__)
 
 
 def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):
@@ -104,13 +87,16 @@ def test_every_experiment_has_a_cell():
     assert tasks.EXPERIMENTS.keys() == {MODULES.get(name, name.lower()) for name in EXPERIMENTS}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_the_paths_of_trls_examples_lead_to_the_same_classes(name):
-    path = f"trl_padfix.experimental.{MODULES.get(name, name.lower())}"
-    for ours, part in zip(classes(name, "trl_padfix"), ("trainer", "config"), strict=True):
-        module = import_module(f"{path}.{path.rpartition('.')[2]}_{part}")
-        assert getattr(module, ours.__name__) is ours
-        assert ours.__module__ == path
-        assert pickle.loads(pickle.dumps(ours)) is ours  # the arguments of a checkpoint are pickled
-    with pytest.raises(ModuleNotFoundError, match=f"No module named '{path}.other'"):
-        import_module(f"{path}.other")
+def test_the_paths_of_trls_examples_lead_to_the_same_classes():
+    for name in EXPERIMENTS:
+        path, found = f"trl_padfix.experimental.{MODULES.get(name, name.lower())}", classes(name, "trl_padfix")
+        assert {"padding_free", "prefix_sharing", "parity_check", "strict"} <= {*found[1].__dataclass_fields__}
+        for ours, theirs, part in zip(found, classes(name, "trl"), ("trainer", "config"), strict=True):
+            assert ours.__name__ == theirs.__name__
+            assert issubclass(ours, theirs)
+            module = import_module(f"{path}.{path.rpartition('.')[2]}_{part}")
+            assert getattr(module, ours.__name__) is ours
+            assert ours.__module__ == path
+            assert pickle.loads(pickle.dumps(ours)) is ours  # the arguments of a checkpoint are pickled
+        with pytest.raises(ModuleNotFoundError, match=f"No module named '{path}.other'"):
+            import_module(f"{path}.other")

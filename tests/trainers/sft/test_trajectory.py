@@ -1,36 +1,27 @@
-"""Set-ups of SFT that no other method has: TRL's trajectory. `test_every_method.py` has the others."""
+"""What SFT has of its own: means over steps, what TRL refuses, noise. `test_every_method.py` has its trajectories."""
 
 import pytest
 import trl
-from kit.cells import once_each
 from kit.trainer_runs import (
-    MODES,
     SIDED_MODES,
-    TWO_MODES,
     assert_mode_ran,
+    assert_other,
     assert_same,
-    build_model,
     run,
     watch_inputs,
 )
 
 
-@pytest.mark.parametrize(("objective", "mode"), once_each(["completions only", "dft"], ["padded, left", *TWO_MODES]))
+@pytest.mark.parametrize(("objective", "mode"), [("short", "padded, left"), ("dft", "prefix sharing, right")])
 def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
     runs = [
         make.train(
-            objective, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=5,
-            **SIDED_MODES[mode],
+            objective, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=3,
+            given={"eval_dataset": None}, **SIDED_MODES[mode],
         )
         for size in (1, 8)
     ]  # fmt: skip
-    assert_same(runs[0].trajectory(), runs[1].trajectory(), atol=1e-5)
-
-
-def test_eager_attention_is_trls(make):
-    model = build_model(attn_implementation="eager")
-    ours = make.train("short", given={"model": model}, **MODES["prefix sharing"])
-    assert_same(ours.trajectory(), make.theirs("short").trajectory())
+    assert_same(runs[0].trajectory(), runs[1].trajectory())
 
 
 # -- what TRL refuses
@@ -55,23 +46,15 @@ NOISE = {"neftune_noise_alpha": 5.0}
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers):
-    make = makers(kind)
-    theirs, ours = make.train("short", make.method.theirs, **NOISE), make.train("short", padding_free=True, **NOISE)
-    assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
+def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers, monkeypatch):
+    make, of_row = makers(kind), NOISE | {"padding_free": True}
+    theirs, ours = make.train("short", make.method.theirs, **NOISE), make.train("short", **of_row)
+    assert_same(ours.trajectory(), theirs.trajectory())
     stats = ours.trainer.padding.stats
     assert 0 < stats.packed_tokens == stats.real_tokens < stats.padded_tokens
-    without = make.train("short", padding_free=True)
-    with pytest.raises(AssertionError):
-        assert_same(without.trajectory(), theirs.trajectory(), atol=1e-5)
-
-
-def test_noise_of_the_packed_row_would_be_other_noise(make, monkeypatch):
-    theirs = make.train("short", trl.SFTTrainer, **NOISE)
+    assert_other(make.theirs("short").trajectory(), theirs.trajectory())  # without noise
     monkeypatch.setattr("trl_padfix.core.patches.decoder._neftune_embeddings", lambda *_: {})
-    ours = make.train("short", padding_free=True, **NOISE)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(ours.trajectory(), theirs.trajectory(), atol=1e-5)
+    assert_other(make.train("short", **of_row).trajectory(), theirs.trajectory())  # with noise of the packed row
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -1,0 +1,434 @@
+"""Causes and messages: what a configuration or a trainer refuses before the first step, and what to do about it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import accelerate
+import pytest
+import trl
+from datasets import Dataset, IterableDataset
+from kit.bad_inputs import build_bad_models
+from kit.dpo_cases import build_pairs
+from kit.methods import make_trainer
+from kit.rows import build_examples, build_prompts, build_rows
+from kit.sft_cases import NEWEST
+from kit.trainer_runs import SIDED_MODES, build_model, build_tokenizer, is_bare
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
+
+import trl_padfix
+from trl_padfix import DPOConfig, PaddingRemovalError
+from trl_padfix.trainers.settings import NEEDS_PADDING_FREE, check_field_types
+
+
+ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
+FREE = {"padding_free": True}
+GROUPED = FREE | {"prefix_sharing": True, "group_by_prefix": True}
+GENERATING = {"predict_with_generate": True}
+TURNS = "trains on that turn, and .* Leave `{}` out"
+
+
+# -- configurations
+
+ATTENTION = [
+    (3, TypeError, "a name, or a mapping"),
+    ({"a": 1}, TypeError, "got {'a': 1}"),
+    ("{a", ValueError, "no JSON"),
+]
+PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "max_tokens_per_batch": 4096, "pool_last_token": True}
+LENGTHS = "`max_tokens_per_batch={}` is no multiple of `packed_multiple_of={}`: .* lengthened to {} tokens"
+CONFIGURATIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    *(
+        ("DPO", {"padding_side": side}, ValueError, f"`padding_side` must be 'left', 'right' or None .* got {side!r}")
+        for side in ("middle", "LEFT", "", 1)
+    ),
+    *(
+        ("DPO", FREE | {"prefix_sharing": value}, ValueError, f"True, False or 'auto', got {value!r}")
+        for value in ("always", None, 1)
+    ),
+    *(
+        ("DPO", {"parity_check": value}, ValueError, f"`parity_check` is True, False, 'forward' .* got {value!r}")
+        for value in ("backward", "false", None, 1)
+    ),
+    *(
+        ("Reward", {name: PACKED_ONLY[name]}, ValueError, rf"`{name}=\w+` needs `padding_free=True`: .* or neither\.$")
+        for name in NEEDS_PADDING_FREE
+    ),
+    *(
+        ("DPO", {f"{of}attn_implementation": value}, error, message)
+        for of in ("", "ref_")
+        for value, error, message in ATTENTION
+    ),
+    *(
+        (
+            kind,
+            {"padding_free": "false"},
+            TypeError,
+            "`padding_free='false'` is of type `str`; a flag is True or False",
+        )
+        for kind in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO")
+    ),
+    ("DPO", {"loss_weights": [1.0, 2.0]}, ValueError, "loss_weights"),  # TRL's own
+    ("DPO", GROUPED | {"prefix_sharing": False}, ValueError, "`group_by_prefix=True` needs `prefix_sharing=True`"),
+    ("DPO", GROUPED | {"group_by_prefix_buffer": 0}, ValueError, "_buffer=0` is the number of rows of a stream"),
+    ("DPO", {"group_by_prefix_buffer": 8}, ValueError, "`group_by_prefix_buffer=8` is the number of rows"),
+    (
+        "DPO",
+        GROUPED | {"train_sampling_strategy": "group_by_length"},
+        ValueError,
+        "`group_by_length` both say which rows meet in a step",
+    ),
+    ("DPO", FREE | {"packed_multiple_of": 0}, ValueError, "`packed_multiple_of` is a number of tokens"),
+    ("DPO", FREE | {"packed_multiple_of": [64, 32]}, ValueError, r"in ascending order.* got \[64, 32\]"),
+    (
+        "DPO",
+        FREE | {"packed_multiple_of": 2048, "max_tokens_per_batch": 1024},
+        ValueError,
+        LENGTHS.format(1024, 2048, 2048),
+    ),
+    (
+        "DPO",
+        FREE | {"packed_multiple_of": 64, "max_tokens_per_batch": 1000},
+        ValueError,
+        LENGTHS.format(1000, 64, 1024),
+    ),
+    (
+        "DPO",
+        FREE | {"packed_multiple_of": [64, 256], "max_tokens_per_batch": 320},
+        ValueError,
+        r"`max_tokens_per_batch=320` is no length of `packed_multiple_of=\[64, 256\]`: .* lengthened to 512",
+    ),
+    ("SFT", FREE | {"max_tokens_per_batch": 0}, ValueError, "must be a number of tokens, got 0"),
+    (
+        "GRPO",
+        FREE | {"max_tokens_per_batch": 128, "max_completion_length": 256},
+        ValueError,
+        "`max_completion_length=256` tokens, more than `max_tokens_per_batch=128`",
+    ),
+    ("SFT", {"expand_turns": True, "assistant_only_loss": True}, ValueError, TURNS.format("assistant_only_loss")),
+    ("SFT", {"expand_turns": True, "completion_only_loss": False}, ValueError, TURNS.format("completion_only_loss")),
+    (
+        "DPO",
+        GENERATING | {"generation_max_new_tokens": 0},
+        ValueError,
+        "`generation_max_new_tokens` must be a positive",
+    ),
+    ("DPO", GENERATING | {"eval_generation_samples": -1}, ValueError, "`eval_generation_samples` must be a positive"),
+    (
+        "DPO",
+        GENERATING | {"generation_kwargs": {"max_new_tokens": 3}},
+        ValueError,
+        "`max_new_tokens`: `generation_max_new_tokens`",
+    ),
+    ("DPO", GENERATING | {"generation_kwargs": {"num_return_sequences": 2}}, ValueError, "one prediction"),
+]
+
+
+@pytest.mark.parametrize("kind", ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"])
+def test_a_configuration_that_cannot_be_is_an_error(kind, tmp_path):
+    config = getattr(trl_padfix, f"{kind}Config")
+    for given, error, message in [row[1:] for row in CONFIGURATIONS if row[0] == kind]:
+        with pytest.raises(error, match=message):
+            config(str(tmp_path), **given, **ON_CPU)
+    check_field_types(config(str(tmp_path), **FREE, **ON_CPU))
+
+
+def test_what_a_configuration_refuses_goes_with_what_it_needs(tmp_path):
+    for name in NEEDS_PADDING_FREE:
+        trl_padfix.RewardConfig(str(tmp_path), **FREE, **{name: PACKED_ONLY[name]}, **ON_CPU)
+    # Without generation its settings are not looked at.
+    DPOConfig(str(tmp_path), generation_max_new_tokens=0, generation_kwargs={"num_return_sequences": 2}, **ON_CPU)
+
+
+# -- trainers
+
+
+class Bad(NamedTuple):
+    """
+    A trainer that is refused.
+
+    Attributes:
+        kind (`str`): Which trainer.
+        given (`Callable`): Makes what it is given, beside tiny models and rows.
+        message (`str`): A pattern of the error's text.
+        error (`type`): The error.
+    """
+
+    kind: str
+    given: Callable[[], dict[str, Any]]
+    message: str
+    error: type[Exception] = ValueError
+
+
+TEXT = {"text": "w3 w4"}
+PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
+EXAMPLE = {"prompt": "w3", "completion": "w4 w5", "label": True}
+CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
+SAID, ANSWER = CHAT["messages"]
+CHATS = {"prompt": [SAID], "chosen": [ANSWER], "rejected": [SAID]}
+COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
+IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
+OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
+TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+STRICT = {"strict": True}
+
+
+def row_5(kind: str, good: dict[str, Any], message: str, **change: Any) -> Bad:
+    """Eight rows, of which the fifth is changed."""
+    # A chat template may render odd messages, and TRL ends an empty text with an EOS token.
+    strict = {"strict": bool(change.get("messages")) or "" in change.values()}
+    rows = [good] * 5 + [good | change] + [good] * 2
+    given = strict | {"processing_class": build_tokenizer(chat_template=TEMPLATE)}
+    return Bad(kind, lambda: given | {"train_dataset": Dataset.from_list(rows)}, f"Row 5 .*{message}")
+
+
+def rows(kind: str, row: dict[str, Any], message: str, **given: Any) -> Bad:
+    """Eight such rows."""
+    return Bad(kind, lambda: {"train_dataset": Dataset.from_list([row] * 8)} | given, message)
+
+
+def labels(*values: Any) -> dict[str, Any]:
+    data = [{"prompt": "w1", "completion": f" w{i}", "label": label} for i, label in enumerate(values, start=2)]
+    return {"train_dataset": Dataset.from_list(data)}
+
+
+def stream(row: dict[str, Any] | None) -> dict[str, Any]:
+    return {"train_dataset": IterableDataset.from_generator(lambda: iter([row] * 4 if row else []))}
+
+
+LACKS = {  # columns
+    "SFT": (lambda: build_rows(4).select_columns("prompt"), r"no column 'text'; it has \['prompt'\]"),
+    "DPO": (lambda: build_pairs(4).remove_columns("rejected"), "no column 'rejected'; it has .*DPO needs .*rename"),
+    "Reward": (lambda: build_pairs(4).select_columns("prompt"), "no column 'chosen' and no column 'rejected'"),
+    "KTO": (lambda: build_examples(4).remove_columns("label"), "no column 'label'; it has"),
+    "GRPO": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
+    "Distillation": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
+}
+WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
+TEACHER = {"teacher_attn_implementation": "eager"}
+BAD = {
+    **{
+        f"columns of {kind}": Bad(kind, lambda make=make: {"train_dataset": make()}, said)
+        for kind, (make, said) in LACKS.items()
+    },
+    "columns of an evaluation": Bad(
+        "DPO",
+        lambda: {"eval_dataset": {"held_out": build_pairs(4).remove_columns("chosen")}},
+        "held_out dataset has no column 'chosen'",
+    ),
+    "columns of a stream": Bad(
+        "DPO", lambda: stream({"prompt": "w3", "rejected": "w4"}), "train dataset has no .*'chosen'"
+    ),
+    "no columns": rows(
+        "SFT", {"story": "w2"}, r"it has \['story'\]. SFT needs `text`, `messages`, `prompt` and `comp"
+    ),
+    "from and value": rows(
+        "SFT", {"messages": OTHER_KEYS}, "keys `from` and `value`, which TRL reads in a column `conv"
+    ),
+    "from and value of pairs": rows(
+        "DPO", CHATS | {"prompt": OTHER_KEYS[:1]}, "Row 0 .* `prompt`, with the keys `from`"
+    ),
+    "role and content": rows(
+        "SFT", {"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"
+    ),
+    "a prompt beside messages": rows(
+        "SFT", {"prompt": "w3"} | CHAT, "has `prompt` and no `completion`.*train on \\['messages'\\], drop it"
+    ),
+    # Rows
+    "no text": row_5("SFT", TEXT, "of the train dataset has None in column `text`", text=None),
+    "a number": rows("SFT", {"text": 3}, "has 3 in column `text`"),
+    "no role": row_5("SFT", CHAT, "without a text `role`", messages=[{"content": "w3"}]),
+    "no content": row_5("SFT", CHAT, "whose `content` is no text", messages=[{"role": "user"}]),
+    "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
+    "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
+    "a negative id": row_5("SFT", IDS, "holds -5 in `input_ids`.* 0 to 39", input_ids=[3, -5]),
+    "an id too large": row_5("SFT", IDS, "holds 40 in `labels`", labels=[40, 4, 5]),
+    "no rejected": row_5("DPO", PAIR, "None in column `rejected`", rejected=None),
+    "no completion": row_5("KTO", EXAMPLE, "None in column `completion`", completion=None),
+    "no prompt": row_5("GRPO", {"prompt": "w3 w4"}, "None in column `prompt`", prompt=None),
+    "an empty text": row_5("SFT", TEXT, "train dataset has an empty text in column `text`", text=""),
+    "an empty completion": row_5("SFT", COMPLETION, "an empty text in column `completion`", completion=""),
+    "an empty answer": row_5("Reward", PAIR, "an empty text in column `chosen`", chosen=""),
+    "a label in words": Bad(
+        "KTO", lambda: labels("good", "bad"), "^Row 0 .* has 'good' in column `label`, and `True`"
+    ),
+    # TRL takes -1 for desirable, and fails in a sum with the others.
+    "a label of -1": Bad("KTO", lambda: labels(1, 0, -1), r"^Row 2 .*train dataset has -1 in .*`True` \(desirable\)"),
+    "no label": Bad("KTO", lambda: labels(True, None, False), "^Row 1 .* has None in column `label`"),
+    "nothing to train on": Bad(
+        "DPO", lambda: {"train_dataset": build_pairs(4).select([])}, "train dataset.*(empty|no pair)"
+    ),
+    "nothing to evaluate on": Bad(
+        "SFT", lambda: {"eval_dataset": build_rows(4).select([])}, "The eval dataset is empty"
+    ),
+    "an empty stream": Bad("SFT", lambda: stream(None), "The train dataset is a stream without a row"),
+    "an empty stream of prompts": Bad("GRPO", lambda: stream(None), "The train dataset is a stream without a row"),
+    "only prompts": Bad(
+        "DPO", lambda: {"max_length": 2}, r"(\d+) of \1 pairs .*left out.* fill `max_length=2`.*Raise"
+    ),
+    "only prompts, SFT": Bad("SFT", lambda: {"max_length": 2}, "40 of 40 rows of the train dataset were left out"),
+    "no pair is left": Bad("Reward", lambda: {"max_length": 1}, r"(\d+) of \1 pairs .* more than `max_length=1`"),
+    "no trained token": rows(
+        "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "8 of 8 rows .* have no token", **STRICT
+    ),
+    "nothing but pad tokens": Bad(
+        "Reward",
+        lambda: (
+            SIDED_MODES["padding-free, left"]
+            | {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
+            | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
+        ),
+        "`rejected_ids` of pair 0 of the train dataset is nothing but pad tokens",
+    ),
+    # Tokenizers and models
+    "neither pad nor eos": Bad(
+        "DPO",
+        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
+        "neither a pad token nor an EOS token.*Set `tokenizer.pad_token`",
+    ),
+    "no eos to end answers with": Bad("DPO", lambda: WITHOUT_EOS, "EOS.*Set `tokenizer.eos_token`"),
+    "no end, SFT": Bad("SFT", lambda: WITHOUT_EOS, "no EOS token, and TRL ends"),
+    "no end, KTO": rows("KTO", EXAMPLE, "no EOS token, and TRL ends", **WITHOUT_EOS),
+    "no end, Reward": rows("Reward", PAIR, "no EOS token, and TRL ends", **WITHOUT_EOS),
+    "a language model for rewards": Bad(
+        "Reward",
+        lambda: STRICT | {"model": build_model("causal", num_labels=1)},
+        "scores a whole sequence.*AutoModelForSequenceClassification",
+    ),
+    "images for a text model": rows(
+        "KTO", EXAMPLE | {"image": "a.png"}, "Qwen2ForCausalLM takes text only|vision", **FREE
+    ),
+    "images for rewards": rows(
+        "Reward", PAIR | {"images": ["a.png"]}, "image data.*padding_free=False", **FREE
+    )._replace(error=PaddingRemovalError),
+    # Settings
+    "noise for tokens that are shared": Bad(
+        "DPO",
+        lambda: FREE | {"prefix_sharing": True, "neftune_noise_alpha": 5.0},
+        "`neftune_noise_alpha` gives every token .* a noise of its own.*`prefix_sharing=False`",
+        PaddingRemovalError,
+    ),
+    "noise under a budget": Bad(
+        "SFT",
+        lambda: FREE | {"max_tokens_per_batch": 60, "neftune_noise_alpha": 5},
+        "`neftune_noise_alpha=5` adds noise",
+    ),
+    "a side of packed rows": Bad(
+        "SFT", lambda: {"packing": True, "padding_side": "left"}, "`packing=True` leaves nothing to pad on the left"
+    ),
+    "a side of another collator": Bad(
+        "DPO", lambda: {"padding_side": "left", "data_collator": print}, "`padding_side=.*default collator"
+    ),
+    "a stream without a buffer": Bad(
+        "DPO",
+        lambda: GROUPED | stream(PAIR),
+        r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`",
+    ),
+    "no teacher": Bad(
+        "Distillation",
+        lambda: {"teacher_model": None},
+        "The student needs a teacher, and `teacher_model` is not given",
+    ),
+    "attention of no teacher": Bad(
+        "Distillation",
+        lambda: TEACHER | {"teacher_model": None},
+        "`teacher_attn_implementation='eager'` is for a teacher",
+    ),
+    "two attentions of a teacher": Bad(
+        "Distillation",
+        lambda: TEACHER | {"teacher_model_init_kwargs": {"attn_implementation": "sdpa"}},
+        r"`teacher_attn_implementation='eager'` and `teacher_model_init_kwargs=.*disagree",
+    ),
+    "a budget below a completion": Bad(
+        "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to 12"
+    ),
+    "a teacher of other words": Bad(
+        "Distillation", lambda: {"teacher_model": build_model(vocab_size=44)}, "vocab_size"
+    ),
+}
+
+
+@pytest.mark.skipif(not NEWEST, reason="other messages of TRL's own")
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "Reward", "KTO", "GRPO", "Distillation"])
+def test_a_trainer_says_what_is_wrong_and_what_to_do(kind, tmp_path):
+    for case, (_, given, message, error) in ((case, bad) for case, bad in BAD.items() if bad.kind == kind):
+        with pytest.raises(error) as raised:
+            make_trainer(trl_padfix, kind, tmp_path, **given())
+        assert re.search(f"(?s){message}", str(raised.value)), (case, str(raised.value))
+
+
+def test_truth_values_and_their_numbers_are_taken(tmp_path):
+    for values in ([True, False], [1, 0]):
+        trainer = make_trainer(trl_padfix, "KTO", tmp_path, **labels(*values))
+        assert list(trainer.train_dataset["label"]) == values
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prefix_sharing", True, "`prefix_sharing"),
+        ("padding_side", "middle", "`padding_side"),
+        ("padding_free", "false", "a flag is True or False"),
+    ],
+)
+def test_a_field_that_was_set_on_a_finished_configuration_is_checked_too(field, value, message, tmp_path):
+    for library in (trl, trl_padfix):
+        args = library.SFTConfig(str(tmp_path), **ON_CPU)
+        setattr(args, field, value)
+        if library is trl_padfix or field == "padding_free":
+            with pytest.raises((ValueError, TypeError), match=message):
+                make_trainer(trl_padfix, "SFT", tmp_path, args=args)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
+def test_a_model_folder_without_a_tokenizer_is_said_to_have_none(kind, tmp_path):
+    build_bad_models(tmp_path / "models")
+    with pytest.raises(ValueError, match=r"has no token but .*its files \(`tokenizer.json`\) are missing"):
+        make_trainer(
+            trl_padfix, kind, tmp_path, model=str(tmp_path / "models" / "no_tokenizer"), processing_class=None
+        )
+
+
+PLACES = {"tokenizer": "Write `processing_class=tokenizer`", "beta": "It is a field of `DPOConfig`"}
+
+
+def test_an_unknown_argument_of_a_trainer_is_named_with_its_place():
+    args = DPOConfig(**ON_CPU)
+    for name, place in PLACES.items():
+        for trainer in (trl_padfix.DPOTrainer, trl_padfix.SFTTrainer, trl_padfix.GRPOTrainer):
+            with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'. {place}"):
+                trainer("model", args=args, **{name: None})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zebra'$"):
+        trl_padfix.DPOTrainer("model", args=args, zebra=1)
+
+
+def test_sequence_parallelism_is_refused(tmp_path, monkeypatch):
+    parallelism = SimpleNamespace(tp_size=1, cp_size=1, sp_size=2, cp_enabled=False)
+    policy, of_trl = build_model(), trl.DPOTrainer.__init__
+
+    def with_parallelism(trainer, *args, **kwargs):
+        of_trl(trainer, *args, **kwargs)
+        monkeypatch.setattr(accelerate.Accelerator, "parallelism_config", parallelism)
+
+    monkeypatch.setattr(trl.DPOTrainer, "__init__", with_parallelism)
+    monkeypatch.setattr(with_parallelism, "__signature__", inspect.signature(of_trl), raising=False)
+    with pytest.raises(PaddingRemovalError, match=r"`sp_size`.*every padded row.*`cp_size`.*padding_free=False"):
+        make_trainer(trl_padfix, "DPO", tmp_path, model=policy, **FREE)
+    assert is_bare(policy)
+
+
+def test_flash_attention_2_in_float32_says_where_it_runs(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+
+    with flash_attention_stand_in():
+        monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_varlen_func", refuse)
+        model = build_model(attn_implementation="flash_attention_2")
+        trainer = make_trainer(trl_padfix, "DPO", tmp_path, model=model, **FREE)
+        with pytest.raises(PaddingRemovalError, match=r"failed with torch.float32 on cpu.*bfloat16.*sdpa"):
+            trainer.train()
