@@ -34,8 +34,9 @@ def shared_keys_count_once(monkeypatch) -> None:
     monkeypatch.setattr(trl_padfix.core.attention.segments, "sum_by_token", first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("break_it", [queries_count_twice, shared_keys_count_once])
+@pytest.mark.parametrize(
+    ("break_it", "dtype"), [(queries_count_twice, torch.bfloat16), (shared_keys_count_once, torch.float32)]
+)
 def test_right_outputs_with_wrong_gradients_fail(break_it, dtype, monkeypatch):
     model = build("qwen2", initializer_range=0.2).to(dtype)
     right = check_parity(model, inputs(), prefix_sharing=True)
