@@ -49,19 +49,17 @@ def as_declared(method: Callable[..., Any], declared: Callable[..., Any]) -> Fun
     namespace: dict[str, Any] = {}
     # As `dataclasses` makes an `__init__`: only a function compiled with these names has them in its `__code__`.
     exec(
-        f"def front(method):\n def {declared.__name__}({', '.join(names)}):\n"
-        f"  return method({', '.join(given)})\n return {declared.__name__}",
+        f"def front(method):\n def shown({', '.join(names)}):\n  return method({', '.join(given)})\n return shown",
         namespace,
     )
     made = namespace["front"](method)
+    code = made.__code__.replace(co_name=declared.__name__)  # which may be `<lambda>`
     # Annotations that are strings are looked up where `declared` was written.
-    front = FunctionType(
-        made.__code__, declared.__globals__, declared.__name__, declared.__defaults__, made.__closure__
-    )
+    front = FunctionType(code, declared.__globals__, declared.__name__, declared.__defaults__, made.__closure__)
     front.__kwdefaults__ = declared.__kwdefaults__
     front.__annotations__ = dict(declared.__annotations__)
     front.__doc__, front.__qualname__, front.__module__ = method.__doc__, method.__qualname__, __name__
-    vars(front).update({k: v for k, v in vars(method).items() if k != "__wrapped__"}, method=method)
+    vars(front).update({k: v for k, v in vars(method).items() if k != "__wrapped__"}, method=method, declared=declared)
     return front
 
 
@@ -71,7 +69,10 @@ def show_parameters(cls: type) -> None:
     for name in {n for c in ours for n, v in vars(c).items() if inspect.isfunction(v) and _is_shown(n)}:
         current = inspect.getattr_static(cls, name)
         declared = next((vars(c)[name] for c in cls.__mro__ if name in vars(c) and _is_foreign(vars(c)[name])), None)
-        if inspect.isfunction(declared) and not _is_foreign(current):
+        if not inspect.isfunction(declared) or _is_foreign(current):
+            continue
+        # A front is inherited, not made anew: what a user later sets on its class holds for subclasses, too.
+        if vars(current).get("declared") is not inspect.unwrap(declared):
             setattr(cls, name, as_declared(vars(current).get("method", current), declared))
 
 
