@@ -17,7 +17,7 @@ from conformance.arbiter import CONTROL, tolerance
 
 def rounding(exact: torch.Tensor, layers: int = 3) -> float:
     """[`tolerance`] of what a tiny model of `tests/zoo` computes: sums of at most 64 terms, eight in a layer."""
-    return tolerance(float(exact.abs().max()), terms=64, depth=8 * layers)
+    return tolerance(float(exact.detach().abs().max()), terms=64, depth=8 * layers)
 
 
 def assert_close(
@@ -37,6 +37,7 @@ def assert_close(
     `size` is by default the largest magnitude in `exact`; `dtype` the lower one of both tensors. The rest as in
     [`tolerance`].
     """
+    got, exact = got.detach(), exact.detach()
     assert got.shape == exact.shape, f"{what}: shapes {tuple(got.shape)} and {tuple(exact.shape)}"
     if not exact.is_floating_point():  # counts
         assert torch.equal(got, exact), f"{what}: {got} is not {exact}"
@@ -81,7 +82,7 @@ def assert_gradients_close(
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference; that of two NaN, or of two equal infinities, is 0."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     return float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max())
 
 
