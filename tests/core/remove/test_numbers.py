@@ -91,8 +91,8 @@ def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-HALF = [("qwen2", "sdpa"), ("qwen2", "eager"), ("qwen2", "flash_attention_2"), ("gpt2", "flash_attention_2")]
-HALF += [("gemma2", "eager"), ("gpt_oss", "eager"), ("llama4", "sdpa"), ("qwen3_moe", "sdpa")]
+HALF = [("qwen2", "sdpa"), ("qwen2", "flash_attention_2"), ("gpt2", "flash_attention_2"), ("gemma2", "eager")]
+HALF += [("gpt_oss", "eager"), ("qwen3_moe", "sdpa")]
 
 
 @pytest.mark.parametrize(("name", "implementation", "sharing"), by_turns(HALF, [False, True]))
@@ -148,7 +148,7 @@ WRONG_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "implementation", "wrong"), by_turns(SUPPORTED[::2], list(WRONG_LAYOUTS)))
+@pytest.mark.parametrize(("name", "implementation", "wrong"), by_turns(SUPPORTED[::4], list(WRONG_LAYOUTS)))
 def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeypatch):
     ids, mask = batch("mixed")
     model = build(name, implementation)
