@@ -19,7 +19,7 @@ from zoo.family_outcomes import LEAK, alone, batched, gradients_of, weighted
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.mixers import primitives
-from trl_padfix.core.mixers.primitives import kernel_parameters
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 kernels = pytest.importorskip("kernels.layer.layer")
