@@ -39,11 +39,7 @@ class Part:
 PARTS = [
     Part("layouts", "layouts against a brute-force oracle", 10_000, 40),
     Part("calls", "model x configuration x call against the padded computation", 1_000, 3),
-    Part("trainings", "trainings against TRL's", 100, 1),
-    Part("users", "code of users: overrides, hooks, collators, models; beside the padded trainer", 400, 2),
     Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 20, 0),
-    Part("mistakes", "bad inputs and commands: message, exit code, nothing written, within 20 seconds", 400, 2),
-    Part("faults", "faults in the middle of a training, and steps with flat memory", 200, 1),
 ]
 
 

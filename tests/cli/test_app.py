@@ -65,11 +65,11 @@ def test_no_command_prints_the_help_and_fails():
     assert "Usage" in result.output
 
 
-@pytest.mark.parametrize("command", [[], ["stats"], ["doctor"]])
-def test_h_is_help(command):
-    result = trl_padfix_command(*command, "-h")
-    assert result.exit_code == 0
-    assert result.output == trl_padfix_command(*command, "--help").output
+def test_h_is_help():
+    for command in ([], ["stats"], ["doctor"]):
+        result = trl_padfix_command(*command, "-h")
+        assert result.exit_code == 0
+        assert result.output == trl_padfix_command(*command, "--help").output
 
 
 @pytest.mark.parametrize("command", ["doctor", "stats"])

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kit.tolerance import tolerance
 from simulated_gpu import reference_flash_attn, varlen_reference
 from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
 
@@ -66,10 +67,12 @@ ON_GPU = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", ON_CPU)
-def test_a_reference_answers_as_attention_written_out(kernel, case):
-    conform(ON_CPU[kernel](), CASES[case], "cpu", torch.float32, 1e-5)
+def test_a_reference_answers_as_attention_written_out(kernel):
+    answer = ON_CPU[kernel]()
+    for case in CASES.values():
+        if case.asked.keys() <= answer.asked:
+            conform(answer, case, "cpu", torch.float32, tolerance(1, terms=300, depth=4))
 
 
 @pytest.mark.gpu
@@ -77,4 +80,5 @@ def test_a_reference_answers_as_attention_written_out(kernel, case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", ON_GPU)
 def test_a_kernel_answers_as_attention_written_out(kernel, dtype, case):
-    conform(ON_GPU[kernel](), CASES[case], "cuda", dtype, 1e-2 if dtype == torch.bfloat16 else 2e-3)
+    # Relative to the norm of all values: the roundings of weights, of states and of the output.
+    conform(ON_GPU[kernel](), CASES[case], "cuda", dtype, 2 * torch.finfo(dtype).eps)

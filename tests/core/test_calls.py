@@ -73,7 +73,7 @@ def _eager_switching():
 
 
 @pytest.mark.usefixtures("_eager_switching")
-@pytest.mark.parametrize("times", [60, pytest.param(2000, marks=MATRIX)])
+@pytest.mark.parametrize("times", [30, pytest.param(2000, marks=MATRIX)])
 @pytest.mark.parametrize("sharing", ["one model", "two models", "a shared config"])
 def test_two_threads_give_the_numbers_of_one(sharing, times):
     models = models_of(sharing)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from campaign.layouts import attended, check
-from hypothesis import given
+from hypothesis import given, settings, strategies
 from simulated_gpu.simulated_cuda import to_simulated
 from zoo.gpu_models import pairs
 from zoo.models import drawn_batches
@@ -76,40 +76,29 @@ def test_rows_share_only_what_has_the_same_places():
     assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
 
 
-@pytest.mark.parametrize(
-    ("position_ids", "packed"),
-    [
-        (torch.tensor([[0, 1, 2], [0, 1, 2]]), 4),
-        (torch.tensor([[0, 1, 2]]), 4),  # one row for all
-        (torch.tensor([[0, 1, 2], [0, 5, 6]]), 5),
-        (torch.tensor([[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]]), 6),  # (P, B, L), as M-RoPE has them
-    ],
-    ids=["equal", "broadcast", "apart from the second token on", "apart in one of the axes"],
-)
-def test_rows_share_only_what_has_the_same_given_positions(position_ids, packed):
+def test_rows_share_only_what_has_the_same_given_positions():
     ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
-    assert prefix_sharing_layout(ids, torch.ones_like(ids), position_ids).packed_tokens == packed
+    for positions, packed in (
+        ([[0, 1, 2], [0, 1, 2]], 4),
+        ([[0, 1, 2]], 4),  # one row for all
+        ([[0, 1, 2], [0, 5, 6]], 5),
+        ([[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]], 6),  # (P, B, L), as M-RoPE has them
+    ):
+        layout = prefix_sharing_layout(ids, torch.ones_like(ids), torch.tensor(positions))
+        assert layout.packed_tokens == packed, positions
 
 
-@pytest.mark.parametrize(
-    ("layout", "trivial"),
-    [
-        (padding_free_layout(torch.ones(2, 3)), True),
-        (padding_free_layout(torch.tensor([[1, 1], [1, 0]])), False),
-        (prefix_sharing_layout(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2)), True),
-        (prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)), False),
-    ],
-    ids=["no padding", "padding", "nothing shared", "a shared token"],
-)
-def test_a_layout_is_trivial_when_it_removes_nothing(layout, trivial):
-    assert layout.is_trivial is trivial
+def test_a_layout_is_trivial_when_it_removes_nothing():
+    assert padding_free_layout(torch.ones(2, 3)).is_trivial
+    assert not padding_free_layout(torch.tensor([[1, 1], [1, 0]])).is_trivial
+    assert prefix_sharing_layout(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2)).is_trivial
+    assert not prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)).is_trivial
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16])
-def test_masks_of_any_dtype_are_read(dtype):
-    assert (
-        prefix_sharing_layout(IDS, MASK.to(dtype)).source.tolist() == prefix_sharing_layout(IDS, MASK).source.tolist()
-    )
+def test_masks_of_any_dtype_are_read():
+    expected = prefix_sharing_layout(IDS, MASK).source
+    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16):
+        assert torch.equal(prefix_sharing_layout(IDS, MASK.to(dtype)).source, expected), dtype
 
 
 def test_gradients_of_a_shared_token_are_summed():
@@ -127,66 +116,51 @@ def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     assert padding_free_layout(MASK).packed_index_of(index).tolist() == [12, 6, 0, 15]
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.ones(3), r"shape \(3,\).*needs `\(B, L\)`"),
-        (torch.ones(1, 1, 3, 3), r"shape \(1, 1, 3, 3\).*needs `\(B, L\)`"),
-        (torch.tensor([[1, 0.5]]), r"holds \[0.5, 1.0\].*Additive and weighted masks"),
-        (torch.tensor([[0, -torch.inf]]), r"holds \[-inf, 0.0\]"),
-        (torch.tensor([[0, torch.finfo(torch.float32).min]]), r"holds \[-3.4"),
-        (torch.tensor([[1.0, torch.nan]]), r"holds \[1.0, nan\]"),
-        (torch.tensor([[1, 2]]), r"holds \[1, 2\]"),
-        (torch.tensor([[1, -1]]), r"holds \[-1, 1\]"),
-        (torch.tensor([[1, 1], [0, 0], [1, 0], [0, 0]]), r"Rows \[1, 3\].*no real token"),
-        (torch.ones(0, 4), r"shape \(0, 4\)"),
-        (torch.ones(2, 0), r"shape \(2, 0\)"),
-    ],
-    ids=lambda value: str(list(value.shape)) if isinstance(value, torch.Tensor) else "",
-)
-def test_masks_that_do_not_say_which_tokens_are_real_are_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        padding_free_layout(mask)
+REFUSED_MASKS = [
+    (torch.ones(3), r"shape \(3,\).*needs `\(B, L\)`"),
+    (torch.ones(1, 1, 3, 3), r"shape \(1, 1, 3, 3\).*needs `\(B, L\)`"),
+    (torch.tensor([[1, 0.5]]), r"holds \[0.5, 1.0\].*Additive and weighted masks"),
+    (torch.tensor([[0, -torch.inf]]), r"holds \[-inf, 0.0\]"),
+    (torch.tensor([[0, torch.finfo(torch.float32).min]]), r"holds \[-3.4"),
+    (torch.tensor([[1.0, torch.nan]]), r"holds \[1.0, nan\]"),
+    (torch.tensor([[1, 2]]), r"holds \[1, 2\]"),
+    (torch.tensor([[1, -1]]), r"holds \[-1, 1\]"),
+    (torch.tensor([[1, 1], [0, 0], [1, 0], [0, 0]]), r"Rows \[1, 3\].*no real token"),
+    (torch.ones(0, 4), r"shape \(0, 4\)"),
+    (torch.ones(2, 0), r"shape \(2, 0\)"),
+]
+REFUSED_VALUES = [  # function, arguments, message
+    (prefix_sharing_layout, (torch.ones(2, 3), torch.ones(2, 4)), r"\(2, 3\) on cpu under .* mask of shape \(2, 4\)"),
+    (prefix_sharing_layout, (torch.ones(2, 3, device="meta"), torch.ones(2, 3)), r"on meta .* on cpu"),
+    (pack, (torch.zeros(6, 5), padding_free_layout(MASK)), r"shape \(6, 5\) with a layout of \(6, 4\)"),
+    (pack, (torch.zeros(24), padding_free_layout(MASK)), r"shape \(24,\)"),
+    (unpack, (torch.zeros(1, 15), padding_free_layout(MASK)), r"shape \(1, 15\) with a layout of 16 packed tokens"),
+    (unpack, (torch.zeros(16), padding_free_layout(MASK)), r"shape \(16,\)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "message"),
-    [
-        (torch.ones(2, 3), torch.ones(2, 4), r"\(2, 3\) on cpu under an attention mask of shape \(2, 4\)"),
-        (torch.ones(2, 3, device="meta"), torch.ones(2, 3), r"on meta .* on cpu"),
-    ],
-    ids=["shape", "device"],
-)
-def test_ids_and_mask_must_fit_together(ids, mask, message):
-    with pytest.raises(ValueError, match=message):
-        prefix_sharing_layout(ids, mask)
+def test_masks_that_do_not_say_which_tokens_are_real_are_refused():
+    for mask, message in REFUSED_MASKS:
+        with pytest.raises(ValueError, match=message):
+            padding_free_layout(mask)
 
 
-@pytest.mark.parametrize(
-    ("convert", "shape", "message"),
-    [
-        (pack, (6, 5), r"shape \(6, 5\) with a layout of \(6, 4\)"),
-        (pack, (24,), r"shape \(24,\)"),
-        (unpack, (1, 15), r"shape \(1, 15\) with a layout of 16 packed tokens"),
-        (unpack, (16,), r"shape \(16,\)"),
-    ],
-)
-def test_values_of_another_batch_are_refused(convert, shape, message):
-    with pytest.raises(ValueError, match=message):
-        convert(torch.zeros(shape), padding_free_layout(MASK))
+def test_what_does_not_fit_together_is_refused():
+    for function, values, message in REFUSED_VALUES:
+        with pytest.raises(ValueError, match=message):
+            function(*values)
 
 
 # -- against prefixes in Python tuples
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-@given(drawn_batches())
+@given(strategies.booleans(), drawn_batches())
 def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
     check(*batch, sharing)
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-@given(drawn_batches())
+@settings(max_examples=60)
+@given(strategies.booleans(), drawn_batches())
 def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     ids, mask = batch
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)

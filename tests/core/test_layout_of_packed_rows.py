@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import every_pair, every_second
+from kit.cells import by_turns
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from zoo.model_numbers import SHARING, assert_same_numbers, gradients, padded_numbers, weighted_sum
+from zoo.model_numbers import assert_same_numbers, gradients, padded_numbers, weighted_sum
 from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import check_parity, packed_layout, remove_padding
@@ -69,12 +69,11 @@ def test_bounds_say_more_than_positions():
     assert packed_layout(positions.view(2, 3), cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (3, 1, 2)
 
 
-@pytest.mark.parametrize(
-    "bounds", [[0, 4], [0, 4, 2, 6], [0, -2, 6], [0, 2, 9], [1, 6], [0.0, 2.0, 6.0], [[0, 6]], [], [0, 1, 7, 6]]
-)
-def test_bounds_that_do_not_ascend_over_the_whole_batch_are_an_error(bounds):
-    with pytest.raises(ValueError, match=r"`cu_seqlens` of dtype .* ascend from 0 to 6"):
-        packed_layout(torch.arange(6)[None], cu_seqlens=torch.tensor(bounds))
+def test_bounds_that_do_not_ascend_over_the_whole_batch_are_an_error():
+    ascending = [[0, 4], [0, 4, 2, 6], [0, -2, 6], [0, 2, 9], [1, 6], [], [0, 1, 7, 6]]
+    for bounds in (*ascending, [0.0, 2.0, 6.0], [[0, 6]]):
+        with pytest.raises(ValueError, match=r"`cu_seqlens` of dtype .* ascend from 0 to 6"):
+            packed_layout(torch.arange(6)[None], cu_seqlens=torch.tensor(bounds))
 
 
 def test_rows_without_a_second_sequence_are_the_padded_computation():
@@ -104,7 +103,7 @@ def test_other_shapes_are_errors(positions, ids):
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation", "bounds", "sharing"), every_second(every_pair(SUPPORTED, [True, False], [True, False]))
+    ("name", "implementation", "sharing", "bounds"), by_turns(SUPPORTED[::3], [True, False], [True, False])
 )
 def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, bounds, sharing):
     with flash_attention_stand_in():
@@ -144,8 +143,7 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
             assert_close(got[row, column], alone, terms=64, depth=24)
 
 
-@SHARING
-def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
+def test_the_fused_head_scores_the_labels_of_a_packed_row_only():
     utils = pytest.importorskip("trl.trainer.utils")
     if not hasattr(utils, "add_fused_lm_head"):
         pytest.skip("this TRL has no fused LM head")
@@ -157,7 +155,7 @@ def test_the_fused_head_scores_the_labels_of_a_packed_row_only(sharing):
     expected = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     call = packed(ids, mask)
     projected = []
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=True):
         hook = model.model.norm.register_forward_hook(lambda m, i, output: projected.append(output.shape))
         got = model(**call, labels=labels[mask.bool()][None], fused_lm_head=True)
         hook.remove()
@@ -193,10 +191,9 @@ def test_embeddings_are_packed_and_not_shared():
     assert handle.stats.packed_tokens == handle.stats.real_tokens == int(mask.sum())
 
 
-@SHARING
-def test_parity_of_a_packed_row_is_checked(sharing, monkeypatch):
+def test_parity_of_a_packed_row_is_checked(monkeypatch):
     ids, mask = batch("mixed")
-    report = check_parity(build("qwen2"), packed(ids, mask), prefix_sharing=sharing)
+    report = check_parity(build("qwen2"), packed(ids, mask), prefix_sharing=True)
     assert report.ok
     assert report.compared > 10
     assert 0 < report.packed_tokens < report.padded_tokens

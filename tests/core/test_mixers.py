@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import MATRIX, every_pair, every_second, once_each
+from kit.cells import MATRIX, by_turns
+from kit.tolerance import assert_close, assert_gradients_close
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.simulated_cuda import to_simulated
 from torch import nn
@@ -26,10 +27,8 @@ from zoo import family_outcomes
 from zoo.families import build
 from zoo.family_outcomes import (
     LEAK,
-    TOLERANCE,
     alone,
     batched,
-    gradient_difference,
     gradients_of,
     leaking_layouts,
     padded,
@@ -52,8 +51,6 @@ from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, b
 from trl_padfix.core.model.inspection import counts_columns
 
 
-SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
-
 KINDS = {
     "qwen3_5_text": {"forked": 1, "packed": 1},  # gated delta rule
     "mamba2": {"forked": 2},  # state-space scan with a state that carries gradients
@@ -64,13 +61,8 @@ KINDS = {
     "stablelm": {"packed": 2},  # layers that do not hand keyword arguments down
     "zamba2": {"forked": 3, "packed": 2},  # layers in layers, checkpointed twice
 }
-OTHERS = (
-    *("bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "kimi_linear", "olmo_hybrid", "mamba", "lfm3"),
-    *("lfm2_moe", "gptj", "falcon", "nemotron", "llama4_text", "deepseek_v4", "inkling_text", "zaya", "minimax"),
-    *("recurrent_gemma", "qwen4_exp_text", "qwen4_exp_text, n-gram embeddings", "rwkv", "megatron-bert"),
-    *("deepseek_v32", "xlstm"),
-)
-FAMILIES = pytest.mark.parametrize("family", [*KINDS, *(pytest.param(f, marks=MATRIX) for f in OTHERS)])
+OTHERS = ("kimi_linear", "nemotron_h", "deepseek_v4", "recurrent_gemma", "rwkv", "xlstm")
+"""More at night; `-m families` computes every family."""
 WAYS = ("plain", "checkpointed", "reentrant", "removed")
 
 
@@ -105,8 +97,8 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def assert_exact(logps, gradients, expected) -> None:
-    assert largest(logps.detach(), expected[0]) <= TOLERANCE
-    assert gradient_difference(gradients, expected[1]) <= TOLERANCE
+    assert_close(logps.detach(), expected[0], terms=64, depth=24)
+    assert_gradients_close(gradients, expected[1], terms=64, depth=48)
 
 
 # Rows
@@ -160,24 +152,21 @@ def test_a_node_ends_where_rows_part():
     assert [level.cu_seqlens.tolist() for level in levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
-@pytest.mark.parametrize(
-    ("copies", "levels"),
-    [
-        (0, [[0], [1, 5], [4, 2, 3]]),
-        (1, [[0, 1, 0, 5], [4, 2, 3]]),  # one of token 0; merging level 1 would copy two more
-        (9, [[0, 5, 0, 1, 4, 0, 1, 2, 3]]),
-    ],
-)
-def test_levels_of_few_tokens_are_merged_into_the_next_one(copies, levels, monkeypatch):
+def test_levels_of_few_tokens_are_merged_into_the_next_one(monkeypatch):
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
-    monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
-    tree = NodeTree(prefix_sharing_layout(ids, (ids > 0).long()))
-    tokens = [level.tokens[0] for (level,) in tree.varlen.levels]
-    assert [level.tolist() for level in tokens] == levels
-    assert torch.cat(tokens)[tree.varlen.packed_index].tolist() == [*range(6)]
+    for copies, levels in {
+        0: [[0], [1, 5], [4, 2, 3]],
+        1: [[0, 1, 0, 5], [4, 2, 3]],  # one of token 0; merging level 1 would copy two more
+        9: [[0, 5, 0, 1, 4, 0, 1, 2, 3]],
+    }.items():
+        monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
+        tree = NodeTree(prefix_sharing_layout(ids, (ids > 0).long()))
+        tokens = [level.tokens[0] for (level,) in tree.varlen.levels]
+        assert [level.tolist() for level in tokens] == levels
+        assert torch.cat(tokens)[tree.varlen.packed_index].tolist() == [*range(6)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatch):
     """Trees of random depths, where the cheapest level is now above and now below one that was merged before."""
     chance = random.Random(seed)
@@ -190,7 +179,7 @@ def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatc
         monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
         tree = NodeTree(layout)
         for is_varlen in (False, True):
-            assert torch.allclose(tree.scan(summed, [x], is_varlen=is_varlen)[0], expected, atol=1e-5)
+            assert_close(tree.scan(summed, [x], is_varlen=is_varlen)[0], expected, terms=12)
         depths.add(len(tree.padded.levels))
     assert len(depths) > 2
 
@@ -205,17 +194,17 @@ def test_the_left_context_of_a_segment_is_on_its_path():
 # Whole models
 
 
-@pytest.mark.parametrize(("family", "ways"), KINDS.items())
-def test_each_mixer_runs_in_its_mode(family, ways):
-    with remove_padding(build(family)) as handle:
-        assert handle.mixers.counts() == ways
+def test_each_mixer_runs_in_its_mode():
+    for family, ways in KINDS.items():
+        with remove_padding(build(family)) as handle:
+            assert handle.mixers.counts() == ways, family
 
 
 @pytest.mark.parametrize(
-    ("family", "sharing", "how"),
+    ("family", "how", "sharing"),
     [
-        *every_second(every_pair(KINDS, [False, True], WAYS)),
-        *(pytest.param(*cell, marks=MATRIX) for cell in product(OTHERS, [False, True], WAYS)),
+        *by_turns([(family, WAYS[(i + j) % 4]) for i, family in enumerate(KINDS) for j in (0, 1)], [False, True]),
+        *(pytest.param(*cell, marks=MATRIX) for cell in product(OTHERS, WAYS, [True])),
     ],
 )
 def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, how):
@@ -236,7 +225,7 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_a_model_that_is_attached_again_before_backward_runs_in_the_same_ways(family):
     model = without_dropout(build(family)).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -249,7 +238,7 @@ def test_a_model_that_is_attached_again_before_backward_runs_in_the_same_ways(fa
 
 @pytest.mark.parametrize(
     ("family", "sharing"),
-    once_each(["qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v4", "kimi_linear"], [False, True]),
+    by_turns(["qwen3_5_text", "mamba2", "bloom"], [True, False]),
 )
 def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypatch):
     monkeypatch.setattr(family_outcomes, "rows", long_rows)
@@ -258,15 +247,15 @@ def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypat
     with remove_padding(model, prefix_sharing=sharing):
         logps = batched(model, "right")
         gradients = gradients_of(model, weighted(logps))
-    # Where a row is cut into chunks moves the delta rule of these large weights by 4e-4 (chunks of 32 instead of 64).
-    assert largest(logps.detach(), expected[0]) <= 1e-3
-    assert gradient_difference(gradients, expected[1]) <= 1e-3
+    # Where a row is cut into chunks moves the delta rule of these large weights by 4e-4 (chunks of 32 instead of 64):
+    # sums over the 150 tokens of a row stand behind one another.
+    assert_close(logps.detach(), expected[0], terms=64, depth=150)
+    assert_gradients_close(gradients, expected[1], terms=64, depth=2 * 150)
     with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
         assert largest(batched(model, "right"), expected[0]) >= LEAK
 
 
-@SHARING
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(("family", "sharing"), by_turns(["lfm2", "bloom", "zamba2"], [False, True]))
 def test_a_leak_would_be_seen(family, sharing):
     model = build(family)
     with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
@@ -280,7 +269,7 @@ def test_a_state_that_does_not_fork_would_be_seen(family):
         assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2", "lfm2"])
+@pytest.mark.parametrize("family", ["mamba2", "lfm2"])
 def test_merged_levels_give_the_numbers_of_rows_computed_alone(family, monkeypatch):
     model, levels = without_dropout(build(family)).train(), []
     build_tree = NodeTree.__init__
@@ -330,11 +319,11 @@ def test_merged_levels_spare_launches_on_a_gpu(gpu, monkeypatch):
     assert 200 < launches[0] - launches[1] < 300, launches
 
 
-@SHARING
-@FAMILIES
+# The decoder of BLOOM is not given positions, from which packed rows are recognised.
+@pytest.mark.parametrize(
+    ("family", "sharing"), by_turns(["qwen3_5_text", "mamba2", "lfm2", "glm_moe_dsa"], [True, False])
+)
 def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
-    if family in ("bloom", "rwkv", "megatron-bert"):
-        pytest.skip("its decoder is not given positions, from which packed rows are recognised")
     model, sequences = build(family), rows()
     positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
     with remove_padding(model, prefix_sharing=sharing) as handle:
@@ -346,7 +335,7 @@ def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
 
 
 # PEFT refuses the linear layers of Mamba 2.
-@pytest.mark.parametrize(("family", "sharing"), once_each([f for f in KINDS if f != "mamba2"], [False, True]))
+@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen3_5_text", "bloom"], [True, False]))
 def test_adapters_get_the_gradients_of_rows_computed_alone(family, sharing):
     settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -357,8 +346,7 @@ def test_adapters_get_the_gradients_of_rows_computed_alone(family, sharing):
         assert_exact(logps, gradients_of(model, weighted(logps)), expected)
 
 
-@SHARING
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(("family", "sharing"), by_turns(["mamba2", "bloom"], [True, False]))
 def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sharing):
     model, (ids, mask) = build(family), padded("right")
     call = {"input_ids": ids, "attention_mask": mask, "use_cache": False, "output_hidden_states": True}
@@ -369,10 +357,10 @@ def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sh
     assert len(found) == len(expected) > 2
     real = mask.bool()
     for state, own in zip(found, expected, strict=True):
-        assert largest(state[real], own[real]) <= 1e-4 * max(1.0, own[real].abs().max().item())
+        assert_close(state[real], own[real], terms=64, depth=64)  # of a delta net, whose chunks begin elsewhere
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
 def test_two_threads_may_run_one_model(family):
     model, found = build(family), {}
     batches = [padded("left"), tuple(x[1:4] for x in padded("right"))]
@@ -396,19 +384,20 @@ def test_two_threads_may_run_one_model(family):
         for thread in threads:
             thread.join()
     for i in range(2):
-        assert all(largest(s, expected[i]) <= 1e-5 for s in found[i])
+        for scores_of_thread in found[i]:
+            assert_close(scores_of_thread, expected[i], terms=64, depth=24)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_a_copy_of_the_model_is_attached_by_itself(family):
     model = build(family)
     with remove_padding(model, prefix_sharing=True):
         twin = copy.deepcopy(model)
     with torch.no_grad():
-        assert largest(batched(twin, "left"), reference(family)[0]) <= TOLERANCE
+        assert_close(batched(twin, "left"), reference(family)[0], terms=64, depth=24)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
 def test_a_hole_in_a_row_is_refused_with_the_reason(family):
     ids, mask = padded("right")
     mask[0, 4] = 0
@@ -422,8 +411,7 @@ def test_a_hole_in_a_row_is_refused_with_the_reason(family):
             model(ids, attention_mask=mask, use_cache=False)
 
 
-@SHARING
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen3_5_text", "bloom"], [True, False]))
 def test_the_parity_check_passes(family, sharing):
     ids, mask = padded("right")
     report = check_parity(build(family), {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
@@ -431,7 +419,7 @@ def test_the_parity_check_passes(family, sharing):
     assert report.packed_tokens < report.padded_tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom", "stablelm"])
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_generation_of_an_attached_model_is_that_of_the_model(family):
     ids, mask = padded("left")
     model, call = build(family), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

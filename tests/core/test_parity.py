@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kit.cells import every_pair
+from kit.cells import by_turns
 from kit.processes import logged
+from kit.tolerance import tolerance
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo import families
-from zoo.model_numbers import SHARING, merge_segments
+from zoo.model_numbers import merge_segments
 from zoo.models import COLUMNS, CONFIGS, PAD, ROWS, SUPPORTED, build, inputs
 
 import trl_padfix.core.attention.attention
@@ -57,30 +58,29 @@ def report(**changed: Any) -> ParityReport:
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation", "side", "sharing"), every_pair(SUPPORTED, ["left", "right", "holes"], [False, True])
+    ("name", "implementation", "side", "sharing"), by_turns(SUPPORTED[::3], ["left", "right", "holes"], [True, False])
 )
 def test_a_supported_model_passes(name, implementation, side, sharing):
     result = check_parity(build(name, implementation), inputs(side), prefix_sharing=sharing)
 
     result.raise_if_failed()
     assert result.ok
-    assert result.maximum < 1e-5
+    assert result.maximum < tolerance(28, terms=64, depth=24)
     assert (result.implementation, result.prefix_sharing, result.dtype) == (implementation, sharing, torch.float32)
     assert 0 < result.packed_tokens < result.padded_tokens  # it did compare a packed forward with a padded one
     assert result.compared > 0
 
 
-@SHARING
-def test_an_attached_model_is_compared_as_it_is(sharing):
+def test_an_attached_model_is_compared_as_it_is():
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        result = check_parity(model, inputs(), prefix_sharing=not sharing)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        result = check_parity(model, inputs(), prefix_sharing=False)
         assert "forward" in vars(model.model)  # attached still
         model(**inputs())
         assert handle.stats.padded_tokens == len(ROWS) * COLUMNS
 
     assert result.ok
-    assert result.prefix_sharing is sharing
+    assert result.prefix_sharing is True
 
 
 def test_a_model_that_is_not_attached_is_so_for_the_comparison_only():
@@ -96,9 +96,9 @@ def test_a_comparison_is_a_comparison_even_while_padding_removal_is_disabled():
         assert not handle.enabled
 
 
-@SHARING
-@pytest.mark.parametrize("labels", [1, 2, len(ROWS[0])], ids="{} labels".format)  # the last: as many as columns
-@pytest.mark.parametrize("pad", [PAD, 0, 9], ids="pad token {}".format)  # 9 also stands inside rows
+@pytest.mark.parametrize(  # as many labels as columns; pad token 9 also stands inside rows
+    ("labels", "pad", "sharing"), [(1, PAD, False), (2, 9, True), (len(ROWS[0]), 0, True)]
+)
 def test_a_reward_head_passes(pad, labels, sharing):
     config = CONFIGS["qwen2"](num_labels=labels, pad_token_id=pad)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
@@ -112,11 +112,10 @@ def test_a_reward_head_passes(pad, labels, sharing):
 
 
 @pytest.mark.parametrize("rows", [1, 2], ids="{} rows".format)
-@SHARING
-def test_small_batches_without_padding_are_compared(rows, sharing):
+def test_small_batches_without_padding_are_compared(rows):
     ids = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 7, 8, 20, 21]])[:rows]
     result = check_parity(
-        build("qwen2"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=sharing
+        build("qwen2"), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True
     )
     assert result.ok
     assert 0 < result.packed_tokens < result.padded_tokens
@@ -130,7 +129,7 @@ def test_a_row_without_a_token_is_the_error_of_the_forward(rows):
         check_parity(build("qwen2"), given)
 
 
-@pytest.mark.parametrize("family", ["bloom", "mamba2", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["bloom", "qwen3_5_text"])
 def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family, monkeypatch):
     """A batch of such rows is computed padded, and the other batches of the training are what is compared."""
     ids = torch.randint(3, 60, (3, 12))
@@ -196,11 +195,15 @@ def unpacking_in_another_order(monkeypatch) -> None:
     monkeypatch.setattr(trl_padfix.core.call.arguments, "unpack", lambda x, layout: unpack(x.roll(1, dims=1), layout))
 
 
-@SHARING
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "break_it",
-    [leaking_layouts, attention_without_segments, attention_of_one_token_less, unpacking_in_another_order],
+    ("break_it", "dtype", "sharing"),
+    [
+        (leaking_layouts, torch.float32, False),
+        (leaking_layouts, torch.bfloat16, True),
+        (attention_without_segments, torch.float32, True),
+        (attention_of_one_token_less, torch.bfloat16, False),
+        (unpacking_in_another_order, torch.float32, True),
+    ],
 )
 def test_a_wrong_packed_forward_fails_with_the_figures(break_it, dtype, sharing, monkeypatch):
     break_it(monkeypatch)
@@ -255,8 +258,7 @@ def in_float32(module: Any, args: Any) -> Any:
     return (args[0].float(),)
 
 
-@SHARING
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "sharing"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
     model = build("qwen2").to(dtype)
     right = check_parity(model, inputs(), prefix_sharing=sharing)
@@ -345,20 +347,11 @@ def test_what_a_model_amplifies_is_measured_on_rows_alone(monkeypatch):
 # -- the report
 
 
-@pytest.mark.parametrize(
-    ("changed", "ok"),
-    [
-        ({}, True),
-        ({"mean": 1e-4, "maximum": 1e-3}, True),
-        ({"mean": 2e-4}, False),
-        ({"maximum": 2e-3}, False),
-        ({"mean": float("nan")}, False),
-        ({"maximum": float("inf")}, False),
-    ],
-    ids=str,
-)
-def test_both_differences_must_be_within_tolerance(changed, ok):
-    assert report(**changed).ok is ok
+def test_both_differences_must_be_within_tolerance():
+    for changed in ({}, {"mean": 1e-4, "maximum": 1e-3}):
+        assert report(**changed).ok
+    for changed in ({"mean": 2e-4}, {"maximum": 2e-3}, {"mean": float("nan")}, {"maximum": float("inf")}):
+        assert not report(**changed).ok, changed
 
 
 def test_the_report_says_what_was_compared():
@@ -390,8 +383,10 @@ def test_the_tolerance_is_that_of_the_models_dtype_and_size(dtype):
     assert (result.ok, result.rounding) == (True, None)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [(torch.bfloat16, "sdpa"), (torch.bfloat16, "flash_attention_2"), (torch.float16, "eager")],
+)
 def test_the_tolerance_of_half_precision_is_a_multiple_of_its_rounding(dtype, implementation):
     result = check_parity(build("qwen2", implementation).to(dtype), inputs(), prefix_sharing=True)
     assert result.rounding > 0

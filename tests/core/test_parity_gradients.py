@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.tolerance import tolerance
 from torch import nn
 from zoo.models import build, inputs
 
@@ -34,8 +35,9 @@ def shared_keys_count_once(monkeypatch) -> None:
     monkeypatch.setattr(trl_padfix.core.attention.segments, "sum_by_token", first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("break_it", [queries_count_twice, shared_keys_count_once])
+@pytest.mark.parametrize(
+    ("break_it", "dtype"), [(queries_count_twice, torch.bfloat16), (shared_keys_count_once, torch.float32)]
+)
 def test_right_outputs_with_wrong_gradients_fail(break_it, dtype, monkeypatch):
     model = build("qwen2", initializer_range=0.2).to(dtype)
     right = check_parity(model, inputs(), prefix_sharing=True)
@@ -85,7 +87,7 @@ def test_nothing_is_left_behind(weights):
     report = check_parity(model, inputs(), prefix_sharing=True)
 
     assert report.ok, report
-    assert report.gradient < 1e-5
+    assert report.gradient < tolerance(1, terms=64, depth=48)
     assert [p for p in trained[1:] if p.grad is not None] == []
     assert not trained or torch.equal(trained[0].grad, torch.ones_like(trained[0]))
     assert torch.equal(torch.get_rng_state(), state)  # dropout is off

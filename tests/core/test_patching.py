@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.tolerance import tolerance
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from zoo.models import batch, build
 
@@ -42,16 +43,12 @@ CHANGES = [(True, False, False), (False, True, False), (False, False, True)]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_backward_computes_a_call_as_its_forward_did(change):
+def test_a_backward_computes_a_call_as_its_forward_did(change, monkeypatch):
     expected, _ = gradients(False, False, attach=False)
     found, packed = gradients(*change)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.norm().item())
+    assert (found - expected).norm() <= tolerance(expected.norm().item(), terms=64, depth=48)
     assert (packed == 0) is change[0]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_decision_that_is_taken_again_fails(change, monkeypatch):
-    """The negative control."""
+    # The negative control: the decision is taken again.
     monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
     with pytest.raises(CheckpointError):
         gradients(*change)

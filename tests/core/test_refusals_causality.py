@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import every_second
+from kit.cells import slow_but
+from kit.tolerance import rounding
 from torch import nn
 from transformers import (
     AutoModel,
@@ -76,7 +77,7 @@ def is_causal(model: PreTrainedModel) -> bool:
     ids = torch.randint(3, 59, (1, 12), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         whole, first = (model(x)[0] for x in (ids, ids[:, :8]))
-    return torch.allclose(whole[:, :8], first, atol=1e-4)
+    return bool((whole[:, :8] - first).abs().max() <= rounding(whole))
 
 
 def refused(model: nn.Module) -> str:
@@ -87,7 +88,13 @@ def refused(model: nn.Module) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("model_type", "name", "value"), switches())
+FAST = ("xlm", "gemma3_text", "bert", "roformer")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "value"),
+    [pytest.param(*row, marks=[] if row[0] in FAST else pytest.mark.slow) for row in switches()],
+)
 def test_a_causal_switch_is_heeded_in_both_positions(model_type, name, value):
     model = build_type(model_type, {name: value}, auto=auto_class(model_type))
     reason = refused(model)
@@ -97,7 +104,7 @@ def test_a_causal_switch_is_heeded_in_both_positions(model_type, name, value):
         assert reason
 
 
-@pytest.mark.parametrize("model_type", every_second(ENCODERS))
+@pytest.mark.parametrize("model_type", slow_but(["layoutlm", "deberta", "yoso"], ENCODERS))
 def test_encoders_without_a_switch_are_refused(model_type, monkeypatch):
     model = build_type(model_type, {}, auto=auto_class(model_type))
     assert not is_causal(model)
@@ -106,14 +113,14 @@ def test_encoders_without_a_switch_are_refused(model_type, monkeypatch):
     assert not refused(model), "negative control: nothing but the forward tells"
 
 
-@pytest.mark.parametrize("model_type", ["xlm", "flaubert"])
+@pytest.mark.parametrize("model_type", ["xlm"])
 def test_the_message_names_the_setting(model_type):
     model = build_type(model_type, {"causal": False}, auto=auto_class(model_type))
     assert "see later ones (`config.causal=False`; a causal model has True there)" in refused(model)
     assert not refused(build_type(model_type, {"causal": True}, auto=auto_class(model_type)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_trying_leaves_mode_gradients_and_random_state_as_they_are(dtype):
     model = build_type("xlm", {"causal": False}).to(dtype)
     model.train()
@@ -125,10 +132,10 @@ def test_trying_leaves_mode_gradients_and_random_state_as_they_are(dtype):
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mamba", "rwkv", "bloom", "roberta", "mixtral", "dbrx"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_changes_in_causal_decoders(family, dtype):
-    assert change_of_earlier_states(find_decoder(build(family).to(dtype))) == 0
+def test_nothing_changes_in_causal_decoders():
+    for family in ("gpt_neox", "mamba", "rwkv", "roberta", "dbrx"):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert change_of_earlier_states(find_decoder(build(family).to(dtype))) == 0, family
 
 
 def test_what_cannot_be_run_is_not_tried():

@@ -78,25 +78,6 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_compiled_layers_exchange_their_tokens_in_one_graph():
-    (case,) = launched(2, ["aot_eager"], run="split_compiled")
-    assert (case["graphs"], case["breaks"], case["uncompiled"]) == (1, 0, {})  # for batches of five shapes
-    assert case["log-probabilities"] < 1e-5
-    assert case["gradients"] < 1e-5
-    entered, packed = case["tokens"]
-    assert entered <= MAX_SHARE * packed / 2
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_a_wrong_slice_of_compiled_layers_is_seen():
-    (case,) = launched(2, ["eager"], "cp_layout", run="split_compiled")
-    assert case["log-probabilities"] > 0.01
-    assert case["gradients"] > 0.01
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "models"),
     [

@@ -206,35 +206,6 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
     assert all((count["prefixes"] > 0) == once for count in counts)
 
 
-SET_UPS = {
-    "gradient checkpointing": CHECKPOINTS,
-    "LoRA": LORA,
-    "precomputed reference": ("--precompute_ref_log_probs", "true"),
-    "IPO": ("--loss_type", "ipo", "--per_device_eval_batch_size", "2"),
-}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("strategy", "set_up"), strategies([("fsdp2", "LoRA")], product(["multi_gpu", "fsdp2"], SET_UPS))
-)
-def test_every_set_up_is_trls_in_two_processes(strategy, set_up, together):
-    """All that is logged of the steps, against TRL's own script in two processes."""
-    more = SET_UPS[set_up]
-    adapters = more[0] == "--use_peft"
-    theirs = together("dpo", strategy, *more, adapters=adapters, env={"PLAIN_TRL": "1"})
-    ours = together("dpo", strategy, *PACKED, *more, adapters=adapters)
-    wanted = [log for log in theirs.history if "loss" in log]
-    assert len(wanted) == STEPS
-    assert wanted[0].keys() >= {"rewards/margins", "logps/chosen", "entropy", "grad_norm"}
-    assert not any("padfix" in name for log in wanted for name in log)
-    got = [log for log in ours.history if "loss" in log]
-    for our, their in zip(got, wanted, strict=True):
-        del their["rewards/accuracies"]  # the first are ties, broken by rounding
-        assert {name: our[name] for name in their} == pytest.approx(their, rel=1e-5, abs=1e-5)
-    assert_packed(ours)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "more"),
@@ -254,29 +225,6 @@ def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, 
         assert 1 <= graphs["halfway"] == graphs["unique_graphs"] <= 6, graphs
         assert graphs["breaks"] == {}
         assert graphs["calls"] > 10 * graphs["unique_graphs"]
-
-
-@pytest.mark.matrix
-def test_the_tiny_recipe_in_two_processes_is_the_recipe_in_one(tmp_path):
-    def run(rows: int, count: int) -> Run:
-        output = tmp_path / str(rows)
-        settings = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 1, "max_steps": STEPS}
-        settings |= {"eval_on_start": "false", "eval_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
-        settings |= {"max_length": 256, "use_cpu": "true", "output_dir": output, "config": "recipes/dpo_tiny.yaml"}
-        said = trained("multi_gpu", tmp_path, "recipes/dpo.py", *as_flags(settings), num_processes=count)
-        assert said.count("padding not computed") == 1
-        return outcome(output)
-
-    assert_same(run(4, count=2), run(8, count=1), *METRICS["dpo"])
-
-
-@pytest.mark.matrix
-def test_tensor_parallel_processes_give_the_trajectory_of_one(together, one_process):
-    # Each process has half the heads of every layer, and all rows.
-    sharded = ("--model_init_kwargs", '{"tp_plan": "auto"}', "--save_only_model", "true")
-    ours = together("dpo", "tensor_parallel", *PACKED, *sharded, "--per_device_train_batch_size", "4")
-    assert_same(ours, one_process("dpo"), *METRICS["dpo"])
-    assert_packed(ours)
 
 
 DISTILLED = ("entropy", "completions/mean_length", "num_tokens")

@@ -31,9 +31,13 @@ def test_the_drop_in_example_trains(tiny_model, tmp_path):
         code = code.replace(shown, here)
     scope: dict = {}
     exec(code, scope)
-    history = scope["trainer"].state.log_history
+    trainer = scope["trainer"]
+    history, decoder = trainer.state.log_history, trainer.model.model
     assert history[0]["padfix/pad_fraction"] > 0
     assert history[0]["padfix/shared_fraction"] > 0
+    assert any("forward" in vars(module) for module in decoder.modules())
+    trainer.restore_padding()
+    assert not any("forward" in vars(module) for module in decoder.modules())
 
 
 def test_the_one_line_example_packs(tiny_model, capsys):

@@ -1,6 +1,5 @@
 """The recipes, as a user runs them."""
 
-import importlib
 import os
 import re
 import shlex
@@ -65,61 +64,24 @@ def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_r
     assert model.config.model_type == "qwen2"
 
 
-@SLOW
-@pytest.mark.matrix
-def test_the_tiny_recipe_of_sft_lowers_the_held_out_loss(tmp_path):
-    launch_recipe(
-        "sft", "--config", "recipes/sft_tiny.yaml", "--output_dir", str(tmp_path), "--max_steps", "12",
-        "--eval_steps", "6", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "12",
-    )  # fmt: skip
-    history = logs_of(tmp_path)
-    losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
-    assert losses[-1] < losses[0] - 1
-    assert all(entry["padfix/pad_fraction"] > 0.3 for entry in history if "loss" in entry)
-
-
-@pytest.mark.parametrize("name", [name for name, words in COMMANDS.items() if "sft_vlm" not in " ".join(words)])
-def test_every_recipe_parses_with_the_method_of_its_command(name, monkeypatch):
+def test_every_recipe_parses_with_the_method_of_its_command(monkeypatch):
     monkeypatch.chdir(ROOT)
     # The teacher of the distillation is what an earlier command of the page leaves.
     monkeypatch.setattr("trl_padfix.files.is_missing_path", lambda path: False)
-    command, recipe = COMMANDS[name], ["--config", f"recipes/{name}"]
-    if name in TRAINED:
-        method, args = command[1], [*command[2:], "--use_cpu", "true", "--bf16", "false"]
-    else:
-        method, args = re.search(r"recipes/(\w+)\.py", " ".join(command))[1], recipe
-    (script, training, _, mixture, _), launch = parse(method, args)
-    assert name.startswith(method.replace("-", "_"))
-    assert training.padding_free
-    assert bool(script.dataset_name) != bool(mixture.datasets)
-    if name in TRAINED:
-        assert args[:2] == recipe
-        assert Path(launch.config_file).exists()
-        assert launch.training_script_args[0] == method
-
-
-OURS = {"tiny_model", "padding_free", "prefix_sharing"}
-
-
-@SLOW
-@pytest.mark.parametrize("method", ["dpo", "sft"])
-def test_a_tiny_recipe_runs_as_a_command_and_without_our_fields_in_trl(method, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    config, output = f"recipes/{method}_tiny.yaml", str(tmp_path / "ours")
-    few = ["--max_steps", "1", "--eval_strategy", "no", "--eval_on_start", "false", "--logging_steps", "1"]
-    few += ["--use_cpu", "true", "--disable_tqdm", "true", "--warmup_steps", "0"]
-    main(method, ["--config", config, "--output_dir", output, *few])
-    plain = {name: value for name, value in yaml.safe_load(Path(config).read_text()).items() if name not in OURS}
-    (tmp_path / "plain.yaml").write_text(yaml.safe_dump(plain))
-    theirs = importlib.import_module(f"trl.scripts.{method}")
-    given = ["--config", str(tmp_path / "plain.yaml"), "--model_name_or_path", f"{output}/initial_model", *few]
-    parsed = theirs.make_parser().parse_args_and_config([*given, "--output_dir", str(tmp_path / "trl")])
-    theirs.main(*parsed)
-    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trl").state_dict()
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
-    before = AutoModelForCausalLM.from_pretrained(f"{output}/initial_model").state_dict()
-    distance = sum((ours[name] - trained[name]).abs().sum() for name in ours)
-    assert distance < 0.05 * sum((before[name] - trained[name]).abs().sum() for name in ours)
+    for name in (name for name, words in COMMANDS.items() if "sft_vlm" not in " ".join(words)):
+        command, recipe = COMMANDS[name], ["--config", f"recipes/{name}"]
+        if name in TRAINED:
+            method, args = command[1], [*command[2:], "--use_cpu", "true", "--bf16", "false"]
+        else:
+            method, args = re.search(r"recipes/(\w+)\.py", " ".join(command))[1], recipe
+        (script, training, _, mixture, _), launch = parse(method, args)
+        assert name.startswith(method.replace("-", "_"))
+        assert training.padding_free
+        assert bool(script.dataset_name) != bool(mixture.datasets)
+        if name in TRAINED:
+            assert args[:2] == recipe
+            assert Path(launch.config_file).exists()
+            assert launch.training_script_args[0] == method
 
 
 @pytest.mark.matrix

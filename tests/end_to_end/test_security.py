@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -158,22 +157,22 @@ def test_a_pickle_in_place_of_weights_is_not_executed(material, trap, tmp_path):
     assert not trap.exists()
 
 
-YAMLS = {
-    "python": "dataset_name: !!python/object/apply:builtins.open [{trap}, w]\n",
-    "module": "!!python/module:antigravity\n",
-    "name": "a: !!python/name:os.system\n",
-}
+YAMLS = [
+    "dataset_name: !!python/object/apply:builtins.open [{trap}, w]\n",
+    "!!python/module:antigravity\n",
+    "a: !!python/name:os.system\n",
+]
 
 
-@pytest.mark.parametrize("kind", YAMLS)
-def test_a_yaml_executes_nothing(kind, trap, tmp_path):
+def test_a_yaml_executes_nothing(trap, tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text(YAMLS[kind].format(trap=trap))
-    result = trl_padfix_command("dpo", "--config", str(path))
-    assert result.exit_code == 1
-    said = f"{result.output} {result.exception}"
-    assert any(text in said for text in ("could not determine a constructor", "holds no mapping", "neither a field"))
-    assert not trap.exists()
+    for text in YAMLS:
+        path.write_text(text.format(trap=trap))
+        result = trl_padfix_command("dpo", "--config", str(path))
+        assert result.exit_code == 1
+        said = f"{result.output} {result.exception}"
+        assert any(t in said for t in ("could not determine a constructor", "holds no mapping", "neither a field"))
+        assert not trap.exists()
 
 
 def test_a_chat_template_executes_nothing(material, trap, tmp_path):
@@ -187,33 +186,13 @@ def test_a_chat_template_executes_nothing(material, trap, tmp_path):
     assert not trap.exists()
 
 
-def test_code_in_the_folder_of_a_dataset_is_not_run(trap, tmp_path):
+def test_data_that_is_or_looks_like_code_is_data(trap, tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "data.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
-    (data / "train.jsonl").write_text('{"text": "alpha"}\n' * 3)
-    trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
-    assert not trap.exists()
-
-
-def test_text_that_looks_like_code_is_text(trap, tmp_path):
-    data = tmp_path / "data.jsonl"
     texts = [f"__import__('os').system('touch {trap}')", f"$(touch {trap})", "{{ 7 * 7 }}", "[bold]x[/nowhere]"]
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    result = trl_padfix_command("stats", str(data), "--train-tokenizer", "300")
+    (data / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for given in (data, data / "train.jsonl"):
+        result = trl_padfix_command("stats", str(given), "--train-tokenizer", "300")
+        assert not trap.exists()
     assert result.exit_code == 0, result.exception
-    assert not trap.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("pip_audit") is None, reason="`pip install pip-audit`")
-def test_the_dependencies_have_no_known_vulnerability():
-    command = [sys.executable, "-m", "pip_audit", "--local", "--skip-editable", "-f", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if not done.stdout.strip().startswith("{"):
-        pytest.skip(f"pip-audit cannot reach its index: {done.stderr.strip().splitlines()[-1:]}")
-    found = json.loads(done.stdout)["dependencies"]
-    needed = {"torch", "transformers", "trl", "datasets", "accelerate", "packaging", "matplotlib", "rich", "typer"}
-    assert {"torch", "transformers", "trl"} <= {dependency["name"] for dependency in found}  # it looked at this stack
-    vulnerable = {d["name"]: [v["id"] for v in d["vulns"]] for d in found if d.get("vulns") and d["name"] in needed}
-    assert not vulnerable, f"upgrade: {vulnerable}"

@@ -95,20 +95,6 @@ def test_what_a_kernel_takes_is_read(rule):
         assert {"cu_seqlens", "initial_state", "output_final_state"} <= kernel_parameters(function)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_recurrent_rule_of_decoding(dtype):
-    values = draw("gated delta rule", [9], dtype, (2, 4))
-    exact = [x.float() for x in values]
-    step = qwen.torch_recurrent_gated_delta_rule
-    with counted_kernels() as launches:
-        got = run(step, values, True)
-    assert launches
-    wanted, other = (run(inspect.unwrap(step), exact, with_state) for with_state in (True, False))
-    assert max(worst(a, b) for a, b in zip(got, wanted, strict=True)) < TOLERANCE[dtype]
-    assert worst(got[0], other[0]) > 0.1
-
-
 @pytest.mark.parametrize("dtype", slow_but([torch.float32], DTYPES), ids=str)
 def test_the_convolution_keeps_segments_apart(dtype):
     """Transformers asks causal-conv1d for one, which needs CUDA; models of `fla` use this."""

@@ -6,12 +6,12 @@ Padded, packed, shared, budgeted and split computations are compared with it, so
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PretrainedConfig
+
+from conformance.arbiter import in_precision
 
 
 class Alone(NamedTuple):
@@ -25,16 +25,6 @@ class Alone(NamedTuple):
 
     losses: torch.Tensor
     """The loss of each row, `(B,)`."""
-
-
-def in_float64(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a model in float64, its experts one by one. What its code casts to float32 is computed in float32."""
-    copied = copy.deepcopy(model).double()
-    for module in copied.modules():
-        if isinstance(config := getattr(module, "config", None), PretrainedConfig):
-            config.dtype = torch.float64
-            config._experts_implementation = "eager"  # the grouped product of torch has no float64
-    return copied
 
 
 def real_rows(*tensors: torch.Tensor, mask: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -69,7 +59,7 @@ def alone(
         **kwargs:
             More arguments of the model.
     """
-    exact = in_float64(model)
+    exact = in_precision(model)
     exact.zero_grad()
     logits, losses = [], []
     for row, real in zip(ids, mask.bool(), strict=True):

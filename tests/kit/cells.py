@@ -65,5 +65,17 @@ def every_pair(*axes: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=() if i in fast else MATRIX) for i, row in enumerate(rows)]
 
 
+def by_turns(cases: Iterable[Any], *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Every case once, as parameters of a test, with one value of each other axis, by turns."""
+    rows = []
+    for i, case in enumerate(cases):
+        row = list(_parameters(case))
+        for axis in axes:
+            row.append(axis[i % len(axis)])
+            i //= len(axis)
+        rows.append(tuple(row))
+    return rows
+
+
 def _parameters(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

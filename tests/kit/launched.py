@@ -2,12 +2,11 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `PLAIN_TRL=1` runs TRL's own script instead. `GRAPHS`, `PREFIXES` or `TOKENS`
-names a folder, into which each process writes what it has compiled, how many shared prefixes of any length its steps
-had, or how many tokens of packed rows it has computed.
+that share batches different ones. `GRAPHS`, `PREFIXES` or `TOKENS` names a folder, into which each process writes
+what it has compiled, how many shared prefixes of any length its steps had, or how many tokens of packed rows it has
+computed.
 """
 
-import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.processes import leave
 from kit.split_runs import counted
 from kit.trainer_runs import confusing_layout
 
@@ -75,12 +73,6 @@ def main(method: str, *args: str) -> None:
         batches.prefix_sharing_layout = confusing_layout
     if os.environ.get("ODD_BATCH"):
         count_from_another_id()
-    if os.environ.get("PLAIN_TRL"):
-        script = importlib.import_module(f"trl.scripts.{method}")
-        parsed = script.make_parser().parse_args_and_config(list(args))
-        _group = torch.distributed.group.WORLD  # as in `trl_padfix.cli.launch.main`
-        script.main(*parsed)
-        leave()
     asked = next((name for name in WATCHED if name in os.environ), "")
     with WATCHED.get(asked, nullcontext)() as found:
         launch.main(method, list(args))

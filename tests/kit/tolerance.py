@@ -1,4 +1,9 @@
-"""How far rounding alone can take two computations of the same numbers apart, and comparisons within that bound."""
+"""
+Comparisons within what rounding explains: `conformance.arbiter.tolerance`, which has the derivation.
+
+`size` is the largest magnitude that is summed, `terms` the length of the longest sum (hidden size, vocabulary, keys of
+a query), and `depth` the number of such sums behind one another: about eight in a layer, twice as many with backward.
+"""
 
 from __future__ import annotations
 
@@ -7,56 +12,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-
-DEVIATIONS = 8
-"""Standard deviations. Each of both computations errs: 5.7 of one stand for 8 of their difference, one in 10**8
-draws."""
-
-CONTROL = 10
-"""A computation that is wrong on purpose must be off by this many tolerances."""
-
-
-def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
-    """
-    The largest difference that rounding explains between two computations of one number.
-
-    One operation on numbers of `size` rounds by at most `u * size`, with `u = eps / 2` of the dtype. Errors of a
-    sum are
-    as often up as down, so that those of `terms` summands add up to `sqrt(terms) * u * size` (Higham and Mary,
-    "A new
-    approach to probabilistic rounding error analysis", 2019), and those of `depth` such sums behind one another
-    (layers,
-    steps) to `sqrt(depth)` times as much. [`DEVIATIONS`] of that are allowed. No kernel, order of summation,
-    number of
-    threads or fused multiplication enters: all of them only choose another order.
-
-    Args:
-        size (`float`):
-            The largest magnitude that is summed: of the compared values, or of what they are differences
-            of (logits, for
-            log-probabilities).
-        terms (`int`):
-            Length of the longest sum: hidden size, vocabulary, keys of a query, tokens of a mean.
-        depth (`int`, *optional*, defaults to 1):
-            Sums behind one another: about eight in a layer forward, twice as many with its backward, times steps.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`):
-            The lowest precision on the way. Many models compute norms and rotary angles in float32,
-            whatever theirs is.
-
-    Example:
-
-    ```python
-    >>> f"{tolerance(28, terms=32, depth=3 * 8):.1e}", f"{tolerance(1, terms=32, dtype=torch.float64):.1e}"
-    ('3.7e-04', '5.0e-15')
-
-    ```
-    """
-    return DEVIATIONS * torch.finfo(dtype).eps / 2 * size * math.sqrt(terms * depth)
+from conformance.arbiter import CONTROL, tolerance
 
 
 def rounding(exact: torch.Tensor, layers: int = 3) -> float:
     """[`tolerance`] of what a tiny model of `tests/zoo` computes: sums of at most 64 terms, eight in a layer."""
-    return tolerance(float(exact.abs().max()), terms=64, depth=8 * layers)
+    return tolerance(float(exact.detach().abs().max()), terms=64, depth=8 * layers)
 
 
 def assert_close(
@@ -76,6 +37,7 @@ def assert_close(
     `size` is by default the largest magnitude in `exact`; `dtype` the lower one of both tensors. The rest as in
     [`tolerance`].
     """
+    got, exact = got.detach(), exact.detach()
     assert got.shape == exact.shape, f"{what}: shapes {tuple(got.shape)} and {tuple(exact.shape)}"
     if not exact.is_floating_point():  # counts
         assert torch.equal(got, exact), f"{what}: {got} is not {exact}"
@@ -120,7 +82,7 @@ def assert_gradients_close(
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest difference; that of two NaN, or of two equal infinities, is 0."""
-    a, b = a.double(), b.double()
+    a, b = a.detach().double(), b.detach().double()
     return float(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max())
 
 

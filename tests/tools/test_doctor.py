@@ -113,11 +113,11 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
 
 
 @needs_cpu
-@pytest.mark.parametrize(("name", "status"), [("sdpa", 0), ("eager", 0), ("auto", 0), ("flash_attention_2", 1)])
-def test_the_exit_status_says_whether_an_attention_can_run(name, status):
-    result = doctor("--attn", name)
-    assert result.exit_code == status
-    assert ("`flash_attention_2` cannot run: it needs a CUDA GPU" in words(result.output)) == bool(status)
+def test_the_exit_status_says_whether_an_attention_can_run():
+    for name, status in {"sdpa": 0, "eager": 0, "auto": 0, "flash_attention_2": 1}.items():
+        result = doctor("--attn", name)
+        assert result.exit_code == status
+        assert ("`flash_attention_2` cannot run: it needs a CUDA GPU" in words(result.output)) == bool(status)
 
 
 # A model
@@ -172,12 +172,12 @@ def test_text_and_images_are_told_apart(name, images, tmp_path):
     assert f"images {images}" in output
 
 
-@pytest.mark.parametrize("model", ["/nowhere/at/all", "no-such/model"])
-def test_a_model_that_cannot_be_read_is_a_clear_error(model, monkeypatch):
+def test_a_model_that_cannot_be_read_is_a_clear_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    result = doctor("--model", model)
-    assert result.exit_code == 1
-    assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
+    for model in ("/nowhere/at/all", "no-such/model"):
+        result = doctor("--model", model)
+        assert result.exit_code == 1
+        assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
 
 
 # As JSON, and as it is installed

@@ -51,7 +51,6 @@ def build_rows(kind, count=24):
 
 
 PAIRS = ["pairs", "pairs with prompts", "conversations", "conversations with prompts"]
-TEXTS = ["texts", "messages", "completions"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +58,7 @@ def tokenizer():
     return train_tokenizer([" ".join(WORDS), "Question: \nAnswer: user assistant"], 300)
 
 
-@pytest.mark.parametrize("kind", [*PAIRS, *TEXTS])
+@pytest.mark.parametrize("kind", ["pairs", "conversations with prompts", "messages", "completions"])
 def test_lengths_are_those_that_trl_trains_on(kind, tokenizer, tmp_path):
     rows = build_rows(kind)
     settings = SETTINGS | {"output_dir": str(tmp_path), "max_length": None}
@@ -92,8 +91,9 @@ def test_rows_without_their_own_template_settings_and_tokenizers_without_an_end_
 SYSTEM = "Question: alpha beta gamma delta "
 
 
-@pytest.mark.parametrize("kind", ["texts", "pairs with prompts"])
-@pytest.mark.parametrize("max_length", [None, 30])
+@pytest.mark.parametrize(
+    ("kind", "max_length"), [("texts", 30), ("pairs with prompts", None), ("pairs with prompts", 30)]
+)
 def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, tokenizer):
     name = "text" if kind == "texts" else "prompt"
     rows = build_rows(kind, 8).map(lambda row: {name: SYSTEM + row[name]})
@@ -130,32 +130,25 @@ def test_what_max_length_does_is_what_trl_does():
     assert [len(lengths.truncated(limit)) for limit in (10, None)] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    ("columns", "trainer"),
-    [
-        (["prompt", "chosen", "rejected"], "dpo"),
-        (["prompt", "completion", "label"], "kto"),
-        (["prompt", "completion"], "sft"),
-        (["messages", "id"], "sft"),
-    ],
-)
-def test_the_trainer_is_the_one_that_takes_the_columns(columns, trainer):
-    assert trainer_of(columns) == trainer
+def test_the_trainer_is_the_one_that_takes_the_columns():
+    assert trainer_of(["prompt", "chosen", "rejected"]) == "dpo"
+    assert trainer_of(["prompt", "completion", "label"]) == "kto"
+    assert trainer_of(["prompt", "completion"]) == trainer_of(["messages", "id"]) == "sft"
     with pytest.raises(ValueError, match="Trainers take reward: chosen, rejected"):
         trainer_of(["text"], "reward")
 
 
-@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json.gz", "pairs.parquet", "folder"])
-def test_rows_come_from_files_and_folders(name, tmp_path):
+def test_rows_come_from_files_and_folders(tmp_path):
     rows = build_rows("pairs")
     rows.to_json(tmp_path / "pairs.jsonl")
     rows.to_json(tmp_path / "pairs.json.gz", compression="gzip")
     rows.to_parquet(tmp_path / "pairs.parquet")
     (tmp_path / "folder").mkdir()
     rows.to_json(tmp_path / "folder" / "train.jsonl")
-    loaded = load_rows(str(tmp_path / name))
-    assert loaded.to_list() == rows.to_list()
-    assert list(texts_of(loaded))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
+    for name in ("pairs.jsonl", "pairs.json.gz", "pairs.parquet", "folder"):
+        loaded = load_rows(str(tmp_path / name))
+        assert loaded.to_list() == rows.to_list()
+        assert list(texts_of(loaded))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]
 
 
 @pytest.mark.parametrize(

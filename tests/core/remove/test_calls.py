@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from kit.observe import CACHE
+from kit.tolerance import assert_close
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
@@ -48,19 +49,17 @@ CALLS = {
 }
 
 
-@SHARING
-@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-def test_a_model_can_be_called_as_before(call, sharing):
+def test_a_model_can_be_called_as_before():
     ids, mask = batch("mixed")
-    model = build("qwen2")
-    with torch.no_grad():
-        expected = call(model, ids, mask)
-        with remove_padding(model, prefix_sharing=sharing) as handle:
-            got = call(model, ids, mask)
-
-    assert got.shape == expected.shape
-    assert_equal_where_real(got, expected, mask)
-    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+    for i, (name, call) in enumerate(CALLS.items()):
+        model, sharing = build("qwen2"), bool(i % 2)
+        with torch.no_grad():
+            expected = call(model, ids, mask)
+            with remove_padding(model, prefix_sharing=sharing) as handle:
+                got = call(model, ids, mask)
+        assert got.shape == expected.shape, name
+        assert_equal_where_real(got, expected, mask)
+        assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL), name
 
 
 def test_inputs_embeds_are_packed():
@@ -82,9 +81,7 @@ def test_inputs_embeds_are_packed():
     assert handle.stats.packed_tokens == REAL
 
 
-@SHARING
-@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-@pytest.mark.parametrize("broadcast", [False, True], ids=["a row each", "a row for all"])
+@pytest.mark.parametrize(("name", "broadcast", "sharing"), [("gpt2", True, True), ("qwen2", False, True)])
 def test_given_positions_are_used(name, broadcast, sharing):
     ids, mask = batch("right")
     positions = 2 * padded_positions(mask)[:1] if broadcast else 2 * padded_positions(mask) + torch.arange(7)[:, None]
@@ -100,9 +97,8 @@ def test_given_positions_are_used(name, broadcast, sharing):
     assert handle.stats.packed_tokens == (DISTINCT if sharing and broadcast else REAL)
 
 
-@SHARING
 @pytest.mark.parametrize("in_each_row", [False, True], ids=["equal rows", "another type in each row"])
-def test_token_types_are_keys_of_the_prefix_tree(in_each_row, sharing):
+def test_token_types_are_keys_of_the_prefix_tree(in_each_row):
     ids, mask = batch("right")
     # Embedded like tokens: rows of other types have other inputs.
     types = torch.arange(7)[:, None].expand_as(ids) if in_each_row else torch.arange(COLUMNS)[None].expand_as(ids)
@@ -110,18 +106,17 @@ def test_token_types_are_keys_of_the_prefix_tree(in_each_row, sharing):
     expected = logits_of(model, ids, mask, token_type_ids=types)
     assert (expected - logits_of(model, ids, mask))[mask.bool()].abs().max() > 0.01
 
-    with remove_padding(model, prefix_sharing=sharing) as handle:
+    with remove_padding(model, prefix_sharing=True) as handle:
         assert_equal_where_real(logits_of(model, ids, mask, token_type_ids=types), expected, mask)
-    assert handle.stats.packed_tokens == (DISTINCT if sharing and not in_each_row else REAL)
+    assert handle.stats.packed_tokens == (REAL if in_each_row else DISTINCT)
 
 
-@SHARING
-def test_all_hidden_states_are_laid_out_over_the_batch(sharing):
+def test_all_hidden_states_are_laid_out_over_the_batch():
     ids, mask = batch("mixed")
     model = build("qwen2")
     with torch.no_grad():
         expected = model(ids, mask, output_hidden_states=True).hidden_states
-        with remove_padding(model, prefix_sharing=sharing):
+        with remove_padding(model, prefix_sharing=True):
             got = model(ids, mask, output_hidden_states=True).hidden_states
 
     assert len(got) == len(expected) == 4
@@ -142,31 +137,29 @@ def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing)
         with remove_padding(model, prefix_sharing=sharing):
             got = model(ids, mask, labels=labels)
 
-    torch.testing.assert_close(got.aux_loss, expected.aux_loss)
-    torch.testing.assert_close(got.loss, expected.loss)
+    assert_close(got.aux_loss, expected.aux_loss, terms=64, depth=24)
+    assert_close(got.loss, expected.loss, size=float(expected.logits.abs().max()), terms=64, depth=24)
     assert len(got.router_logits) == len(expected.router_logits) == 3
     for one, other in zip(got.router_logits, expected.router_logits, strict=True):
         assert one.shape == other.shape == (mask.numel(), 4)
         assert_equal_where_real(one, other, mask.flatten())
 
 
-@SHARING
-def test_wrappers_and_bare_decoders_are_found(sharing):
+def test_wrappers_and_bare_decoders_are_found():
     ids, mask = batch("left")
     model = build("qwen2")
     for wrapper in (torch.nn.Sequential(model), model.model, torch.nn.ModuleDict({"policy": lora(build("qwen2"))})):
-        with remove_padding(wrapper, prefix_sharing=sharing) as handle:
+        with remove_padding(wrapper, prefix_sharing=True) as handle:
             handle.decoder(ids, mask)
-            assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
+            assert handle.stats.packed_tokens == DISTINCT
 
 
-@SHARING
-def test_a_batch_without_anything_to_remove_runs_as_it_is(sharing):
+def test_a_batch_without_anything_to_remove_runs_as_it_is():
     ids = torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]])
     mask = torch.ones_like(ids)
     model = build("qwen2")
     expected = logits_of(model, ids, mask)
-    with remove_padding(model, prefix_sharing=sharing) as handle:
+    with remove_padding(model, prefix_sharing=True) as handle:
         assert torch.equal(logits_of(model, ids, mask), expected)
     assert handle.stats.packed_tokens == handle.stats.padded_tokens == 8
 
@@ -181,22 +174,20 @@ def test_without_a_mask_rows_still_share():
     assert handle.stats.packed_tokens == 6
 
 
-@SHARING
-def test_inference_mode_gives_the_same_numbers(sharing):
+def test_inference_mode_gives_the_same_numbers():
     ids, mask = batch("mixed")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing) as handle:
+    with remove_padding(model, prefix_sharing=True) as handle:
         expected = logits_of(model, ids, mask)
         with torch.inference_mode():
             inside = batch("mixed")  # inference tensors
             assert torch.equal(model(*inside).logits, expected)
             assert torch.equal(model(ids, mask).logits, expected)
-    assert handle.stats.packed_tokens == 3 * (DISTINCT if sharing else REAL)
+    assert handle.stats.packed_tokens == 3 * DISTINCT
 
 
-@SHARING
 @pytest.mark.parametrize("inner", [{}, {"use_cache": True}], ids=["padded", "cached"])
-def test_a_model_may_be_called_while_it_runs(inner, sharing):
+def test_a_model_may_be_called_while_it_runs(inner):
     ids, mask = batch("mixed")
     inner_ids, inner_mask = batch("left")
     model = build("qwen2")
@@ -208,7 +199,7 @@ def test_a_model_may_be_called_while_it_runs(inner, sharing):
         nested.append(logits_of(model, inner_ids, inner_mask, **inner))
 
     hook = model.model.layers[1].register_forward_pre_hook(call_again)
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=True):
         got = logits_of(model, ids, mask)
 
     assert_equal_where_real(got, expected, mask)
@@ -226,13 +217,12 @@ OTHER_CALLS = {
 }
 
 
-@SHARING
-@pytest.mark.parametrize("kwargs", OTHER_CALLS.values(), ids=list(OTHER_CALLS))
-def test_other_calls_go_through_untouched(kwargs, sharing):
-    model, given = build("qwen2"), batch("left")
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_go_through_untouched(name):
+    kwargs, model, given = OTHER_CALLS[name], build("qwen2"), batch("left")
     with torch.no_grad():
         expected = model(**kwargs(*given))
-        with remove_padding(model, prefix_sharing=sharing) as handle:
+        with remove_padding(model, prefix_sharing=True) as handle:
             got = model(**kwargs(*given))
 
     assert torch.equal(got.logits, expected.logits)

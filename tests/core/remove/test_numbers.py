@@ -10,9 +10,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from kit.cells import every_pair, once_each
+from kit import arbiter
+from kit.cells import by_turns
 from kit.observe import EnteredTokens, entered_tokens
-from kit.tolerance import assert_close, tolerance
+from kit.tolerance import assert_close, assert_gradients_close, tolerance
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.model_numbers import (
     DISTINCT,
@@ -42,14 +43,19 @@ from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache
 # -- the same numbers
 
 
+CHECKPOINTING = [None, "reentrant", "non-reentrant"]
+MODES = {"sdpa": [False, True], "flash_attention_2": [False, True], "eager": [True]}
+
+
 @pytest.mark.parametrize(
-    ("name", "implementation", "side", "checkpointing", "sharing"),
-    every_pair(SUPPORTED, SIDES, [None, "reentrant", "non-reentrant"], [False, True]),
+    ("name", "implementation", "sharing", "side", "checkpointing"),
+    by_turns([(*one, sharing) for one in SUPPORTED for sharing in MODES[one[1]]], SIDES, CHECKPOINTING),
 )
-def test_packed_and_padded_give_the_same_numbers(name, implementation, side, checkpointing, sharing):
-    ids, mask = batch(side)
+def test_every_row_has_the_numbers_that_it_has_alone(name, implementation, sharing, side, checkpointing):
+    # FlashAttention counts the tokens of a window, other implementations its columns, hidden ones too.
+    ids, mask = batch("both" if side == "holes" and implementation == "flash_attention_2" else side)
     model = build(name, implementation)
-    expected = padded_numbers(name, model, ids, mask)
+    expected = arbiter.alone(model, ids, mask)
     if checkpointing:
         checkpointed(model, reentrant=checkpointing == "reentrant")
     # Its layers themselves are wrapped by checkpointing.
@@ -58,16 +64,19 @@ def test_packed_and_padded_give_the_same_numbers(name, implementation, side, che
 
     with remove_padding(model, prefix_sharing=sharing) as handle:
         entered.clear()  # what was asked of the model when it was attached
-        assert_same_numbers(numbers(model, ids, mask), expected)
+        got = arbiter.batched(model, ids, mask)
 
+    assert_close(torch.cat(got.logits), torch.cat(expected.logits), terms=64, depth=24)
+    assert_gradients_close(got.gradients, expected.gradients, terms=64, depth=48)
     times = 2 if checkpointing else 1
     assert entered == [handle.stats.packed_tokens] * times  # that mode, and that checkpointing, did run
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-@SHARING
-@pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-@pytest.mark.parametrize("implementation", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize(
+    ("implementation", "checkpointing", "sharing"),
+    [("sdpa", None, False), ("sdpa", "reentrant", True), ("flash_attention_2", "non-reentrant", True)],
+)
 def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
     ids, mask = batch("holes")
     model = lora(build("qwen2", implementation))
@@ -82,9 +91,11 @@ def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "sharing"), once_each([*SUPPORTED, ("gpt2", "flash_attention_2")], [False, True])
-)
+HALF = [("qwen2", "sdpa"), ("qwen2", "flash_attention_2"), ("gpt2", "flash_attention_2"), ("gemma2", "eager")]
+HALF += [("gpt_oss", "eager"), ("qwen3_moe", "sdpa")]
+
+
+@pytest.mark.parametrize(("name", "implementation", "sharing"), by_turns(HALF, [False, True]))
 def test_bf16_is_as_close_to_fp32_packed_as_padded(name, implementation, sharing):
     ids, mask = batch("mixed")
     kwargs = {"position_ids": padded_positions(mask)} if name == "gpt2" else {}
@@ -102,10 +113,9 @@ def test_bf16_is_as_close_to_fp32_packed_as_padded(name, implementation, sharing
 tiny = functools.cache(build)
 
 
-@SHARING
 @pytest.mark.parametrize("name", ["mistral", "gpt2"])
-@hypothesis.settings(max_examples=30)
-@hypothesis.given(given=drawn_batches())
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(sharing=hypothesis.strategies.booleans(), given=drawn_batches())
 def test_any_batch_gives_the_same_numbers(name, sharing, given):
     ids, mask = given
     hypothesis.assume((mask[:, 1:] * mask[:, :-1]).any())  # else there is nothing to score
@@ -138,7 +148,7 @@ WRONG_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "implementation", "wrong"), once_each(SUPPORTED, list(WRONG_LAYOUTS)))
+@pytest.mark.parametrize(("name", "implementation", "wrong"), by_turns(SUPPORTED[::4], list(WRONG_LAYOUTS)))
 def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeypatch):
     ids, mask = batch("mixed")
     model = build(name, implementation)
@@ -157,17 +167,15 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     assert (got[0] - expected[0]).abs().max() > 0.01
 
 
-@SHARING
-@pytest.mark.parametrize("when", ["after removal", "while disabled"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentrant, when, sharing):
+@pytest.mark.parametrize(("reentrant", "when"), [(True, "while disabled"), (False, "after removal")])
+def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentrant, when):
     ids, mask = batch("mixed")
     model = build("qwen2")
     expected = numbers(model, ids, mask)
     checkpointed(model, reentrant)
     model.zero_grad()
 
-    with remove_padding(model, prefix_sharing=sharing) as handle:
+    with remove_padding(model, prefix_sharing=True) as handle:
         logps = real_logps(model(input_ids=ids, attention_mask=mask).logits, ids, mask)
         if when == "while disabled":
             with handle.disabled():
@@ -184,9 +192,8 @@ def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentr
 
 
 @SHARING
-@pytest.mark.parametrize("side", ["left", "right", "mixed", "both"])
-def test_no_pad_enters_the_decoder(side, sharing):
-    ids, mask = batch(side)
+def test_no_pad_enters_the_decoder(sharing):
+    ids, mask = batch("mixed")
     model = build("qwen2")
     embedded, entered = [], entered_tokens(model)
     model.model.embed_tokens.register_forward_pre_hook(lambda module, args: embedded.append(args[0]))
@@ -202,9 +209,8 @@ def test_no_pad_enters_the_decoder(side, sharing):
 
 
 @SHARING
-@pytest.mark.parametrize("side", ["left", "right", "mixed", "both"])
-def test_the_head_scores_packed_tokens_only(side, sharing):
-    ids, mask = batch(side)
+def test_the_head_scores_packed_tokens_only(sharing):
+    ids, mask = batch("mixed")
     model = build("qwen2")
     expected = model(input_ids=ids, attention_mask=mask).logits
     project, scored = model.lm_head.forward, []
@@ -220,7 +226,7 @@ def test_the_head_scores_packed_tokens_only(side, sharing):
     model(input_ids=ids, attention_mask=mask)
 
     assert scored == [(1, DISTINCT if sharing else REAL), ids.shape, ids.shape]
-    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+    assert_equal_where_real(logits, expected, mask)
     assert not logits[~mask.bool()].any()
 
 
@@ -238,8 +244,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@SHARING
-@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+@pytest.mark.parametrize(("name", "sharing"), [("qwen2", False), ("mistral", True)])
 def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing, monkeypatch):
     monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)  # as on a device
     ids, mask = batch("mixed")
@@ -288,11 +293,10 @@ def built(monkeypatch) -> list[str]:
     return names
 
 
-@SHARING
-def test_policy_and_reference_use_one_layout(sharing, built):
+def test_policy_and_reference_use_one_layout(built):
     ids, mask = batch("mixed")
     policy, reference = build("qwen2"), build("qwen2", seed=1)
-    with remove_padding(policy, prefix_sharing=sharing), remove_padding(reference, prefix_sharing=sharing):
+    with remove_padding(policy, prefix_sharing=True), remove_padding(reference, prefix_sharing=True):
         with batch_cache():
             logits_of(policy, ids, mask)
             with pytest.raises(ValueError, match="inner"), batch_cache():
@@ -336,11 +340,10 @@ def test_both_modes_keep_their_own_layout(built):
     assert (first.stats.packed_tokens, second.stats.packed_tokens) == (2 * REAL, 2 * DISTINCT)
 
 
-@SHARING
-def test_a_layout_from_inference_serves_training(sharing):
+def test_a_layout_from_inference_serves_training():
     ids, mask = batch("mixed")
     model = build("qwen2")
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=True):
         with torch.inference_mode():
             model(ids, attention_mask=mask)
         got = numbers(model, ids, mask)

@@ -12,16 +12,17 @@ import peft
 import pytest
 import torch
 import transformers
+from kit.tolerance import assert_close
 from torch import nn
 from zoo.families import build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 
 
-FAMILIES = ("qwen2", "gpt2", "bloom", "mamba2", "qwen3_next", "qwen3_moe")
-"""Attention, absolute positions, ALiBi on rows, a state-space scan, a delta net, experts."""
+FAMILIES = ("qwen2", "mamba2", "qwen3_moe")
+"""Attention, a state-space scan, experts."""
 
-ATTENTION = ("qwen2", "gpt2", "qwen3_moe")
+ATTENTION = ("qwen2", "gpt2")
 RECURRENT = ("bloom", "mamba2", "qwen3_next")
 """Mixers that padding within a row changes."""
 
@@ -96,7 +97,7 @@ def with_empty_row(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 KINDS = {
     "attention weights": Kind(
         lambda inputs: {"output_attentions": True},
-        families=("qwen2", "gpt2", "bloom", "qwen3_next", "qwen3_moe"),
+        families=("qwen2", "bloom"),
         message="`output_attentions=True`",
         attention="eager",
     ),
@@ -112,7 +113,7 @@ KINDS = {
     "holes": Kind(with_hole, families=RECURRENT, message="masked tokens between real ones"),
     "empty row": Kind(with_empty_row, message=r"Rows \[1\]"),
     "no value per token": Kind(
-        lambda inputs: {"temperatures": torch.ones(3)}, families=("qwen2", "qwen3_moe"), message="`temperatures` of"
+        lambda inputs: {"temperatures": torch.ones(3)}, families=("qwen2",), message="`temperatures` of"
     ),
     "encoder states": Kind(
         lambda inputs: {"encoder_hidden_states": torch.linspace(-1, 1, 3 * 4 * 32).view(3, 4, 32)},
@@ -129,7 +130,6 @@ KINDS = {
     ),
     "replaced layer": Kind(change=replace_layer, message="replaced after padding removal"),
 }
-CELLS = [(kind, family) for kind, one in KINDS.items() for family in one.families]
 
 
 def build_for(kind: Kind, family: str) -> nn.Module:
@@ -158,38 +158,45 @@ def numbers(model: nn.Module, **call: Any) -> tuple[list[torch.Tensor], list[tor
 
 
 def assert_same(got: Any, expected: Any) -> None:
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    """The same computation, of the same shapes: only that of gradients may add up in another order."""
+    for found, exact in zip(got[0] + got[1], expected[0] + expected[1], strict=True):
+        assert (found is None) == (exact is None)
+        if exact is not None:
+            assert_close(found, exact, terms=64)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["padded", "strict"])
-@pytest.mark.parametrize(("name", "family"), CELLS)
-def test_a_call_that_cannot_be_packed_is_computed_as_it_came(name, family, strict, caplog, monkeypatch):
+@pytest.mark.parametrize("name", KINDS)
+def test_a_call_that_cannot_be_packed_is_computed_as_it_came(name, caplog, monkeypatch):
     monkeypatch.setattr(transformers.utils.logging.get_logger("trl_padfix.core.handle"), "propagate", True)
-    kind, inputs = KINDS[name], batch()
-    model = build_for(kind, family)
-    call = inputs | kind.arguments(inputs)
-    undo = kind.change(model) if kind.change else lambda: None
-    expected = numbers(model, **call)
-    undo()
-    with remove_padding(model, prefix_sharing=True, strict=strict) as handle:
+    kind = KINDS[name]
+    for family in kind.families:
+        inputs = batch()
+        caplog.clear()
+        model = build_for(kind, family)
+        call = inputs | kind.arguments(inputs)
         undo = kind.change(model) if kind.change else lambda: None
-        if strict:
-            with pytest.raises(PaddingRemovalError, match=kind.message):
-                model(**call)
-        else:
+        expected = numbers(model, **call)
+        undo()
+        with remove_padding(model, prefix_sharing=True) as handle:
+            undo = kind.change(model) if kind.change else lambda: None
             for n in (1, 2):
                 assert_same(numbers(model, **call), expected)
-                assert handle.stats.padded_forwards == n
+                assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (0, n)
             # The first of the two calls says it, and only that one.
             said = [r.getMessage() for r in caplog.records if "is computed padded" in r.getMessage()]
-            assert len(said) == 1  # for two calls
+            assert len(said) == 1
             assert re.search(kind.message, said[0])
-        assert handle.stats.packed_tokens == 0
-        # A plain call is packed again, before and after: the mode is that of one call.
-        undo()
-        model(**inputs)
-        assert 0 < handle.stats.packed_tokens <= REAL
-        assert handle.stats.padded_forwards == (0 if strict else 2)
+            # A plain call is packed again: the mode is that of one call.
+            undo()
+            model(**inputs)
+            assert 0 < handle.stats.packed_tokens <= REAL
+            assert handle.stats.padded_forwards == 2
+        with remove_padding(model, prefix_sharing=True, strict=True) as handle:
+            undo = kind.change(model) if kind.change else lambda: None
+            with pytest.raises(PaddingRemovalError, match=kind.message):
+                model(**call)
+            assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (0, 0)
+            undo()
 
 
 @pytest.mark.parametrize("where", ["layer", "embedding"])
@@ -231,14 +238,13 @@ def test_a_classifier_pools_the_same_token_in_a_padded_call(pool_last_token):
     with torch.no_grad(), remove_padding(model, pool_last_token=pool_last_token) as handle:
         packed = model(**inputs).logits
         padded = model(**inputs, output_attentions=True).logits
-    torch.testing.assert_close(padded, packed, rtol=0, atol=1e-5)
+    assert_close(padded, packed, terms=64, depth=24)
     assert handle.stats.padded_forwards == 1
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_padded_call_is_recomputed_padded(reentrant):
+def test_a_padded_call_is_recomputed_padded():
     model, inputs = build("qwen2", "eager").train(), batch()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     expected = numbers(model, **inputs, output_attentions=True, use_cache=False)
     with remove_padding(model, prefix_sharing=True) as handle:
@@ -290,7 +296,7 @@ def test_a_model_in_one_graph_runs_padded():
                 compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
                 got = compiled(**inputs, use_cache=False).logits
                 real = inputs["attention_mask"].bool()
-                torch.testing.assert_close(got[real], expected[real], rtol=0, atol=1e-5)
+                assert_close(got[real], expected[real], terms=64, depth=24)
                 # Without `fullgraph` the graph breaks, and the call is packed.
                 assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (REAL, int(fullgraph))
 
