@@ -165,7 +165,7 @@ def test_every_field_of_ours_has_a_help_text(capsys):
     assert "Compute no padding: the decoder's inputs are packed into one row of real tokens" in text
     assert "Needs `padding_free`" in text
     assert "--padding_side {left,right}" in text
-    assert "on a few rows of the first training" in text
+    assert "on a few short rows of the first training" in text
     methods = ["DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO"]
     for method in [*methods, *(["Distillation"] if hasattr(trl, "DistillationConfig") else [])]:
         ours, theirs = (dataclasses.fields(getattr(package, f"{method}Config")) for package in (trl_padfix, trl))
