@@ -1,8 +1,25 @@
+# /// script
+# requires-python = ">=3.10,<3.14"
+# dependencies = [
+#   "torch>=2.6",
+#   "transformers==5.24.0",
+#   "trl==1.16.0",
+#   "datasets>=3",
+#   "accelerate>=1.4",
+#   "peft>=0.18",
+#   "liger-kernel>=0.6; sys_platform == 'linux'",
+#   "requests",
+# ]
+# ///
 """
-One command that checks and measures a GPU.
+One command that checks and measures a GPU, in a clone of the repository.
 
-    python benchmarks/gpu_report.py                            # writes gpu-report.json, prints the table
+    uv run benchmarks/gpu_report.py                            # installs what it needs beside the clone's package
+    pipx run benchmarks/gpu_report.py                          # the same
+    python benchmarks/gpu_report.py                            # where the package is installed
     python benchmarks/gpu_report.py --table gpu-report.json    # prints the table of a file again
+
+It writes gpu-report.json, which a pull request brings, and prints its table.
 
 First packed batches are compared with padded ones; nothing is timed if they differ. Then the cells of [`plan_of`] are
 measured until the time limit. Cells without enough time, memory or packages are named. The file is written again after
@@ -28,6 +45,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this clone
+
 from bench import VARIANTS, BenchStep, Settings, Variant, WrongNumbersError, measure, prepare, select_rows
 from gpu_checks import Check, check_device
 from gpu_expected import count_launches, count_operations, expected_seconds, known_device

@@ -3,11 +3,11 @@ DPO without padding, on one process or many: the script of `trl-padfix dpo`, for
 
 A tiny model built on the spot, offline, on CPU, in under a minute of training:
 
-    accelerate launch --cpu recipes/dpo.py --config recipes/dpo_tiny.yaml
+    python recipes/dpo.py --config recipes/dpo_tiny.yaml --use_cpu true
 
 A real one (any flag of TRL's `trl dpo`, and ours):
 
-    accelerate launch recipes/dpo.py \
+    accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/dpo.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized \
         --padding_free true --prefix_sharing true \

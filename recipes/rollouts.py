@@ -4,13 +4,13 @@ Train on published rollouts of an agent: SFT on the good ones, DPO between trial
 Rollouts are JSON lines with `messages` (with tool calls and results), `task` and `reward`. These commands build a tiny
 model and train it on the rollouts in `recipes/data`, those of an airline's agent, offline and on CPU:
 
-    accelerate launch --cpu recipes/rollouts.py sft --use_cpu true --max_steps 10
-    accelerate launch --cpu recipes/rollouts.py dpo --use_cpu true --max_steps 10
-    accelerate launch --cpu recipes/rollouts.py grpo --use_cpu true --max_steps 10
+    python recipes/rollouts.py sft --use_cpu true --max_steps 10
+    python recipes/rollouts.py dpo --use_cpu true --max_steps 10
+    python recipes/rollouts.py grpo --use_cpu true --max_steps 10
 
 Your rollouts, with a model whose chat template renders tools; any flag of the method's configuration works:
 
-    accelerate launch recipes/rollouts.py dpo \
+    accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/rollouts.py dpo \
         --rollouts rollouts.jsonl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 5e-7
 """
 

@@ -3,11 +3,11 @@ SFT on images without padding, on one process or many.
 
 A tiny LLaVA built on the spot learns to name coloured shapes, offline, on CPU, in under a minute of training:
 
-    accelerate launch --cpu recipes/sft_vlm.py --config recipes/sft_vlm_tiny.yaml
+    python recipes/sft_vlm.py --config recipes/sft_vlm_tiny.yaml --use_cpu true
 
 A real one (any flag of TRL's `trl sft`, and ours):
 
-    accelerate launch recipes/sft_vlm.py \
+    accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/sft_vlm.py \
         --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
         --dataset_name trl-lib/llava-instruct-mix \
         --padding_free true --max_length 4096 \

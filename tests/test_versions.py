@@ -140,6 +140,20 @@ def test_pyproject_admits_every_tested_pair():
     assert admitted == versions.BOUNDS
 
 
+def test_the_locked_set_is_the_newest_pair_and_runs_without_a_gpu():
+    root = Path(__file__).parents[1]
+    lines = [line for line in (root / "requirements-tested.txt").read_text().splitlines() if not line.startswith("#")]
+    locked = {r.name: r.specifier for r in map(Requirement, lines)}
+    assert {name: str(locked[name]) for name in versions.BOUNDS} == {
+        name: f"=={version}" for name, version in versions.TESTED[-1]._asdict().items()
+    }
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)  # no index, no local build
+    assert not [name for name in locked if re.match("torch|nvidia|cuda|triton", name)]
+    project = re.search(r"^dependencies = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    needed = {Requirement(text).name for text in re.findall(r'^  "(.+?)"', project[1], re.MULTILINE)}
+    assert needed - locked.keys() == {"torch"}
+
+
 def test_what_an_older_version_needs_goes_with_it():
     assert older.REMOVABLE_WITH.keys() | {"CACHES", "REMOVABLE_WITH"} == set(older.__all__)
     for name, needs in older.REMOVABLE_WITH.items():

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .version import __version__
-from .versions import newer_trl, require
+from .versions import INSTEAD, newer_trl, require
 
 
 # The module of each public name. A module is imported at the first access to one of its names: `import trl_padfix`
@@ -124,12 +124,15 @@ def __getattr__(name: str) -> Any:
         return _of_trl(name)
     _require(name)
     try:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        found = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     except (ImportError, AttributeError) as error:
         # A name that moved in a later TRL is missing deep inside; this says so at the import of the user.
         if not (_HOME[name].startswith("trainers.") and (newer := newer_trl())):
             raise
-        raise ImportError(f"`trl_padfix.{name}` could not be imported: {error}. {newer}") from error
+        raise ImportError(f"`trl_padfix.{name}` could not be imported: {error}. {newer} {INSTEAD}") from error
+    if name == "remove_padding" or name.endswith("Trainer"):
+        importlib.import_module(".upstream", __name__).require_names(name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -17,8 +17,8 @@ from packaging.version import Version
 
 
 __all__ = [
-    "BOUNDS", "NEWER", "OTHER_STACKS", "TESTED", "Stack", "installed_version", "installed_versions", "newer_trl",
-    "require", "require_stack",
+    "BOUNDS", "INSTEAD", "NEWER", "NEWEST", "OTHER_STACKS", "TESTED", "Stack", "installed_version",
+    "installed_versions", "newer_trl", "require", "require_stack",
 ]  # fmt: skip
 
 
@@ -37,12 +37,21 @@ TESTED = (
 """Every pair that `nox` builds and tests, oldest first."""
 
 
+NEWEST = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
+
+
 BOUNDS = {"transformers": SpecifierSet(">=4.52.4,<6"), "trl": SpecifierSet(">=1.10,<2")}
 """`remove_padding` needs the first; the trainers, configurations and collators need both."""
 
 
 NEWER = dict.fromkeys(("DistillationTrainer", "DistillationConfig", "experimental"), SpecifierSet(">=1.16,<2"))
 """Narrower bounds on TRL, whose distillation trainer was experimental before, with another interface."""
+
+
+INSTEAD = (
+    "`remove_padding(model)` before TRL's own trainer is built, or `PaddingRemovalCallback` in it, works with any TRL."
+)
+"""What works where a trainer of this package does not."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}
@@ -74,13 +83,10 @@ def require(package: str, name: str) -> None:
     if installed is not None and supported.contains(installed, prereleases=True):
         return
     bounds = ",".join(sorted(str(bound) for bound in supported))  # a specifier set has no order of its own
-    pairs = " and ".join(f"{field} {version}" for field, version in TESTED[-1]._asdict().items())
-    hint = ""
-    if package == "trl" and installed is not None:
-        hint = " `trl_padfix.remove_padding(model)` works with any TRL, on the model before its trainer is built."
+    hint = f" {INSTEAD}" if package == "trl" and installed is not None else ""
     raise ImportError(
         f"`trl_padfix.{name}` needs {package} {bounds}, and {installed or 'none'} is installed.{hint} "
-        f"Tested together, newest: {pairs}. Run: pip install '{package}{bounds}'"
+        f"Tested together, newest: {NEWEST}. Run: pip install '{package}{bounds}'"
     )
 
 

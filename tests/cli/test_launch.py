@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate.commands.launch as accelerate_launch
 import pytest
 import torch
 import trl
@@ -101,6 +103,21 @@ def test_and_without_padding_gives_the_same_losses_of_fewer_tokens(recipe, trls,
     assert losses(tmp_path) == pytest.approx(trls, rel=1e-4)
     logs = [log for log in logs_of(tmp_path) if "loss" in log]
     assert all(log["padfix/pad_fraction"] > 0 and log["padfix/shared_fraction"] > 0 for log in logs)
+
+
+def test_accelerate_is_given_its_defaults_and_has_nothing_to_warn_of(recipe, monkeypatch, tmp_path):
+    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
+    said = []
+    monkeypatch.setattr(accelerate_launch, "logger", SimpleNamespace(warning=said.append))
+    accelerate_launch._validate_launch_command(accelerate_launch.launch_command_parser().parse_args(["a.py"]))
+    assert "`--num_machines` was set to a value of `1`" in said.pop()
+    _, launch = parse("dpo", ["--config", str(recipe)])
+    assert launch.num_processes == 1  # of the YAML
+    accelerate_launch._validate_launch_command(launch)
+    assert said == []
+    config = ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]
+    _, launch = parse("dpo", ["--config", str(recipe), *config])
+    assert launch.num_machines is launch.mixed_precision is None  # of the configuration
 
 
 def final_weights(output: Path) -> dict[str, torch.Tensor]:
@@ -315,7 +332,7 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's
 
 
-def test_the_shell_completes_commands_and_fields():
+def test_the_shell_completes_commands():
     environment = os.environ | {
         "_TRL_PADFIX_COMPLETE": "complete_bash",
         "COMP_WORDS": "trl-padfix d",
@@ -323,7 +340,3 @@ def test_the_shell_completes_commands_and_fields():
     }
     command = str(Path(sys.executable).with_name("trl-padfix"))
     assert "dpo" in subprocess.run(command, capture_output=True, text=True, env=environment).stdout.split()
-    completed = trl_padfix_command(
-        env={"_TRL_PADFIX_COMPLETE": "complete_bash", "COMP_WORDS": "trl-padfix dpo --padding", "COMP_CWORD": "2"}
-    )
-    assert set(completed.output.split()) == {"--padding_free", "--padding_side"}

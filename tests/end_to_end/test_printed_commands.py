@@ -64,10 +64,10 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 NOT_RUN = {  # and only checked word by word
     r"pip install ": "brings packages from an index",
     r"(pytest|nox) ": "the tests, which CI runs",
-    r"(accelerate launch|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
-    r"accelerate launch .*rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
+    r"(python recipes/\w+\.py|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
+    r"python recipes/rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
     r"accelerate launch .*train\.py": "test_guides.py",
-    r"(accelerate launch|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "models and data from the Hub",
+    r"(accelerate launch|python recipes/|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "uses the Hub",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
     r"python benchmarks/gpu|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
     r"python (docs/\w+\.py|recipes/data/|tests/)": "writes files of the repository; `--check` is run by .ci/run",

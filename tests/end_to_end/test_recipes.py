@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 import trl
 import yaml
 from datasets import Dataset, load_dataset
@@ -163,8 +162,16 @@ def test_the_recipe_of_images_parses(monkeypatch):
 
 def test_every_recipe_is_run_by_one_of_our_commands():
     scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
-    assert all(command[:3] == ["accelerate", "launch", "--cpu"] for command in scripts)
+    assert all(command[0] == "python" and command[-2:] == ["--use_cpu", "true"] for command in scripts)
     assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation"}
+
+
+def test_no_recipe_and_no_notebook_sets_what_is_deprecated():
+    gone = r"\b(gradient_checkpointing(_kwargs)?|use_liger_kernel|keep_end|pad_token|warmup_ratio|torch_dtype)[:=]"
+    assert all(re.search(gone, text) for text in ("gradient_checkpointing=False", "use_liger_kernel: true"))
+    files = [*RECIPES, *ROOT.glob("recipes/*.py"), *ROOT.glob("notebooks/*.ipynb")]
+    found = {path.name: re.findall(f"{gone}.*", path.read_text()) for path in files}
+    assert {name: settings for name, settings in found.items() if settings} == {}
 
 
 def test_the_index_names_every_recipe_and_every_way_to_launch():
@@ -222,8 +229,6 @@ def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, mo
     monkeypatch.chdir(ROOT)
     _, method, *args = TRAINED[name]
     args += two_steps(material, method, tmp_path)
-    if not torch.cuda.is_available():  # Liger's kernels are Triton's
-        args += ["--use_liger_kernel", "false"]
     if find_spec("bitsandbytes") is None:
         args += ["--load_in_4bit", "false", "--use_bnb_nested_quant", "false"]
     elif "qlora" in name:  # 4-bit layers on CPU cannot be trained once they were evaluated

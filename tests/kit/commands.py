@@ -41,7 +41,7 @@ def run_script(*words: str, fails: bool = False) -> subprocess.CompletedProcess:
 
 def launch_recipe(script: str, *arguments: str, fails: bool = False) -> subprocess.CompletedProcess:
     """Run a script of `recipes/` as its pages say."""
-    return run_script("-m", "accelerate.commands.launch", "--cpu", f"recipes/{script}.py", *arguments, fails=fails)
+    return run_script(f"recipes/{script}.py", *arguments, "--use_cpu", "true", fails=fails)
 
 
 def logs_of(output: Path) -> list[dict[str, float]]:

@@ -43,7 +43,7 @@ CLAIMS: dict[str, dict[int, str]] = {
         5: ('assert account["distinct"] < account["real"] < account["padded"]\n'),
         7: "assert distinct.sum() < real.sum() < padded.sum()\n",
         8: SAME + "assert_allclose(curves[2], curves[0], rtol=1e-3)\n",
-        9: "assert len(ids) > question['input_ids'].shape[1]\n",
+        9: "assert right > 0.7\n",  # a coin gives 0.5, and more than 0.7 of 60 pairs once in 1,000 times
     },
     "3": {
         8: (

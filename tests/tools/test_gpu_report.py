@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import re
+import sys
 import warnings
+from pathlib import Path
 
 import bench
 import gpu_checks
@@ -26,11 +29,20 @@ from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.commands import build_pairs
 from kit.trainer_runs import leaking_layout
+from packaging.requirements import Requirement
 from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
 import trl_padfix.core.attention.varlen as kernels
+from trl_padfix.versions import TESTED
 
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+SCRIPT = Path(gpu_report.__file__)
 RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
 
 
@@ -54,6 +66,25 @@ def test_a_toy_plan_is_the_same_plan():
         for field in ("trainer", "dtype", "gradient_checkpointing", "liger", "variants"):
             assert getattr(large.settings, field) == getattr(small.settings, field)
         assert (small.settings.device, small.settings.shape) == ("cpu", "tiny")
+
+
+# -- the file
+
+
+def test_its_metadata_installs_the_newest_tested_pair_and_what_the_package_needs():
+    """`uv run` and `pipx run` install what the comment at its beginning asks for (PEP 723)."""
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", SCRIPT.read_text())[1]
+    metadata = tomllib.loads(re.sub(r"^# ?", "", block, flags=re.MULTILINE))
+    project = tomllib.loads((SCRIPT.parents[1] / "pyproject.toml").read_text())["project"]
+    assert metadata["requires-python"] == project["requires-python"]
+    asked = {r.name: r for r in map(Requirement, metadata["dependencies"])}
+    for name, version in TESTED[-1]._asdict().items():
+        assert str(asked[name].specifier) == f"=={version}"
+    extras = project["optional-dependencies"]
+    declared = {r.name: r for r in map(Requirement, project["dependencies"] + extras["peft"] + extras["liger"])}
+    for name in asked.keys() - {*TESTED[-1]._fields, "requests"}:
+        assert asked[name].specifier == declared[name].specifier
+    assert {"torch", "datasets", "accelerate"} < asked.keys()
 
 
 # -- the report

@@ -57,6 +57,7 @@ def describe(diagnosis: Diagnosis) -> list[str]:
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
         ("stack", f"transformers and TRL are {pair if diagnosis.tested else f'not {pair}; tested: {tested}'}"),
+        ("upstream", f"names that are read of other packages: {diagnosis.upstream}"),
         ("", ""),
         ("", f"attention in {diagnosis.dtype}:"),
         *_attention(diagnosis),

@@ -31,6 +31,7 @@ from ..core.attention.backends import (
 )
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
+from ..upstream import contract, unmet
 from ..versions import BOUNDS, TESTED, installed_version, installed_versions
 
 
@@ -71,6 +72,7 @@ class Diagnosis:
     system: dict[str, Any]
     versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
     tested: bool  # whether these versions of transformers and TRL are tested together
+    upstream: str  # whether the names that this package reads of other packages are what they were
     machine: Machine
     dtypes: dict[str, str]  # precisions, and whether they run here
     dtype: str  # the precision of which backends and model are judged
@@ -124,6 +126,9 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         and not tested
         and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
     ]
+    names = [name for name in contract() if name.is_expected]
+    problems += (gone := unmet(names))
+    upstream = f"{len(gone)} of {len(names)} are missing" if gone else f"all {len(names)} as expected"
     config = None
     if model is not None:
         try:
@@ -146,7 +151,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
     auto = best_backend(workload)
     return Diagnosis(
-        describe_system(), versions, tested, machine, dtypes, dtype, backends, auto, model=report, problems=problems
+        describe_system(), versions, tested, upstream, machine, dtypes, dtype, backends, auto, report, problems
     )
 
 

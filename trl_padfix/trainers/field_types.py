@@ -14,8 +14,6 @@ from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
-    from ..core.attention.backends import Implementation
-
     Sharing = bool | Literal["auto"]
     ParityCheck = bool | Literal["forward", "short"]
     Lengths = int | list[int]
@@ -42,6 +40,7 @@ else:
 
 
 __all__ = [
+    "Implementation",
     "Lengths",
     "ParityCheck",
     "Sharing",
@@ -50,6 +49,9 @@ __all__ = [
 ]
 
 Configuration = TypeVar("Configuration", bound=type)
+
+Implementation = str | dict[str, Any]
+"""An attention implementation: its name, or a name for each part of a vision model."""
 
 
 def help_from_docstring(config: Configuration) -> Configuration:

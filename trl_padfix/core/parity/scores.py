@@ -23,7 +23,7 @@ MAX_COLUMNS = 64
 def unpack_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequences of a packed batch, as padded ids and mask, both `(sequences, L)`."""
     layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
-    rows = batch["input_ids"].flatten().split(layout.query_lengths)
+    rows = batch["input_ids"].flatten().split(layout.queries.lengths)
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
 

@@ -15,6 +15,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
+from ...core.call.inputs import DecoderInputs
+from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
 from ...core.model.find import find_pretrained
@@ -266,7 +268,8 @@ def compare(
 def will_pack(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
     """Whether the decoder packs a `call` of a model. Images are left out: the decoder receives their embeddings."""
     try:
-        return handle.layout_of({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}) is not None
+        inputs = DecoderInputs.read({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}, handle)
+        return layout_of(inputs, handle) is not None
     except UnpackableCallError:  # it is computed padded, and another batch is compared
         return False
 

@@ -1,0 +1,94 @@
+"""
+Names of TRL, transformers, accelerate, PEFT and torch that this package leans on, compared with what is installed.
+
+`upstream.md` lists them, with their signatures and versions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache, reduce
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+from .versions import INSTEAD, NEWEST, installed_version
+
+
+__all__ = ["Upstream", "contract", "fits", "require_names", "unmet"]
+
+
+class Upstream(NamedTuple):
+    """A name of another package."""
+
+    section: str
+    place: str  # `module:object`
+    name: str  # an attribute, a signature, or a text of the source in quotation marks
+    needs: str  # versions that have it; empty: all that are supported
+    why: str
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the installed versions should have the name."""
+        package = Requirement(self.needs or re.split("[.:]", self.place)[0])
+        version = installed_version(package.name)
+        return version is not None and package.specifier.contains(version, prereleases=True)
+
+
+@cache
+def contract() -> tuple[Upstream, ...]:
+    """The names of `upstream.md`, in its order."""
+    section, names = "", []
+    for line in Path(__file__).with_suffix(".md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| `"):
+            places, listed, needs, why = (cell.strip() for cell in line[1:-1].split("|"))
+            quoted = re.compile("`(.+?)`").findall
+            names += [Upstream(section, p, name, needs, why) for p in quoted(places) for name in quoted(listed)]
+    return tuple(names)
+
+
+@cache
+def fits(name: Upstream) -> bool:
+    """Whether the name is there, and as it is expected. Imports its module."""
+    module, _, path = name.place.partition(":")
+    attribute, has_signature, arguments = name.name.partition("(")
+    try:
+        owner = reduce(getattr, filter(None, path.split(".")), import_module(module))
+        if attribute.startswith('"'):
+            source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
+            return name.name[1:-1] in source
+        found = getattr(owner, attribute)
+        return not has_signature or {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
+    except (ImportError, AttributeError):
+        return False
+
+
+def unmet(names: Iterable[Upstream]) -> list[str]:
+    """A sentence for each of the names that the installed versions should have, and have not."""
+    gone = [name for name in names if name.is_expected and not fits(name)]
+    return [f"`{name.name}` of `{name.place}` is not there or not what it was ({name.why})." for name in gone]
+
+
+@cache
+def require_names(public: str) -> None:
+    """
+    Check what a public name (`remove_padding`, `DPOTrainer`, ...) needs of modules that are imported with it.
+
+    Texts of sources are left to [`unmet`], which takes seconds for all names.
+
+    Raises:
+        ImportError: If a name is gone or has another signature; says what works instead.
+    """
+    section = "Every trainer" if public.endswith("Trainer") else public
+    names = [n for n in contract() if n.section == section or n.place == f"trl:{public}"]
+    loaded = [n for n in names if n.place.partition(":")[0] in sys.modules and not n.name.startswith('"')]
+    if gone := unmet(loaded):
+        hint = f" {INSTEAD}" if section != public else ""
+        raise ImportError(f"`trl_padfix.{public}`: {' '.join(gone)} Tested together, newest: {NEWEST}.{hint}")
