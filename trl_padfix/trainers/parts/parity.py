@@ -63,8 +63,8 @@ class Parity(Part):
         """Handle of the model that a user's `training_step` has computed with."""
         self._first_steps: dict[str, int] = {}
         """The number of the first step of each mode."""
-        self._longest: tuple[int, dict[str, Any]] = (1, {})
-        """Tokens of the longest row of training so far, and its batch."""
+        self._widest: dict[str, Any] = {}
+        """The widest batch of training so far: it has the longest row, and nobody waits for the device to see that."""
         self._watches_length = self.settings.parity_check in (True, "forward")
 
     def _is_due(self, mode: str) -> bool:
@@ -94,7 +94,7 @@ class Parity(Part):
 
     def _follow_longest(self, step: Step) -> None:
         """
-        Keep the batch with the longest row so far; after `LONG_ROW_AFTER` steps compare that row.
+        Keep the widest batch so far; after `LONG_ROW_AFTER` steps compare its longest row.
 
         Every process comes here in the same steps, and decides by the number of the step and by its settings.
 
@@ -106,26 +106,22 @@ class Parity(Part):
         if handle is None or meets or handle.context_parallel is not None or handle.multimodal is not None:
             self._watches_length = False
         elif step.number - self._first_steps.get("train", step.number) < LONG_ROW_AFTER:
-            batches = [(longest_row(batch), batch) for batch in step.batches]
-            length, batch = max(batches, key=lambda found: found[0], default=self._longest)
-            if length > self._longest[0]:
-                labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
-                self._longest = length, labels | batch
+            labels = {name: step.inputs[name] for name in ("labels",) if step.batches and name in step.inputs}
+            batches = [self._widest, *(labels | batch for batch in step.batches)]
+            self._widest = max((b for b in batches if b), key=lambda b: b["input_ids"].shape[1], default={})
         else:
             self._watches_length, failed = False, None
             try:
-                self._compare_longest(step.model, handle, *self._longest)
+                self._compare_longest(step.model, handle, self._widest)
             except ParityError as error:
                 failed = error
-            self._longest = (1, {})
+            self._widest = {}
             raise_on_all(failed)
 
-    def _compare_longest(
-        self, model: torch.nn.Module, handle: PaddingRemoval, length: int, batch: dict[str, Any]
-    ) -> None:
+    def _compare_longest(self, model: torch.nn.Module, handle: PaddingRemoval, batch: dict[str, Any]) -> None:
         reports = self.trainer.padding.parity.get("train")
-        if not (batch and reports) or handle.has_changed:  # nothing is packed, or not any more
-            return
+        if not (batch and reports) or handle.has_changed or (length := longest_row(batch)) < 2:
+            return  # nothing is packed, or not any more, or there is nothing to predict
         begin = time.perf_counter()
         try:
             distance = check_longest_row(self.trainer.accelerator.unwrap_model(model), batch, reports[0])
