@@ -6,6 +6,9 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s "stacks(trl-1.10.0)"
     nox -s lowest            the lowest declared version of every dependency
     nox -s stories           the failure stories alone
+    nox -s machines          the tests that compare numbers, with other kernels and threads: nine settings and one more
+    nox -s "machines(avx2-2)"
+    nox -s nightly-1         a part of what `pytest` leaves out, cut for 50 minutes; `NIGHTLY` has them all
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
     nox -s installed         these in empty environments of every Python that is here, and a training in each
@@ -13,7 +16,8 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s readme            the commands of README.md, and those that they print
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
-for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite.
+for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite. With
+`--no-venv --no-install` a session runs in the environment that is active.
 """
 
 from __future__ import annotations
@@ -109,6 +113,118 @@ def lowest(session: nox.Session) -> None:
     session.run("pip", "list")
     recipe = ("recipes/dpo_tiny.yaml", "--max_steps", "2", "--use_cpu", "true", "--output_dir", session.create_tmp())
     session.run("trl-padfix", "dpo", "--config", *recipe, env=offline)
+
+
+# The kernels of ATen, with those of oneDNN and MKL held to the same instructions. MKL has none below SSE4.2.
+KERNELS = {"default": ("SSE41", "SSE4_2"), "avx2": ("AVX2", "AVX2"), "avx512": ("DEFAULT", "AVX512")}
+# The last one lets oneDNN compute in bfloat16, where a CPU has it and a product is large.
+MACHINES = [(kernels, n, "highest") for kernels in KERNELS for n in (1, 2, 4)] + [("avx512", 1, "medium")]
+# Words of the files that compare numbers. All others count, name, or compare texts: kernels change nothing there.
+COMPARES = ("tolerance", "model_numbers", "assert_close", "allclose", "atol=", "approx(")
+
+
+def numeric_tests() -> list[str]:
+    """The test files of core and trainers that compare numbers."""
+    files = [file for layer in ("core", "trainers") for file in (ROOT / "tests" / layer).rglob("test_*.py")]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    return [str(file.relative_to(ROOT)) for file in sorted(files) if any(word in texts[file] for word in COMPARES)]
+
+
+def takes_kernels(session: nox.Session, kernels: str) -> bool:
+    """Whether the CPU has the instructions: ATen believes the variable, and would end with an illegal instruction."""
+    order = ["DEFAULT", "AVX2", "AVX512"]
+    command = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    own = str(session.run("python", "-c", command, silent=True)).split()[-1]
+    return own not in order or order.index(kernels.upper()) <= order.index(own)
+
+
+@nox.session
+@nox.parametrize(
+    ("kernels", "threads", "precision"),
+    [nox.param(*m, id=f"{m[0]}-{m[1]}" if m[2] == "highest" else m[2]) for m in MACHINES],
+)
+def machines(session: nox.Session, kernels: str, threads: int, precision: str) -> None:
+    """The tests that compare numbers, with these kernels, threads and precision of products in float32."""
+    install(session, "-e", f"{ROOT}[dev]")
+    if not takes_kernels(session, kernels):
+        session.skip(f"this CPU has no {kernels}")
+    onednn, mkl = KERNELS[kernels]
+    env = {
+        "ATEN_CPU_CAPABILITY": kernels,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "TRL_PADFIX_THREADS": str(threads),
+        "TRL_PADFIX_MATMUL": precision,
+        "HF_HUB_OFFLINE": "1",
+    }
+    session.run("pytest", *PROCESSES, *(session.posargs or numeric_tests()), env=env)
+
+
+# What `pytest` leaves out, in parts that are cut for 50 minutes on two cores (estimated): what each holds, its test
+# files, as patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was run.
+NIGHTLY = {
+    1: (
+        "the core, and types of models",
+        ["core/**/test_*.py", "cli/test_*.py", "tools/test_*.py", "mutants/test_*.py", "test_*.py"],
+    ),
+    2: ("trainers: each field of the configurations, and their base", ["trainers/test_[a-d]*.py"]),
+    3: ("trainers: methods, budgets, prefixes, images", ["trainers/**/test_*.py"]),
+    4: ("several processes: trainings and their errors", ["end_to_end/test_*processes.py"]),
+    5: (
+        "several processes: configurations, trainings that split rows",
+        ["end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
+    ),
+    6: (
+        "commands, recipes, documents, trajectories, other stacks",
+        ["end_to_end/**/test_*.py", "integrations/test_*.py"],
+    ),
+    7: ("random draws", ["campaign/test_*.py"]),
+    8: ("kernels, in Triton's interpreter", ["kernels/test_*.py"]),
+}
+SLOW = ("-m", "slow or families")
+NIGHTLY_OPTIONS = {
+    7: ("-m", "campaign", "--campaign-seconds", "300"),  # for each of its tests
+    8: ("-m", "kernels", *PROCESSES),
+}
+# They have CUDA extensions, which are not built.
+WITHOUT_EXTENSIONS = {
+    "MAMBA_FORCE_BUILD": "TRUE",
+    "MAMBA_SKIP_CUDA_BUILD": "TRUE",
+    "FLASH_ATTENTION_FORCE_BUILD": "TRUE",
+    "FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE",
+}
+
+
+def nightly_files(number: int) -> list[str]:
+    """The test files of a part of the night."""
+    taken: set[Path] = set()
+    files: list[Path] = []
+    for part, (_, patterns) in NIGHTLY.items():
+        files = sorted({file for pattern in patterns for file in (ROOT / "tests").glob(pattern)} - taken)
+        if part == number:
+            break
+        taken |= set(files)
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
+def nightly(number: int) -> None:
+    """Make the session `nightly-<number>`."""
+
+    def part(session: nox.Session) -> None:
+        install(session, "-e", f"{ROOT}[dev,docs]", "deepspeed")
+        session.install("--no-deps", "openrlhf==0.11.2")  # its class of actors
+        if number == 8:
+            session.install("pip>=25.1", "setuptools", "wheel", "packaging", "ninja")
+            session.install("--no-deps", "--no-build-isolation", "--group", "kernels", env=WITHOUT_EXTENSIONS)
+        env = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        options = NIGHTLY_OPTIONS.get(number, (*SLOW, *PROCESSES))
+        session.run("pytest", *options, *nightly_files(number), *session.posargs, env=env)
+
+    nox.session(name=f"nightly-{number}")(part)
+
+
+for number in NIGHTLY:
+    nightly(number)
 
 
 @nox.session

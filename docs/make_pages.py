@@ -23,7 +23,7 @@ from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
     'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
-    "or for a vision model a name for each part."
+    'or for a vision model a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
@@ -46,8 +46,9 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "The fields that this package adds to TRL's configurations. Set them in Python, in a YAML, or as a flag "
-        "(`--padding_free true`).\n"
+        "The fields that this package adds to TRL's, in Python, in a YAML, or as a flag (`--padding_free true`). "
+        "Begin with one big step: `per_device_train_batch_size=32`, `gradient_accumulation_steps=1` "
+        "([settings that pay](from_trl.md#settings-that-pay-in-every-method)).\n"
     )
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
@@ -66,12 +67,12 @@ def options() -> str:
         "\n## Logged beside TRL's metrics\n\n"
         "With `eval_` before the name in evaluation:\n\n"
         "| metric | |\n|---|---|\n"
-        "| `padfix/pad_fraction` | share of the padded batch that was padding, and was not computed |\n"
-        "| `padfix/shared_fraction` | share of the real tokens that repeated a prefix, and were not computed |\n"
+        "| `padfix/pad_fraction` | share of the padded batch that is padding |\n"
+        "| `padfix/shared_fraction` | share of the real tokens that repeat a prefix |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "With `prefix_sharing` and gradient accumulation, and no `max_tokens_per_batch`, `entropy` and `kl` of GRPO, "
-        "RLOO and distillation are means over other micro-batches than TRL's.\n"
+        "With `prefix_sharing` and gradient accumulation, `entropy` and `kl` of GRPO, RLOO and distillation are means "
+        "over other micro-batches than TRL's, unless `max_tokens_per_batch` is set.\n"
     )
     return page
 

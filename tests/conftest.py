@@ -33,7 +33,9 @@ import datasets  # noqa: E402
 import transformers  # noqa: E402
 
 
-torch.set_num_threads(1)  # the tensors are tiny, and threads would change the order of sums
+# One thread, because the tensors are tiny; `nox -s machines` sets both to see that no test depends on them.
+torch.set_num_threads(int(os.environ.get("TRL_PADFIX_THREADS", "1")))
+torch.set_float32_matmul_precision(os.environ.get("TRL_PADFIX_MATMUL", "highest"))
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from kit.trainer_runs import break_mode
+from transformers import PreTrainedModel
+from zoo import families
 
-from conformance.adapter import NotRun
-from conformance.adapters.in_trl_padfix import ADAPTERS
-from conformance.arbiter import CONTROL
+import conformance.cases
+from conformance.adapter import NotRun, backward
+from conformance.adapters.in_trl_padfix import ADAPTERS, RemovePadding
+from conformance.arbiter import CONTROL, Step
 from conformance.cases import CASES
+from conformance.families import VOCABULARY
 from conformance.leaks import LEAKS
-from conformance.table import table
+from conformance.table import PAGE, REPORT, page
+from trl_padfix import PaddingRemovalError, remove_padding
 
 
-ROOT = Path(__file__).parents[1]
 OURS = {adapter.name: adapter for adapter in ADAPTERS}
 BATCH_LENGTH = ("dynamic RoPE", "long RoPE")
 """Here the package keeps what transformers computes of the padded batch: frequencies of its longest row."""
@@ -45,10 +51,59 @@ def test_the_package_passes(case, names: tuple[str, ...]) -> None:
 
 
 def test_the_page_has_the_figures_of_the_report() -> None:
-    reports = json.loads((ROOT / "conformance" / "report.json").read_text())
-    page = (ROOT / "docs" / "conformance.md").read_text()
-    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
-    for shown in tables:
-        names = shown.splitlines()[0].strip("| ").split(" | ")
-        assert shown.strip() == table([report for report in reports if report["adapter"] in names])
-    assert len(tables) == 2
+    reports, text = json.loads(REPORT.read_text()), PAGE.read_text()
+    assert page(text, reports) == text
+    assert text.count("<!-- adapters: ") == 2
+    wrong = json.loads(REPORT.read_text().replace('"outcome": "ok"', '"outcome": "LEAK"'))
+    assert page(text, wrong) != text
+
+
+# -- every family of the families' table
+
+
+class OfLogits(RemovePadding):
+    """The loss of next tokens from the logits: some models (BART) expect labels that are shifted already."""
+
+    def padded_step(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor) -> Step:
+        with remove_padding(model, prefix_sharing=self.prefix_sharing):
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+            labels = more["labels"][:, 1:].flatten()
+            return backward(model, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels))
+
+
+def build_family(family: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A model of the families' table, with a vocabulary for the rows of the cases and a head of its own."""
+    model_type, given = families.VARIANTS.get(family, (family, {}))
+    return families.build_type(model_type, {**given, "tie_word_embeddings": False, **changes}, attention).train()
+
+
+RECORD = json.loads((Path(__file__).parent / "core" / "families.json").read_text())
+OF_ROWS = [case for case in CASES if case.family is None and case.name not in ("accumulation", "evaluation")]
+
+
+@pytest.fixture
+def _family_models(monkeypatch) -> None:
+    monkeypatch.setattr(conformance.cases, "build", build_family)
+    monkeypatch.setitem(families._SIZE_OF, "vocab_size", VOCABULARY)
+
+
+@pytest.mark.families
+@pytest.mark.usefixtures("_family_models")
+@pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
+@pytest.mark.parametrize("family", [family for family, outcomes in RECORD.items() if "not_built" not in outcomes])
+def test_every_family_passes_the_cases_of_rows_or_is_refused(family, sharing) -> None:
+    adapter, outcome = OfLogits(family, sharing), RECORD[family]["prefix_sharing" if sharing else "padding_free"]
+    if outcome["outcome"] == "refused":
+        with pytest.raises(PaddingRemovalError):
+            OF_ROWS[0].run(adapter, family)
+        return
+    found = {case.name: case.run(adapter, family) for case in OF_ROWS}
+    assert not {name: differences for name, differences in found.items() if any(d.leaks for d in differences)}
+
+
+@pytest.mark.usefixtures("_family_models")
+def test_a_family_that_leaks_fails_them(monkeypatch) -> None:
+    row_alone = next(case for case in OF_ROWS if case.name == "row alone")
+    assert not any(d.leaks for d in row_alone.run(OfLogits("llama", False), "llama"))
+    break_mode(monkeypatch, "padding-free")
+    assert max(d.tolerances for d in row_alone.run(OfLogits("llama", False), "llama")) >= CONTROL

@@ -12,9 +12,12 @@ from pathlib import Path
 
 
 __all__ = [
-    "folder_obstacle", "is_missing_path", "output_obstacle", "why_unwritable", "write_whole", "write_whole_folder",
+    "DATA_FILES", "folder_obstacle", "is_missing_path", "output_obstacle", "refuse_missing", "why_unwritable",
+    "write_whole", "write_whole_folder",
 ]  # fmt: skip
 
+DATA_FILES = {".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Builders of `datasets`, by the endings of data files."""
 
 _WHY = {
     errno.ENOSPC: "the disk is full. Free space on it, or write to another",
@@ -67,6 +70,12 @@ def is_missing_path(name: str) -> bool:
         name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
     )
     return is_path and not path.exists()
+
+
+def refuse_missing(data: str) -> None:
+    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and there is nothing."""
+    if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in DATA_FILES):
+        raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
 
 
 def folder_obstacle(path: str | Path) -> str | None:

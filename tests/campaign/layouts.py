@@ -53,9 +53,9 @@ def check(ids: torch.Tensor, mask: torch.Tensor, sharing: bool) -> None:
     assert layout.packed_tokens == (len(set(expected)) if sharing else len(expected))
     source = range(layout.packed_tokens) if layout.source is None else layout.source.tolist()
     assert [computed[token] for token in source] == expected
-    assert layout.query_lengths == tuple(layout.cu_seqlens_q.diff().tolist())
-    assert layout.key_lengths == tuple(layout.cu_seqlens_k.diff().tolist())
-    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.cu_seqlens_q[1:].tolist())
+    assert layout.queries.lengths == tuple(layout.queries.cu_seqlens.diff().tolist())
+    assert layout.keys.lengths == tuple(layout.keys.cu_seqlens.diff().tolist())
+    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.queries.cu_seqlens[1:].tolist())
     assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
 
 
@@ -77,7 +77,7 @@ def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], .
     keys = range(len(tokens)) if layout.key_index is None else layout.key_index.tolist()
     found = []
     for (begin, end), (first, last) in zip(
-        pairwise(layout.cu_seqlens_q.tolist()), pairwise(layout.cu_seqlens_k.tolist()), strict=True
+        pairwise(layout.queries.cu_seqlens.tolist()), pairwise(layout.keys.cu_seqlens.tolist()), strict=True
     ):
         for query in range(begin, end):
             assert keys[last - end + query] == query, "the last keys of a segment are its own queries"

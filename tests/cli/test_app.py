@@ -31,6 +31,34 @@ def test_help_costs_no_import_of_torch():
     assert done.stdout.strip() == "False"
 
 
+def modules_after(code: str) -> set[str]:
+    """The modules that a process has imported when it ends, `SystemExit` or not."""
+    tell = (
+        "import atexit, sys; atexit.register(lambda: print('', *[n for n in sys.modules if sys.modules[n]], sep='@'))"
+    )
+    done = subprocess.run([sys.executable, "-c", f"{tell}\n{code}"], capture_output=True, text=True)
+    return set(done.stdout.split("@")[1:])
+
+
+def run(*words: str) -> str:
+    return f"sys.argv = {['trl-padfix', *words]}; from trl_padfix.cli import main; main()"
+
+
+def test_help_of_a_training_imports_less_than_the_parser_of_trls_script():
+    """It shows the fields of two configurations more, and imports neither trainers and data nor any model."""
+    theirs = modules_after("from trl.scripts.dpo import make_parser; make_parser()")
+    ours = modules_after(run("dpo", "--help"))
+    assert "trl_padfix.trainers.config" in ours
+    assert not {"peft", "datasets", "transformers.trainer", "trl_padfix.trainers.base"} & ours
+    assert len(ours) < len(theirs)
+
+
+def test_a_missing_file_is_said_before_anything_is_imported():
+    imported = modules_after(run("stats", "nowhere.jsonl"))
+    assert "trl_padfix.cli.stats" in imported
+    assert not {"torch", "numpy", "datasets", "transformers", "trl"} & imported
+
+
 def test_no_command_prints_the_help_and_fails():
     result = trl_padfix_command()
     assert result.exit_code == 2

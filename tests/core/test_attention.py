@@ -172,7 +172,7 @@ def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
 
     (call,) = flash_calls
     assert (call.total_q, call.total_k) == (layout.packed_tokens, layout.key_index.numel())
-    assert call.segments == len(layout.query_lengths)
+    assert call.segments == len(layout.queries.lengths)
     assert call.causal
     assert call.window_size[0] == 3
 
@@ -291,8 +291,8 @@ def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
     masks = masks_given(module, implementation, monkeypatch)
     attend(module, random_states(layout), layout, sliding_window=window)
 
-    longest = max(layout.key_lengths) if window is None else 4 + window - 1
-    lengths = list(zip(layout.query_lengths, layout.key_lengths, strict=True))
+    longest = max(layout.keys.lengths) if window is None else 4 + window - 1
+    lengths = list(zip(layout.queries.lengths, layout.keys.lengths, strict=True))
     # Without a mask `sdpa` attends whole rows, and rows that are made whole: those that share at most half.
     whole = [keys <= 2 * own for own, keys in lengths] if (implementation, window) == ("sdpa", None) else []
     assert sum(mask is None for mask in masks) == sum(whole) < len(masks)

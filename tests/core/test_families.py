@@ -38,12 +38,9 @@ REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", 
 INTRODUCTION = """\
 # Families
 
-Causal language model types of transformers 5.24: `remove_padding` computes them **exactly**, or **refuses** them with
-the reason. `trl-padfix doctor --model ID` says it of your model. [With images](#families-with-images).
-
-Each type was a tiny random model in float32 with every kind of layer, on rows longer than every window, both padding
-sides, common prefixes. "Exact": log-probabilities, gradients (relative), router logits and auxiliary loss are within
-1e-4 of each row computed alone.
+Causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of layer, on
+rows longer than every window, both padding sides, common prefixes. "Exact": log-probabilities, gradients (relative),
+router logits and auxiliary loss are within 1e-4 of each row computed alone. [With images](#families-with-images).
 
 The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 

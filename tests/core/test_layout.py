@@ -28,7 +28,7 @@ MASK = IDS.ne(_).long()
 
 
 def keys_of_segments(layout: Layout) -> list[list[int]]:
-    return [keys.tolist() for keys in layout.key_index.split(layout.key_lengths)]
+    return [keys.tolist() for keys in layout.key_index.split(layout.keys.lengths)]
 
 
 def test_padding_free_layout_keeps_every_real_token_in_order():
@@ -40,9 +40,9 @@ def test_padding_free_layout_keeps_every_real_token_in_order():
     assert layout.positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 0, 1]
     assert layout.source is None
     assert layout.key_index is None
-    assert layout.query_lengths == layout.key_lengths == layout.spans == (2, 4, 1, 2)
-    assert layout.cu_seqlens_q.tolist() == layout.cu_seqlens_k.tolist() == [0, 2, 6, 7, 9]
-    assert layout.cu_seqlens_q.dtype == layout.cu_seqlens_k.dtype == torch.int32
+    assert layout.queries.lengths == layout.keys.lengths == layout.spans == (2, 4, 1, 2)
+    assert layout.queries.cu_seqlens.tolist() == layout.keys.cu_seqlens.tolist() == [0, 2, 6, 7, 9]
+    assert layout.queries.cu_seqlens.dtype == layout.keys.cu_seqlens.dtype == torch.int32
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (16, 9, 9)
 
 
@@ -55,13 +55,13 @@ def test_prefix_sharing_layout_is_a_prefix_tree():
     assert layout.real_index.tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 10, 12, 13, 17, 18, 19, 20, 21]
     assert layout.source.tolist() == [0, 1, 2, 3, 0, 1, 4, 0, 5, 0, 1, 0, 1, 4, 6, 7]
     # Segments 1-2, then 3-4, 5 and 6, each after what it shares, then 7-2. The prefix row and the twin have none.
-    assert layout.query_lengths == (2, 2, 1, 1, 2)
-    assert layout.key_lengths == layout.spans == (2, 4, 3, 2, 2)
+    assert layout.queries.lengths == (2, 2, 1, 1, 2)
+    assert layout.keys.lengths == layout.spans == (2, 4, 3, 2, 2)
     assert keys_of_segments(layout) == [[0, 1], [0, 1, 2, 3], [0, 1, 4], [0, 5], [6, 7]]
-    assert layout.cu_seqlens_q.tolist() == [0, 2, 4, 5, 6, 8]
-    assert layout.cu_seqlens_k.tolist() == [0, 2, 6, 9, 11, 13]
+    assert layout.queries.cu_seqlens.tolist() == [0, 2, 4, 5, 6, 8]
+    assert layout.keys.cu_seqlens.tolist() == [0, 2, 6, 9, 11, 13]
     assert (layout.padded_tokens, layout.real_tokens, layout.packed_tokens) == (24, 16, 8)
-    assert (layout.max_seqlen_q, layout.max_seqlen_k) == layout.longest == (2, 4)
+    assert (layout.queries.longest, layout.keys.longest) == (2, 4)
 
 
 def test_rows_share_only_what_has_the_same_places():
@@ -72,7 +72,7 @@ def test_rows_share_only_what_has_the_same_places():
 
     assert pack(ids, layout).tolist() == [[1, 2, 3, 4, 2, 3]]
     assert layout.positions.tolist() == [0, 1, 2, 3, 2, 3]
-    assert (layout.query_lengths, layout.key_lengths, layout.spans) == ((4, 2), (4, 3), (4, 4))
+    assert (layout.queries.lengths, layout.keys.lengths, layout.spans) == ((4, 2), (4, 3), (4, 4))
     assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
 
 
@@ -205,7 +205,7 @@ def test_a_layout_costs_one_synchronisation(gpu, build):
     layout = build(mask)
 
     assert sum(gpu.synchronisations.values()) == 1
-    assert {layout.real_index.device, layout.packed_index.device, layout.cu_seqlens_q.device} == {mask.device}
+    assert {layout.real_index.device, layout.packed_index.device, layout.queries.cu_seqlens.device} == {mask.device}
 
 
 def unpacking_copies_no_batch(gpu, unpack) -> None:
@@ -233,5 +233,5 @@ def test_a_layout_moves_as_a_whole_or_not_at_all():
 
     assert layout.to("cpu") is layout
     assert moved.source.device == moved.key_index.device == torch.device("meta")
-    assert moved.cu_seqlens_k.dtype == torch.int32
+    assert moved.keys.cu_seqlens.dtype == torch.int32
     assert (moved.spans, moved.batch_shape) == (layout.spans, layout.batch_shape)

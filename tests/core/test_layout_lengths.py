@@ -35,7 +35,7 @@ def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
     filled = layout.filled(multiple)
     T = layout.packed_tokens
-    assert filled.packed_tokens == len(filled.positions) == sum(filled.query_lengths) >= T
+    assert filled.packed_tokens == len(filled.positions) == sum(filled.queries.lengths) >= T
     assert filled.packed_tokens % multiple == 0
     assert filled.packed_tokens - T == filled.filler < multiple
     assert (filled.computed_tokens, filled.real_tokens) == (T, layout.real_tokens)

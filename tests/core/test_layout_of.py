@@ -9,8 +9,9 @@ from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache, on_host
+from trl_padfix.core.call.inputs import DecoderInputs
 from trl_padfix.core.call.labels import follow_padding
-from trl_padfix.core.call.layout_of import LayoutInputs
+from trl_padfix.core.call.layout_of import layout_of
 
 
 TOLERANCE = 1e-5
@@ -88,13 +89,14 @@ def test_on_a_device_a_tensor_is_known_by_identity_and_version(gpu):
 
 def test_the_host_waits_once_for_all_that_it_reads(gpu):
     ids, mask, labels = (to_simulated(torch.tensor([[1, 1, 1], [1, 1, 0]])) for _ in range(3))
-    gpu.reset()
-    with batch_cache():
+    with remove_padding(build("qwen2")) as handle, batch_cache():
+        gpu.reset()
         on_host(ids, mask, labels, None)
         assert gpu.synchronisations.total() == 1
         for sharing in (False, True, True):
-            inputs = LayoutInputs.read({"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
-            inputs.build()
+            handle.prefix_sharing = sharing
+            inputs = DecoderInputs.read({"input_ids": ids, "attention_mask": mask}, handle)
+            assert layout_of(inputs, handle) is not None
         assert not follow_padding(labels, mask)
         assert gpu.synchronisations.total() == 1
         mask += 0
@@ -108,8 +110,9 @@ def test_paged_generation_goes_through_as_it_is():
     """It runs in a thread of its own, in which padding removal is not disabled."""
     call = {"input_ids": torch.tensor([[5, 6, 7]]), "position_ids": torch.tensor([[0, 1, 0]])}
     with remove_padding(build("qwen2")) as handle:
-        assert handle.layout_of(call) is not None
-        assert handle.layout_of(call | {"cache": object(), "logits_indices": torch.tensor([1, 2])}) is None
+        assert layout_of(DecoderInputs.read(call, handle), handle) is not None
+        call |= {"cache": object(), "logits_indices": torch.tensor([1, 2])}
+        assert layout_of(DecoderInputs.read(call, handle), handle) is None
 
 
 # Sharing that does not pay
@@ -131,7 +134,8 @@ def test_keys_are_gathered_where_that_costs_less_than_what_it_saves(mode, shared
         expected = model(ids, use_cache=False).logits
         with remove_padding(model, prefix_sharing=mode) as handle:
             found = model(ids, attention_mask=torch.ones_like(ids)).logits
-            layout = handle.layout_of({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            inputs = DecoderInputs.read({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, handle)
+            layout = layout_of(inputs, handle)
     assert (found - expected).abs().max() < TOLERANCE
     assert handle.stats.packed_tokens == 400 - 3 * shared * pays
     assert (layout.gathered_keys > 0) is pays

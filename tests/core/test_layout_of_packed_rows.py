@@ -13,6 +13,8 @@ from zoo.model_numbers import SHARING, assert_same_numbers, gradients, padded_nu
 from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import check_parity, packed_layout, remove_padding
+from trl_padfix.core.call.inputs import DecoderInputs
+from trl_padfix.core.call.layout_of import layout_of
 
 
 def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -50,10 +52,10 @@ def two_sequences(positions: torch.Tensor, **_: Any):
 def test_a_sequence_begins_where_positions_do_not_go_on():
     layout = packed_layout(torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 0, 3, 4, 5]]))
     assert layout.batch_shape == (2, 6)
-    assert layout.query_lengths == layout.key_lengths == layout.spans == (3, 2, 1, 2, 1, 3)
+    assert layout.queries.lengths == layout.keys.lengths == layout.spans == (3, 2, 1, 2, 1, 3)
     assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 0, 0, 1, 2]
     assert layout.packed_index.tolist() == layout.real_index.tolist() == list(range(12))
-    assert layout.cu_seqlens_q.tolist() == [0, 3, 5, 6, 8, 9, 12]
+    assert layout.queries.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9, 12]
     assert layout.source is None
     assert not layout.is_trivial
 
@@ -61,8 +63,10 @@ def test_a_sequence_begins_where_positions_do_not_go_on():
 def test_bounds_say_more_than_positions():
     positions = torch.arange(6)[None]
     assert packed_layout(positions).is_trivial
-    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).query_lengths == (4, 2)
-    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 2, 6, 6])).query_lengths == (2, 4)
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (4, 2)
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 2, 6, 6])).queries.lengths == (2, 4)
+    # No sequence continues in the next row.
+    assert packed_layout(positions.view(2, 3), cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (3, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +85,8 @@ def test_sequences_of_a_packed_row_share_what_they_begin_with():
     ids = torch.tensor([[1, 2, 3, 4, 1, 2, 5, 9, 1, 2]])
     layout = packed_layout(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1]]), input_ids=ids)
     assert ids[0, layout.packed_index].tolist() == [1, 2, 3, 4, 5, 9]
-    assert layout.query_lengths == (2, 2, 1, 1)
-    assert layout.key_lengths == (2, 4, 3, 1)
+    assert layout.queries.lengths == (2, 2, 1, 1)
+    assert layout.keys.lengths == (2, 4, 3, 1)
     assert ids[0, layout.packed_index][layout.source].tolist() == ids[0].tolist()
     # The same tokens at other positions are others.
     assert packed_layout(torch.tensor([[0, 1, 5, 6]]), input_ids=torch.tensor([[1, 2, 1, 2]])).packed_tokens == 4
@@ -173,7 +177,7 @@ def test_a_mask_beside_bounds_is_left_to_the_model():
     call = packed(ids, mask)
     call |= {"attention_mask": torch.ones_like(call["input_ids"])}
     with remove_padding(build("qwen2")) as handle, torch.no_grad():
-        handle_layout = handle.layout_of(call)
+        handle_layout = layout_of(DecoderInputs.read(call, handle), handle)
     assert handle_layout is None
 
 

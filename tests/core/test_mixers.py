@@ -45,11 +45,11 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.attention.attention import counts_columns
 from trl_padfix.core.mixers import forks
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.primitives import primitives_of
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
+from trl_padfix.core.model.inspection import counts_columns
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])

@@ -28,7 +28,7 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.parity.check import TOLERANCES
+from trl_padfix.core.parity.limits import score_limits
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -242,6 +242,106 @@ def test_nan_fails(where, monkeypatch):
         result.raise_if_failed()
 
 
+# -- each row alone decides
+
+
+def wrong_if_padded(module: Any, args: Any, output: Any) -> Any:
+    """A hook that spoils batches of several rows, as a layer with a mistake in its mask would."""
+    return output + 0.5 if len(output) > 1 else output
+
+
+def in_float32(module: Any, args: Any) -> Any:
+    """A hook before a matrix product that casts, so that the model cannot compute in float64."""
+    return (args[0].float(),)
+
+
+@SHARING
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
+    model = build("qwen2").to(dtype)
+    right = check_parity(model, inputs(), prefix_sharing=sharing)
+    model.model.layers[1].register_forward_hook(wrong_if_padded)
+    state, random = {name: x.clone() for name, x in model.state_dict().items()}, torch.get_rng_state()
+
+    found = check_parity(model, inputs(), prefix_sharing=sharing)
+
+    found.raise_if_failed()
+    assert found.fault.startswith("The padded forward of this model is wrong, and the packed one is right")
+    assert found.maximum > 2 * found.maximum_tolerance
+    assert found.packed_from_alone.ok
+    assert not found.padded_from_alone.ok
+    assert found.alone_dtype == (torch.float64 if dtype == torch.float32 else dtype)
+    assert f"From each row alone ({found.alone_dtype}), packed differs by mean" in str(found)
+    assert (right.ok, right.fault, right.packed_from_alone) == (True, "", None)  # nothing to decide
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None and p.dtype == dtype for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        (False, "The packed forward of this model is wrong: padded is each row alone, and packed is not"),
+        (True, "The packed forward of this model is wrong, and so is the padded one: neither is each row alone"),
+    ],
+)
+def test_a_leak_stops_whatever_the_padded_forward_gives(spoilt, said, monkeypatch):
+    model = build("qwen2")
+    if spoilt:
+        model.model.layers[1].register_forward_hook(wrong_if_padded)
+    assert check_parity(model, inputs()).ok
+    leaking_layouts(monkeypatch)
+    found = check_parity(model, inputs())
+    assert found.padded_from_alone.ok is not spoilt
+    with pytest.raises(ParityError, match=said) as caught:
+        found.raise_if_failed()
+    assert f"packed differs by {found.packed_from_alone}; padded differs by {found.padded_from_alone}" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_code_that_casts_is_arbitrated_in_its_own_dtype(leaks, monkeypatch):
+    model = build("qwen2")
+    model.model.layers[0].mlp.gate_proj.register_forward_pre_hook(in_float32)
+    model.model.layers[1].register_forward_hook(wrong_if_padded)
+    if leaks:
+        leaking_layouts(monkeypatch)
+    found = check_parity(model, inputs())
+    assert (found.ok, found.alone_dtype) == (not leaks, torch.float32)
+    assert not found.padded_from_alone.ok
+    assert found.packed_from_alone.maximum_tolerance == 1e-3  # nothing is measured: the widest limit
+
+
+def test_a_padded_forward_of_nan_is_wrong_if_rows_alone_are_finite():
+    model = build("qwen2")
+    model.model.layers[1].register_forward_hook(lambda module, args, out: out * torch.nan if len(out) > 1 else out)
+    found = check_parity(model, inputs())
+    found.raise_if_failed()
+    assert found.finite
+    assert "The padded forward of this model is wrong" in found.fault
+
+
+def test_a_reward_head_is_arbitrated():
+    model = transformers.AutoModelForSequenceClassification.from_config(CONFIGS["qwen2"](num_labels=2, pad_token_id=9))
+    model.model.layers[1].register_forward_hook(wrong_if_padded)
+    found = check_parity(model, inputs())
+    found.raise_if_failed()
+    assert found.fault.startswith("The padded forward of this model is wrong")
+
+
+def test_what_a_model_amplifies_is_measured_on_rows_alone(monkeypatch):
+    """A delta net takes rounding further than sums explain: 2e-4, packed as padded."""
+    ids = torch.randint(3, 60, (4, 300), generator=torch.Generator().manual_seed(0))
+    ids[1, :150] = ids[0, :150]
+    batch = {"input_ids": ids, "attention_mask": (torch.arange(300) < torch.tensor([[300], [280], [40], [30]])).long()}
+    model = families.build("qwen3_5_text")
+    found = check_parity(model, batch, prefix_sharing=True)
+    assert (found.ok, found.fault) == (True, "")
+    leaking_layouts(monkeypatch)
+    assert not check_parity(model, batch, prefix_sharing=True).ok
+
+
 # -- the report
 
 
@@ -278,9 +378,15 @@ def test_an_error_names_the_ways_out():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_the_tolerance_is_that_of_the_models_dtype(dtype):
-    result = check_parity(build("qwen2").to(dtype), inputs(), prefix_sharing=True)
-    assert (result.dtype, result.mean_tolerance, result.maximum_tolerance) == (dtype, *TOLERANCES[dtype])
+def test_the_tolerance_is_that_of_the_models_dtype_and_size(dtype):
+    model = build("qwen2").to(dtype)
+    result = check_parity(model, inputs(), prefix_sharing=True)
+    config, unmeasured = model.config, torch.zeros(result.compared)
+    sums = {"terms": config.intermediate_size, "depth": 8 * config.num_hidden_layers}
+    small, large = (score_limits(dtype, unmeasured, size=size, **sums) for size in (1, 100))
+    assert large == {torch.float64: (1e-8, 1e-7), torch.float32: (1e-4, 1e-3)}[dtype]
+    found = result.mean_tolerance, result.maximum_tolerance
+    assert all(a <= b <= c for a, b, c in zip(small, found, large, strict=True))
     assert (result.ok, result.rounding) == (True, None)
 
 
@@ -319,7 +425,7 @@ def test_the_precision_may_be_given():
     ],
 )
 def test_a_failure_says_where_transformers_itself_gives_other_numbers_in_other_batches(family, expected, monkeypatch):
-    monkeypatch.setitem(TOLERANCES, torch.float32, (-1.0, -1.0))
+    monkeypatch.setattr("trl_padfix.core.parity.check.score_limits", lambda *_, **__: (-1.0, -1.0))
     with pytest.raises(ParityError) as failure:
         check_parity(families.build(family), inputs("right")).raise_if_failed()
     if expected is None:

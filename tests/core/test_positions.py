@@ -19,15 +19,15 @@ IDS = torch.tensor([[9, 9, 5, 6], [5, 1, 7, 9]])  # 1 is RoBERTa's padding, and 
 
 
 def test_rows_are_numbered_from_their_first_token():
-    assert packed_positions(Numbering(), {}, padding_free_layout(MASK)).tolist() == [0, 1, 0, 1, 2]
+    assert packed_positions(Numbering(), None, None, padding_free_layout(MASK)).tolist() == [0, 1, 0, 1, 2]
 
 
 def test_roberta_numbers_the_tokens_that_are_not_padding():
     numbers = Numbering.of(find_decoder(build("roberta")))
     numbers.embedding.padding_idx = 1
     layout = padding_free_layout(MASK)
-    assert packed_positions(numbers, {"input_ids": IDS, "attention_mask": MASK}, layout).tolist() == [2, 3, 2, 1, 3]
-    assert packed_positions(numbers, {"attention_mask": MASK}, layout).tolist() == [2, 3, 2, 3, 4]
+    assert packed_positions(numbers, IDS, MASK, layout).tolist() == [2, 3, 2, 1, 3]
+    assert packed_positions(numbers, None, MASK, layout).tolist() == [2, 3, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("family", "tables"), [("bart", 1), ("marian", 1), ("gpt2", 0), ("llama", 0), ("roberta", 0)])

@@ -8,7 +8,7 @@ from zoo.family_outcomes import gradient_difference, gradients_of, weighted
 from zoo.vision_families import Row, build_vision, collate
 from zoo.vision_outcomes import ROWS, alone, logps
 
-import trl_padfix.core.patches.decoder
+import trl_padfix.core.call.inputs
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core.call.prepared_masks import PreparedMasks, with_added_masks
 from trl_padfix.core.layout.build import prefix_sharing_layout
@@ -29,14 +29,23 @@ def test_prefixes_part_before_a_block_in_which_rows_differ():
     keys = masks.keys(real, [ids])
     layout = prefix_sharing_layout(ids, real, keys)
     # The first and the third row agree up to their block's end, the second one's block is longer.
-    assert sorted(zip(layout.query_lengths, layout.key_lengths, strict=True)) == [(1, 5), (3, 5), (6, 6)]
-    lengths = layout.query_lengths, layout.key_lengths
+    assert sorted(zip(layout.queries.lengths, layout.keys.lengths, strict=True)) == [(1, 5), (3, 5), (6, 6)]
+    lengths = layout.queries.lengths, layout.keys.lengths
     for part, queries, keys in zip(masks.of_segments(None, layout), *lengths, strict=True):
         assert part.shape == (1, 1, queries, keys)
-    shared = masks.of_segments(None, layout)[layout.query_lengths.index(1)]
+    shared = masks.of_segments(None, layout)[layout.queries.lengths.index(1)]
     assert shared.all()
     without = prefix_sharing_layout(ids, real)
     assert without.packed_tokens < layout.packed_tokens
+
+
+@pytest.mark.parametrize(("column", "packed"), [(2, 8), (0, 6)])
+def test_a_block_goes_on_to_the_last_token_that_one_of_its_tokens_sees(column, packed):
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 8]])
+    real, sees = torch.ones_like(ids), torch.ones(4, 4, dtype=torch.bool).tril()
+    sees[0, column] = True  # the token after it sees no later one
+    keys = PreparedMasks.of(sees.expand(2, 1, 4, 4)).keys(real, [ids])
+    assert prefix_sharing_layout(ids, real, keys).packed_tokens == packed
 
 
 def test_masks_that_are_added_are_read_as_those_that_are_not():
@@ -64,7 +73,7 @@ def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch)
         assert handle.stats.packed_tokens == 2 * (batch.distinct if sharing else batch.mask.sum())
         assert check_parity(vision.model, batch.call()).ok
         monkeypatch.setattr(
-            trl_padfix.core.patches.decoder,
+            trl_padfix.core.call.inputs,
             "plain_mask",
             lambda call, *_: (call | {"attention_mask": batch.mask}, None),
         )

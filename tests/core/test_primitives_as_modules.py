@@ -17,7 +17,7 @@ from zoo.family_outcomes import LEAK, TOLERANCE, alone, batched, gradient_differ
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.mixers import primitives
-from trl_padfix.core.mixers.primitives import kernel_parameters
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 kernels = pytest.importorskip("kernels.layer.layer")

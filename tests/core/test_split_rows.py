@@ -187,6 +187,17 @@ def test_every_token_is_computed_by_one_process(layout, processes, whole):
         assert cp_layout.local_index(parts[rank]).equal(torch.arange(len(parts[rank])))
 
 
+def test_values_of_all_processes_come_in_the_order_of_the_packed_row(monkeypatch):
+    layout = layout_of([*range(1, 6)], [*range(10, 15)], [20, 21, 22], [30, 31, 32])
+    tokens, group = torch.arange(layout.packed_tokens), cp_layout_of(layout, 2, whole_rows=True)
+    parts = [cp_layout.local(tokens) for cp_layout in group]
+    in_rank_order = torch.cat(parts)
+    assert not in_rank_order.equal(tokens)
+    monkeypatch.setattr(Group, "all_gather_for_loss", lambda self, x, lengths: in_rank_order)
+    for cp_layout, part in zip(group, parts, strict=True):
+        assert cp_layout.all_gather_for_loss(part).equal(tokens)
+
+
 def test_a_label_is_scored_where_its_token_is_computed():
     """Rows of one length have no padding to remove, and are sorted where prefixes are looked for."""
     layout, places = layout_of([9, 8, 7], [3, 2, 1], [6, 5, 4]), torch.arange(9)
@@ -219,9 +230,9 @@ def test_only_rows_that_are_even_are_left_whole():
     one, short = layout_of([*range(1, 31)]), layout_of([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11])
     assert ranges_of_rows(one, 2) is ranges_of_rows(short, 3) is None
     with remove_padding(build("qwen2")) as handle:
-        handle.set_context_parallel(Group(None, 0, 2))
+        handle.context_parallel = Group(None, 0, 2)
         assert [handle.cp_layout_of(layout).whole_rows for layout in (one, short, EVEN)] == [False, True, False]
-        handle.set_context_parallel(Group(None, 0, 3))
+        handle.context_parallel = Group(None, 0, 3)
         assert handle.cp_layout_of(EVEN).whole_rows
 
 

@@ -98,6 +98,13 @@ def test_a_tree_moves_a_delta_net_no_more_than_left_padding_does(seed):
     assert difference(by_others, by_rows) > 1e-3
 
 
+def test_a_tree_row_is_numbered_along_its_paths():
+    rows = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 6, 0]])
+    layout = prefix_sharing_layout(rows, rows.ne(0).long())
+    again = tree_layout(layout.tree_arguments(), layout.packed_tokens)
+    assert again.positions.tolist() == layout.positions.tolist() == [0, 1, 2, 2, 0, 1]
+
+
 def test_without_prefix_sharing_every_token_of_the_tree_is_computed():
     model, samples = policy("qwen2"), build_samples()
     expected, _ = numbers(model, loss_of_rows(model, samples))
@@ -205,7 +212,7 @@ def test_a_layout_gives_its_tree_and_reads_it_again():
     assert tree_arguments_in(tree) == tree
     again = tree_layout(tree, layout.packed_tokens)
     assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
-    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == layout.longest
+    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == (layout.queries.longest, layout.keys.longest)
 
 
 def test_trl_attention_computes_a_layout_of_ours(monkeypatch):

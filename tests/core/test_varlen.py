@@ -20,6 +20,7 @@ import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.attention.varlen as kernels
 import trl_padfix.core.call.layout_of as batches
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
+from trl_padfix.core.layout.flat_maps import SegmentLengths
 
 
 def test_the_simulated_device_counts_kernels_and_waits(gpu):
@@ -245,7 +246,7 @@ def test_bounds_that_are_equal_and_two_objects_are_noticed(gpu, monkeypatch):
 
     def two_objects(mask: torch.Tensor) -> Any:
         layout = build(mask)
-        return dataclasses.replace(layout, cu_seqlens_k=layout.cu_seqlens_q.clone())
+        return dataclasses.replace(layout, keys=SegmentLengths.of(layout.keys.lengths))
 
     monkeypatch.setattr(batches, "padding_free_layout", two_objects)
     with pytest.raises(AssertionError):

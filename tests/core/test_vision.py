@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -146,7 +147,7 @@ def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
     monkeypatch.setattr(
         trl_padfix.core.patches.decoder,
         "pack_arguments",
-        lambda call, *args: pack(call | {"position_ids": call["position_ids"].roll(1, dims=1)}, *args),
+        lambda inputs, *args: pack(replace(inputs, positions=inputs.positions.roll(1, dims=1)), *args),
     )
     with remove_padding(vision.model):
         assert difference(vision, ROWS, "right", expected) > 0.01
@@ -160,9 +161,9 @@ def test_deep_stack_features_of_another_token_are_found_wrong(sharing, monkeypat
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments._pack_value
 
-    def unpermuted(name, layout, visual, value):
+    def unpermuted(layout, visual, name, value):
         visual = visual and (visual[0], torch.arange(visual[0]).flip(0)[: len(visual[1])])
-        return pack(name, layout, visual, value)
+        return pack(layout, visual, name, value)
 
     monkeypatch.setattr(trl_padfix.core.call.arguments, "_pack_value", unpermuted)
     with remove_padding(vision.model, prefix_sharing=sharing):

@@ -18,10 +18,6 @@ ROWS = [
     for method, body in re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
     for row in re.findall(r"```json\n(.*?)```", body, re.DOTALL)
 ]
-GUIDES = {
-    path.stem: [json.loads(row) for row in re.findall(r"```json\n(.*?)```", path.read_text(), re.DOTALL)]
-    for path in (ROOT / "docs/guides").glob("*.md")
-}
 
 
 def trained(method: str, row: dict, model: str, folder: Path):
@@ -53,10 +49,3 @@ def test_the_page_has_every_method_and_a_row_without_its_columns_is_refused(tiny
     assert {method for method, _ in ROWS} == {"SFT", "DPO", "Reward", "KTO", "GRPO"}
     with pytest.raises((KeyError, ValueError)):
         trained("DPO", {"prompt": "Where is Rome?", "chosen": "In Italy."}, tiny_model, tmp_path)
-
-
-def test_rows_of_guides_have_the_columns_of_the_page():
-    assert any(GUIDES.values())
-    known = {frozenset(row) for _, row in ROWS} | {frozenset({"prompt"})}
-    for rows in GUIDES.values():
-        assert all(frozenset(row) <= max(known, key=lambda k: len(k & set(row))) for row in rows)

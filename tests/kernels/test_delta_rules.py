@@ -20,7 +20,7 @@ from simulated_gpu.interpreted import counted_kernels, worst, worst_of_all
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from trl_padfix.core.mixers.primitives import kernel_parameters
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 pytestmark = pytest.mark.kernels

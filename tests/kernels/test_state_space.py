@@ -16,7 +16,7 @@ pytest.importorskip("mamba_ssm")
 from simulated_gpu.interpreted import counted_kernels, worst_of_all
 from transformers.models.mamba2 import modeling_mamba2 as modeling
 
-from trl_padfix.core.mixers.primitives import kernel_parameters
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 pytestmark = pytest.mark.kernels

@@ -14,7 +14,8 @@ from unittest import mock
 from kit.budget_runs import make
 
 import trl_padfix
-from trl_padfix.core.parity.report import ParityReport
+from trl_padfix.core.parity.report import Distance, ParityReport
+from trl_padfix.trainers.parts import parity
 
 
 __all__ = ["main"]
@@ -23,10 +24,17 @@ RANK = int(os.environ.get("RANK", 0))
 PACKED = {"padding_free": True, "prefix_sharing": True}
 
 
-def train(folder: Path, fails: bool) -> str:
-    """The error of this process in a training, as text; `fails`: the parity check of process 1 finds a difference."""
+FAULTS = {
+    "first batch": mock.patch.object(ParityReport, "ok", False),
+    "longest row": mock.patch.object(parity, "check_longest_row", return_value=Distance(1, 1, 0, 0)),
+    "": contextlib.nullcontext(),
+}
+
+
+def train(folder: Path, fault: str) -> str:
+    """The error of this process in a training, as text; the parity check of process 1 finds a `fault`."""
     trainer = make(trl_padfix, "DPO", folder, max_steps=2, per_device_train_batch_size=4, parity_check=True, **PACKED)
-    broken = mock.patch.object(ParityReport, "ok", False) if fails and RANK == 1 else contextlib.nullcontext()
+    broken = FAULTS[fault if RANK == 1 else ""]
     try:
         with broken:
             trainer.train()
@@ -38,5 +46,6 @@ def train(folder: Path, fails: bool) -> str:
 def main(path: str) -> None:
     folder = Path(path)
     # An error first: afterwards the collectives of both processes still match.
-    errors = {str(fails): train(folder / "run", fails) for fails in (True, False)}
+    with mock.patch.object(parity, "LONG_ROW_AFTER", 1):
+        errors = {fault: train(folder / "run", fault) for fault in FAULTS}
     (folder / f"errors-{RANK}.json").write_text(json.dumps(errors))

@@ -124,17 +124,10 @@ def test_grouped_batches_hold_rows_that_begin_alike(tokenizer):
     assert grouped.distinct < 0.7 * random.distinct
 
 
-def test_rows_that_are_truncated_at_their_beginning_have_nothing_in_common(tokenizer):
-    lengths = measure(build_rows("texts", 8).map(lambda row: {"text": SYSTEM + row["text"]}), tokenizer)
-    shortest = int(lengths.columns["text"].min())
-    found = batch_tokens(lengths.truncated(shortest - 1, "keep_end"), 8)
-    assert found.real == found.distinct == 8 * (shortest - 1)
-
-
 def test_what_max_length_does_is_what_trl_does():
     tokens = {"prompt_ids": [5, 9, 12], "chosen_ids": [5, 1, 1], "rejected_ids": [2, 3, 1]}
     lengths = Lengths.of([{name: [0] * column[i] for name, column in tokens.items()} for i in range(3)])
-    assert [len(lengths.truncated(*limit)) for limit in ((10,), (10, "keep_end"), (None,))] == [2, 3, 3]
+    assert [len(lengths.truncated(limit)) for limit in (10, None)] == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_labels_that_are_all_labels_are_not_selected(make, waits, waits_of_trl, 
         return gpu.synchronisations.total(), loss, gradients
 
     found, loss, gradients = count()
-    monkeypatch.setattr(heads, "_score_every_position", lambda forward: forward)
+    monkeypatch.setattr(heads, "with_global", lambda forward, *_: forward)
     selecting, same_loss, same_gradients = count()
     forwards = 2 if make is dpo else 1
     assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward

@@ -45,6 +45,15 @@ def test_left_padding_begins_the_rows():
     }
 
 
+def test_a_left_padded_text_has_no_label_that_only_padding_predicts():
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    assert literals(DataCollatorForLanguageModeling(pad_token_id=0, padding_side="left")(rows)) == {
+        "input_ids": [[1, 2, 3], [0, 4, 5]],
+        "attention_mask": [[1, 1, 1], [0, 1, 1]],
+        "labels": [[1, 2, 3], [-100, -100, 5]],
+    }
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_reference_log_probabilities_are_kept_in_the_order_of_the_pairs(side):
     pairs = [pair | {"ref_chosen_logps": -1.5 - i, "ref_rejected_logps": -2.5 - i} for i, pair in enumerate(PAIRS)]

@@ -88,10 +88,11 @@ def test_sharing_may_be_left_to_the_counts(tmp_path):
 
 def test_the_parity_check_may_leave_gradients_out(tmp_path):
     assert DPOConfig(parity_check="forward", **ON_CPU).parity_check == "forward"
+    assert DPOConfig(parity_check="short", **ON_CPU).parity_check == "short"
     found = [parse("--parity_check", *value).parity_check for value in (["Forward"], ["true"], ["false"], [])]
     assert found == ["forward", True, False, True]
     for value in ("backward", "false", None, 1):
-        with pytest.raises(ValueError, match=f"`parity_check` is True, False or 'forward' .* got {value!r}"):
+        with pytest.raises(ValueError, match=f"`parity_check` is True, False, 'forward' .* got {value!r}"):
             DPOConfig(parity_check=value, **ON_CPU)
 
 

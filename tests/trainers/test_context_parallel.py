@@ -113,7 +113,7 @@ def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
         for gathering in (accelerator.gather, accelerator.gather_for_metrics):
             assert gathering({"rows": rows})["rows"].flatten().tolist() == [1, 2, 2, 3]
             assert gathering(torch.tensor(1.0)).tolist() == [1, 2]
-        with split.gathering_from_all():  # Trainer divides what it has counted on all
+        with split.around_label_count():  # Trainer divides what it has counted on all
             assert accelerator.gather(torch.tensor(1.0)).tolist() == [1, 1, 2, 2]
         with local_metrics_only(accelerator), split._gather_without_duplicates():
             assert accelerator.gather(rows) is rows

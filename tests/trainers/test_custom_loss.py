@@ -1,6 +1,7 @@
 """Losses that are not TRL's, wherever they were put: under a token budget each has the figures that it has in TRL."""
 
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from types import MethodType
 
 import pytest
@@ -11,6 +12,7 @@ from kit.cells import once_each
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
+from trl_padfix.experimental.tasks import EXPERIMENTS, classes_of
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 from trl_padfix.trainers.checks.custom_loss import custom_loss_name
 
@@ -154,6 +156,10 @@ def test_trls_decorators_and_losses_are_trls(tmp_path):
     for name in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO"):
         bare = object.__new__(getattr(trl_padfix, f"{name}Trainer"))
         assert custom_loss_name(bare) is None, name
+    for module in EXPERIMENTS:
+        if find_spec(f"trl.experimental.{module}"):
+            *_, experiment = classes_of(module).values()
+            assert custom_loss_name(object.__new__(experiment)) is None, module
 
 
 def test_a_loss_that_is_set_during_training_has_trls_figures(tmp_path):

@@ -9,7 +9,7 @@ from kit.trainer_runs import MODES
 from packaging.version import Version
 
 from trl_padfix import GRPOTrainer
-from trl_padfix.trainers.methods.online import group_prompts
+from trl_padfix.trainers.methods.online import group_prompts, trained_tokens
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,12 @@ def test_rows_stay_where_their_micro_batch_counts(case, make):
     assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
 
 
+def test_answers_of_tools_are_no_trained_tokens():
+    completions = {"completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}
+    assert trained_tokens(completions) == trained_tokens(completions | {"tool_mask": None}) == 5
+    assert trained_tokens(completions | {"tool_mask": torch.tensor([[1, 0, 1, 1], [0, 1, 1, 1]])}) == 3
+
+
 def test_rows_are_moved_whole():
     rows = torch.tensor([2, 1, 1, 2, 3, 1, 3, 1])
     batches = [
@@ -36,6 +42,34 @@ def test_rows_are_moved_whole():
     assert [b["names"] for b in grouped] == [["n1", "n1"], ["n2", "n2"], ["n1", "n1"], ["n3", "n3"]]
     assert all(torch.equal(b["mask"], b["prompt_ids"] * 10) for b in grouped)
     assert [b["sum"] for b in grouped] == [b["sum"] for b in batches]
+
+
+@pytest.mark.parametrize(
+    "ragged", [torch.arange(5), list(range(5)), {"ids": torch.arange(2)}], ids=["flat", "list", "dict"]
+)
+def test_a_column_without_a_value_for_each_row_is_not_moved(ragged):
+    """Kept token ids, one row behind the other: in which places the tokens of a row stand is unknown."""
+    batches = [{"prompt_ids": torch.tensor([[1], [2]]), "kept_ids": ragged} for _ in range(2)]
+    with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 2 rows"):
+        group_prompts(batches, window=2)
+
+
+def test_a_budget_cuts_what_is_scored_by_rows_and_refuses_all_else(make, monkeypatch):
+    """A later TRL may score with arguments that TRL 1.16 does not have."""
+    seen = []
+
+    def score(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **more):
+        seen.append((len(input_ids), batch_size, *more.values()))
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", score)
+    trainer = make(config={"padding_free": True, "max_tokens_per_batch": 64})
+    ids, kept = torch.ones(4, 6, dtype=torch.int64), torch.ones(4, 2)
+    trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_mask=kept, compute_entropy=True)
+    assert seen == [(4, 4, kept, True)]
+    for flat in (torch.ones(7), [0] * 7):
+        with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 4 rows"):
+            trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_ids=flat)
+    assert len(seen) == 1
 
 
 def test_eight_completions_of_a_long_prompt_compute_it_once(make, tmp_path):

@@ -6,6 +6,7 @@ import trl
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens
 from kit.rows import build_prompts
+from kit.tolerance import assert_close
 from kit.trainer_runs import assert_same, build_model, run
 
 import trl_padfix
@@ -64,6 +65,23 @@ def test_sub_batches_have_the_outputs_and_gradients_of_the_whole_forward(checkpo
     assert len(whole[2]) == 1
     # Rows of a prompt are in one sub-batch: 14 + 9 + 8 tokens and what their companions have of their own.
     assert sum(gradients(model, 24)[2][:3]) == whole[2][0]
+
+
+def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
+    model, (ids, mask) = build_model().train(), batch()
+    follows_real = torch.cat([mask[:, :1], mask[:, :-1]], dim=1) * mask
+    labels = ids.masked_fill(follows_real == 0, -100)
+    labels[0, 2:10] = -100  # a label in column 0, which no loss scores, among few others
+    call = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    with torch.no_grad(), remove_padding(model) as handle, attach_runner_patch(model):
+        whole = model(**call).loss
+        rows = torch.stack(
+            [model(**{k: v[i : i + 1] for k, v in call.items() if k != "use_cache"}).loss for i in range(6)]
+        )
+        with within(runner=SubBatches(RowSplitter(14, False))):
+            split = model(**call).loss
+    assert handle.stats.padded_forwards == 0
+    assert_close(split, whole, terms=64, depth=24, control=rows.mean())
 
 
 @pytest.mark.parametrize("across", [False, True])

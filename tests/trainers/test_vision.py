@@ -114,7 +114,7 @@ def test_twenty_steps_on_images_that_see_themselves_are_trls(kind, tmp_path):
         assert_same(ours, expected, atol=1e-4)
     # Images whose tokens see earlier ones only are another model.
     causal_mask = lambda call, around, *_: (call | {"attention_mask": around["attention_mask"]}, None)  # noqa: E731
-    with mock.patch("trl_padfix.core.patches.decoder.plain_mask", causal_mask):
+    with mock.patch("trl_padfix.core.call.inputs.plain_mask", causal_mask):
         causal = build_trainer(trl_padfix, kind, "gemma3", tmp_path, parity_check=False, padding_free=True, **steps)
         with pytest.raises(AssertionError, match="not close"):
             assert_same(trained(causal), expected, atol=1e-4)

@@ -25,6 +25,7 @@ import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.errors import PaddingRemovalError
+from trl_padfix.core.layout.flat_maps import SegmentLengths
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.refusals import refusal
 
@@ -149,10 +150,8 @@ def leaking_layouts() -> Iterator[None]:
     def leak(layout: Layout) -> Layout:
         return replace(
             layout,
-            cu_seqlens_q=torch.cat([layout.cu_seqlens_q[:1], layout.cu_seqlens_q[2:]]),
-            cu_seqlens_k=torch.cat([layout.cu_seqlens_k[:1], layout.cu_seqlens_k[2:]]),
-            query_lengths=merged(layout.query_lengths, sum),
-            key_lengths=merged(layout.key_lengths, sum),
+            queries=SegmentLengths.of(merged(layout.queries.lengths, sum)),
+            keys=SegmentLengths.of(merged(layout.keys.lengths, sum)),
             spans=merged(layout.spans, sum),  # no hole in it
         )
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from trl_padfix.core.layout.flat_maps import SegmentLengths
+
 
 VOCABULARY = 96
 
@@ -54,14 +56,13 @@ def step(model, ids, mask, *, autocast: bool = False) -> tuple[torch.Tensor, tor
 def second_row_sees_the_first(layout: Any) -> Any:
     """The second row begins one token early among the keys."""
     device, layout = layout.real_index.device, layout.to("cpu")
-    bounds = layout.cu_seqlens_q.tolist()
+    bounds = layout.queries.cu_seqlens.tolist()
     begins = [begin - (row == 1) for row, begin in enumerate(bounds[:-1])]
     index = torch.cat([torch.arange(begin, end) for begin, end in zip(begins, bounds[1:], strict=True)])
     lengths = [end - begin for begin, end in zip(begins, bounds[1:], strict=True)]
     wrong = dataclasses.replace(
         layout,
         key_index=index,
-        key_lengths=tuple(lengths),
-        cu_seqlens_k=torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32),
+        keys=SegmentLengths.of(lengths),
     )
     return wrong.to(device)

@@ -11,6 +11,7 @@ from kit.tolerance import assert_close, assert_gradients_close
 from zoo.models import ROWS, SHAPE, padded_positions, real_logps
 
 from trl_padfix import Layout
+from trl_padfix.core.layout.flat_maps import SegmentLengths
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])
@@ -92,14 +93,5 @@ TINY = SHAPE | {"num_hidden_layers": 2}
 
 def merge_segments(layout: Layout) -> Layout:
     """Every row attends to the rows before it."""
-    bounds = torch.tensor([0, layout.packed_tokens], dtype=torch.int32)
-    lengths = (layout.packed_tokens,)
-    return replace(
-        layout,
-        key_index=None,
-        cu_seqlens_q=bounds,
-        cu_seqlens_k=bounds,
-        query_lengths=lengths,
-        key_lengths=lengths,
-        spans=lengths,
-    )
+    lengths = SegmentLengths.of([layout.packed_tokens])
+    return replace(layout, key_index=None, queries=lengths, keys=lengths, spans=lengths.lengths)

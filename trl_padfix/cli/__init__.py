@@ -41,6 +41,9 @@ def disable_telemetry() -> None:
 def main() -> None:
     """Run the command."""
     require_extra()
+    if {"-h", "--help"} & {*sys.argv}:
+        # transformers imports PEFT with its configurations, and PEFT all models: half of the time. No flag needs it.
+        sys.modules["peft"] = None  # type: ignore[assignment]
     from .app import app
 
     app(prog_name="trl-padfix")

@@ -25,7 +25,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(stats.stats)
 for method in METHODS:
-    app.command(method, cls=train.TrainingCommand, context_settings=train.SETTINGS)(train.training(method))
+    app.command(method, context_settings=train.SETTINGS)(train.training(method))
 
 
 @app.callback(invoke_without_command=True)

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer import Option
 
+from ..files import output_obstacle, write_whole
+
 
 __all__ = ["JsonOption", "one_of", "outputs", "write_json"]
 
@@ -45,8 +47,6 @@ def one_of(option: str, value: str, choices: Iterable[str]) -> None:
 
 def outputs(**paths: Path | None) -> None:
     """Refuse files that cannot be written, by the names of their options, before the command starts its work."""
-    from ..files import output_obstacle
-
     for name, path in paths.items():
         if path is not None and str(path) != "-" and (reason := output_obstacle(path)):
             raise typer.BadParameter(reason, param_hint=f"--{name}")
@@ -54,8 +54,6 @@ def outputs(**paths: Path | None) -> None:
 
 def write_json(path: Path | None, figures: Any) -> None:
     """Write the figures of `--json`, if it is given."""
-    from ..files import write_whole
-
     if path is None:
         return
     text = json.dumps(figures, indent=2)

@@ -11,8 +11,8 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,8 @@ def make_parser(method: str) -> TrlParser:
     """The parser of TRL's script for our configuration; its `--help` shows the fields of this package first."""
     from transformers import TrainingArguments
 
-    with _patched_trl(method) as config:
+    config = _class(method, "Config")
+    with _patched_trl({config.__name__: config}):
         parser = _script(method).make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
@@ -200,7 +201,9 @@ def main(method: str, args: Sequence[str]) -> None:
         if tiny := vars(own).get("tiny_model"):
             model.model_name_or_path = _tiny_model(tiny, script, training, model, data)
             set_seed(training.seed)
-        stack.enter_context(_patched_trl(method, _checked if own.dry_run else None))
+        config, trainer = _class(method, "Config"), _class(method, "Trainer")
+        build = _checked(trainer) if own.dry_run else trainer
+        stack.enter_context(_patched_trl({config.__name__: config, trainer.__name__: build}))
         try:
             _script(method).main(*parsed)
         except _DryRunEnd as end:
@@ -264,20 +267,14 @@ def _script(method: str) -> Any:
     return importlib.import_module(f"trl.scripts.{method}")
 
 
-@contextmanager
-def _patched_trl(method: str, stand_in: Callable[[type], Any] | None = None) -> Iterator[type]:
-    """Within the block `from trl import ...` imports our configuration, and our trainer or its stand-in."""
-    import trl
+def _class(method: str, kind: str) -> type:
+    """Our `"Trainer"` or `"Config"` of a method."""
+    return getattr(importlib.import_module("trl_padfix"), f"{METHODS[method]}{kind}")
 
-    import trl_padfix
 
-    trainer, config = (getattr(trl_padfix, f"{METHODS[method]}{kind}") for kind in ("Trainer", "Config"))
-    ours = {
-        f"{METHODS[method]}Trainer": stand_in(trainer) if stand_in else trainer,
-        f"{METHODS[method]}Config": config,
-    }
-    with patch.multiple(trl, **ours):
-        yield config
+def _patched_trl(ours: dict[str, Any]) -> AbstractContextManager[Any]:
+    """A block in which `from trl import ...` imports these."""
+    return patch.multiple(importlib.import_module("trl"), **ours)
 
 
 if __name__ == "__main__":

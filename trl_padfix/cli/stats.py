@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from ..files import refuse_missing
 from .console import JsonOption, one_of, outputs, write_json
 
 
@@ -30,7 +31,13 @@ def stats(
     json: JsonOption = None,
 ) -> None:
     """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation."""
-    from ..tools.data import load_rows, refuse_missing, texts_of
+    refuse_missing(data)
+    if (tokenizer is None) == (train_tokenizer is None):
+        message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
+        raise typer.BadParameter(message, param_hint="--tokenizer")
+    outputs(plot=plot, json=json)
+
+    from ..tools.data import load_rows, texts_of
     from ..tools.stats import measure, summary
     from ..tools.stats_picture import plot as draw
     from ..tools.tiny import train_tokenizer as trained
@@ -38,13 +45,8 @@ def stats(
     from ..tools.verdict import UNITS, advise
     from ..trainers.data.turns import expand_turns as expanded
 
-    refuse_missing(data)
     if trainer is not None:
         one_of("--trainer", trainer, COLUMNS)
-    if (tokenizer is None) == (train_tokenizer is None):
-        message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
-        raise typer.BadParameter(message, param_hint="--tokenizer")
-    outputs(plot=plot, json=json)
     dataset = load_rows(data, split)
     if tokenizer is not None:
         from transformers import AutoTokenizer

@@ -4,34 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from subprocess import CalledProcessError
-from types import SimpleNamespace
-from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from .launch import make_parser, parse, warn_of_unused_lora
 from .methods import METHODS
 
 
-__all__ = ["SETTINGS", "TrainingCommand", "training"]
+__all__ = ["SETTINGS", "training"]
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of click that leave all arguments, `--help` included, to the parser of TRL's script."""
-
-
-class TrainingCommand(TyperCommand):
-    """A command whose flags are the fields of a configuration."""
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        actions = make_parser(str(self.name))._actions
-        flags = [(flag, action.help or "") for action in actions for flag in action.option_strings]
-        return [
-            SimpleNamespace(type="plain", value=flag, help=text.split(". ")[0])
-            for flag, text in flags
-            if flag.startswith(incomplete)
-            and "-" not in flag[2:]  # each flag exists with underscores and with hyphens
-        ]
 
 
 def training(method: str) -> Callable[[typer.Context], None]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .mixers.mixers import WHOLE, Mixers
-from .model.find import find_decoder, find_multimodal, find_pretrained, pools_by_token_id
+from .model.find import find_decoder, find_multimodal, find_pretrained
+from .model.inspection import pools_by_token_id
 from .model.positions import Numbering, length_dependent_ropes, position_embeddings
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .model.find import find_decoder, find_pretrained
+from .model.inspection import parameters_of, takes
 from .model.older import CACHES
-from .model.positions import position_embeddings, takes_positions
+from .model.positions import position_embeddings
 
 
 __all__ = ["check_budget", "evaluating", "generate", "left_align"]
@@ -186,13 +186,13 @@ def _refuse_counted_columns(model: nn.Module) -> None:
     """Refuse prompts of several lengths if padding before a prompt changes the positions of its tokens."""
     decoder = find_decoder(find_pretrained(model))
     inner = [module for module in decoder.modules() if module is not decoder]
-    arguments = [inspect.signature(module.forward).parameters for module in inner]
+    arguments = [parameters_of(module.forward) for module in inner]
     # Without positions the order of tokens is in a bias of distances (ALiBi) or in a recurrence. Both need the mask to
     # skip padding.
-    has_order = any({"alibi", "position_bias"} & a.keys() for a in arguments) or getattr(model, "_is_stateful", False)
-    takes_mask = "attention_mask" in inspect.signature(decoder.forward).parameters
+    has_order = any({"alibi", "position_bias"} & a.keys() for a in arguments) or model._is_stateful
+    takes_mask = takes(decoder, "attention_mask")
     skips_padding = has_order and takes_mask and any("attention_mask" in a for a in arguments)
-    counts_columns = position_embeddings(decoder) or not (takes_positions(decoder) or skips_padding)
+    counts_columns = position_embeddings(decoder) or not (takes(decoder, "position_ids") or skips_padding)
     # A compressor merges keys of adjacent columns, padding among them.
     if counts_columns or any(hasattr(module, "compressor") for module in inner):
         raise NotImplementedError(

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from .call.calls import ModelCall, PackedCall, packed_call, rows_call
-from .call.layers import takes_any_argument
-from .call.layout_of import Lengths, PrefixSharing, layout_of
-from .call.prepared_masks import PreparedMasks
+from .call.calls import PackedCall, packed_call, rows_call
+from .call.layout_of import Lengths, PrefixSharing
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.implementation import restore_attention
+from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, Decision, ForwardPatch, running_decision
-from .model.positions import takes_positions
 from .parallel.collectives import Group
 from .parallel.layout import ContextParallelLayout, ranges_of_rows
 
@@ -181,7 +179,7 @@ class PaddingRemoval(Attachment):
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
-        self.takes_positions = takes_positions(self.decoder) or takes_any_argument(self.decoder)
+        self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         self.context_parallel: Group | None = None
         self.stats = PaddingStats()
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
@@ -196,10 +194,6 @@ class PaddingRemoval(Attachment):
     def leave_padded_calls(self) -> None:
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
         self.packs_padded = False
-
-    def set_context_parallel(self, group: Group | None) -> None:
-        """Let the processes of `group` compute each packed row together; `None`: each process computes whole rows."""
-        self.context_parallel = group
 
     def without_context_parallel(self) -> AbstractContextManager[None]:
         """Compute whole packed rows on each process until the block ends."""
@@ -299,7 +293,7 @@ class PaddingRemoval(Attachment):
     @contextmanager
     def _temporarily(self, **values: Any) -> Iterator[None]:
         """Set attributes until the block ends."""
-        saved = {name: getattr(self, name) for name in values}
+        saved = {name: vars(self)[name] for name in values}
         vars(self).update(values)
         try:
             yield
@@ -353,25 +347,6 @@ class PaddingRemoval(Attachment):
         # A copy of the model has no graph to recompute.
         return vars(self) | {"_recomputable": set(), "_decisions": {}}
 
-    def layout_of(
-        self, call: dict[str, Any], model_call: ModelCall | None = None, prepared: PreparedMasks | None = None
-    ) -> Layout | None:
-        """The layout of a decoder call; `None` if the call must run unchanged. See [`layout_of`]."""
-        layout = layout_of(call, self, model_call, prepared)
-        if layout is None:
-            return layout
-        processes = 1 if self.context_parallel is None else self.context_parallel.size
-        needs_filler = self.packed_multiple_of is not None
-        if isinstance(layout, PrefixedLayout):
-            # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
-            needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
-        if not needs_filler:
-            return layout
-        lengths = self.packed_multiple_of or 1
-        lengths = [lengths] if isinstance(lengths, int) else lengths
-        # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
-        return layout.filled([n * processes for n in lengths])
-
     def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
         """
         The tokens of a packed row that each process computes; `None` if each process computes the whole row.
@@ -400,17 +375,6 @@ class PaddingRemoval(Attachment):
         if self.context_parallel is None or layout.new is None:
             return None
         return ContextParallelLayout(layout.new, self.context_parallel)
-
-
-def _is_without_tokens(layout: PrefixedLayout, processes: int) -> bool:
-    """Whether some process of a context-parallel group has no token of a forward, new or of a prefix."""
-    if layout.new is not None:
-        return layout.new.packed_tokens < processes
-    if processes == 1:
-        return False
-    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    reads = layout.prefix_states.reads
-    return not all(any(states.ranges[rank] for states in reads) for rank in range(processes))
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -7,7 +7,6 @@ foresees. A function `*_obstacle` returns the reason, or `None` if there is none
 
 from __future__ import annotations
 
-import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +16,19 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
-from .attention.attention import attends_within_tokens, implementation_obstacle
-from .call.layers import takes_any_argument
+from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
 from .layout.layout import Layout
-from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers
+from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
+from .model.inspection import forward_of, is_in_source, names_in, parameters_of, takes_any_argument
 from .model.patching import running_decision
 from .model.sharded import gathers_in_parts
+from .model.views import config_of
 
 
 if TYPE_CHECKING:
+    from .call.inputs import DecoderInputs
     from .handle import PaddingRemoval
 
 
@@ -51,19 +52,19 @@ _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 def refusal(anatomy: Anatomy) -> str | None:
     """Why a model cannot be packed with exact results: the layer or setting, and the reason; `None` if it can."""
     model, decoder = anatomy.pretrained, anatomy.decoder
-    config = getattr(decoder, "config", model.config)
+    config = config_of(decoder) or anatomy.pretrained.config
     for peft_config in anatomy.peft_configs:
         if reason := _adapter_obstacle(peft_config):
             return f"{type(peft_config).__name__} {reason}"
     if reason := _encoder_decoder_obstacle(anatomy):
         return reason
-    if {"start_positions", "end_positions"} <= inspect.signature(type(model).forward).parameters.keys():
+    if {"start_positions", "end_positions"} <= parameters_of(type(model).forward).keys():
         return (
             "its loss is a softmax over all columns of a row, padding among them, so it depends on the padding of a "
             "batch; a token classifier with labels at the first and the last token of the answer does not"
         )
     for table in anatomy.position_tables:
-        if "padding_idx" in _names_in_forward(table):
+        if "padding_idx" in names_in(type(table).forward):
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
     if anatomy.whole_rows:
         return _device_obstacle(decoder)
@@ -71,8 +72,8 @@ def refusal(anatomy: Anatomy) -> str | None:
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
     for mixer in mixers.mixers:
-        cache_position = inspect.signature(inspect.unwrap(type(mixer.module).forward)).parameters.get("cache_position")
-        is_required = cache_position is not None and cache_position.default is inspect.Parameter.empty
+        cache_position = parameters_of(forward_of(mixer.module)).get("cache_position")
+        is_required = cache_position is not None and cache_position.default is cache_position.empty
         if mixer.mode != PACKED and is_required:
             return (
                 f"layer `{mixer.name}` ({type(mixer.module).__name__}) keeps its state by places in a cache, which "
@@ -103,8 +104,8 @@ def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
     # The innermost model around the decoder: BLIP-2 takes `decoder_input_ids`, too, and hands them to a T5 only.
     model = next((m for m in reversed(around) if decoder in m.modules()), anatomy.pretrained)
     # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), and the forward is not.
-    takes_two = "decoder_input_ids" in inspect.signature(type(model).forward).parameters
-    if not (takes_two or getattr(anatomy.pretrained.config, "is_encoder_decoder", False)):
+    takes_two = "decoder_input_ids" in parameters_of(type(model).forward)
+    if not (takes_two or anatomy.pretrained.config.is_encoder_decoder):
         return None
     return "it is an encoder-decoder model, and only decoders that attend to themselves alone are packed"
 
@@ -112,9 +113,9 @@ def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
 def _direction_obstacle(anatomy: Anatomy) -> str | None:
     """Why a decoder is not causal, with the setting that makes it so."""
     decoder = anatomy.decoder
-    config = getattr(decoder, "config", anatomy.pretrained.config)
+    config = config_of(decoder) or anatomy.pretrained.config
     # Where a multimodal module makes the masks, each call is checked instead: its masks show what is not causal.
-    if anatomy.multimodal is not None and "create_causal_mask" in _names_in_forward(anatomy.multimodal):
+    if anatomy.multimodal is not None and "create_causal_mask" in names_in(type(anatomy.multimodal).forward):
         return None
     if (evidence := _why_not_causal(decoder, config, anatomy.mixers)) is None:
         return None
@@ -125,11 +126,11 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     """Evidence that tokens of a decoder attend to later ones; `None` if there is none."""
     for mixer in mixers.mixers:
         # Cross-attention is not causal by nature; it does not run in a decoder without an encoder.
-        modules = (m for m in mixer.module.modules() if not getattr(m, "is_cross_attention", False))
-        if not all(getattr(m, "is_causal", True) for m in modules):
+        modules = (m for m in mixer.module.modules() if not marks_cross_attention(m))
+        if not all(map(is_causal, modules)):
             layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
             return f"{layer} attends in both directions or to another sequence"
-    names = _names_in_forward(decoder)
+    names = names_in(type(decoder).forward)
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
     is_set = bidirectional not in (None, False, "vision") or getattr(config, "causal", True) is False
@@ -162,7 +163,7 @@ def change_of_earlier_states(decoder: Any) -> float:
         ids = (vocabulary // 2 + torch.arange(PROBE_TOKENS, device=device).repeat(2, 1)) % vocabulary
         ids[1, -1] = (ids[0, -1] + 1) % vocabulary
         arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
-        parameters = inspect.signature(decoder.forward).parameters
+        parameters = parameters_of(decoder.forward)
         if not takes_any_argument(decoder):
             arguments = {k: v for k, v in arguments.items() if k in parameters}
         if "is_decoder" in parameters:  # BLIP passes it in every call of its text model
@@ -191,10 +192,10 @@ def _is_whole(decoder: nn.Module) -> bool:
 
 def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
     """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
-    source = inspect.getsource(inspect.getmodule(type(decoder)) or type(decoder))
     for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
         value = getattr(config, name, causal)
-        if value not in (causal, None, "vision") and name in source:  # a field that the code never reads is no cause
+        # A field that the code never reads is no cause.
+        if value not in (causal, None, "vision") and is_in_source(decoder, name):
             return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""
 
@@ -211,7 +212,7 @@ def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
 
 def _adapter_obstacle(config: Any) -> str | None:
     """Why packing would change the results of a PEFT adapter that reads several tokens at once; `None` if not."""
-    kind = getattr(config.peft_type, "value", config.peft_type)
+    kind = config.peft_type  # a string, or an enum of strings
     if config.is_prompt_learning and kind not in _VIRTUAL_TOKENS:
         return (
             "puts a cache before every row, or other things that the attention mask of the batch does not show; use "
@@ -229,14 +230,14 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
     other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
-    on_rows = mixers.in_mode(ROWS) + mixers.in_mode(WHOLE)
+    on_rows = [mixer for mixer in other_mixers if mixer.mode in (ROWS, WHOLE)]
     if has_prepared_masks and on_rows:
         return (
             f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
             f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
             "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
         )
-    if not other_mixers or layout.spans == layout.key_lengths:  # equal: no row has holes
+    if not other_mixers or layout.spans == layout.keys.lengths:  # equal: no row has holes
         return None
     return (
         f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "
@@ -246,7 +247,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
     )
 
 
-def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has_prepared_masks: bool = False) -> None:
+def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) -> None:
     """
     Check that a call with this layout can be packed.
 
@@ -262,23 +263,18 @@ def check_call(handle: PaddingRemoval, call: dict[str, Any], layout: Layout, has
     decoder, config = handle.decoder, handle.decoder.config
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
-    with_weights = call.get("output_attentions")
-    if with_weights or (with_weights is None and getattr(config, "output_attentions", False)):
+    with_weights = inputs.arguments.get("output_attentions")
+    if with_weights or (with_weights is None and config.output_attentions):
         raise UnpackableCallError(
             "output_attentions",
             "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
             "Leave it off, here and in the config, or remove the handle for this call (`with "
             "handle.disabled(): ...`).",
         )
-    if reason := batch_obstacle(layout, has_prepared_masks, handle.mixers):
-        raise UnpackableCallError("image masks" if has_prepared_masks else "holes", reason)
+    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
+        raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
     if handle.changes is not None:
         handle.changes.check()
-
-
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    """The names of functions and attributes that the forward of a module uses."""
-    return inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _device_obstacle(decoder: nn.Module) -> str | None:

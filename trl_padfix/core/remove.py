@@ -11,7 +11,6 @@ arguments, so it recomputes each layer with the layout of its own forward.
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,9 +24,10 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
+from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch
 from .model.pipelines import ENCODERS, padding_reader, pipeline_in
-from .model.positions import Numbering, takes_positions
+from .model.positions import Numbering
 from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
@@ -193,7 +193,7 @@ def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]
         yield HeadPatch(anatomy.head, handle)
     if anatomy.pools_by_token_id:
         yield PoolingPatch(anatomy.pretrained, handle)
-    elif anatomy.head is None and "labels" in inspect.signature(type(anatomy.pretrained).forward).parameters:
+    elif anatomy.head is None and "labels" in parameters_of(type(anatomy.pretrained).forward):
         yield TokenLabelsPatch(anatomy.pretrained, handle)
 
 
@@ -205,7 +205,7 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
     if the decoder takes no positions, or computes them from ids or mask.
     """
     decoder = find_decoder(find_pretrained(model))
-    if not takes_positions(decoder) or not Numbering.of(decoder).by_columns:
+    if not takes(decoder, "position_ids") or not Numbering.of(decoder).by_columns:
         return None
     attachment = Attachment()
     return attachment.attach([NumberingPatch(decoder, attachment)])

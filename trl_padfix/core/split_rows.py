@@ -65,7 +65,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
             f"{type(handle.decoder).__name__} has {heads} attention heads, and {processes.size} processes would share "
             "them. Take fewer processes."
         )
-    handle.set_context_parallel(processes)
+    handle.context_parallel = processes
 
 
 def _obstacle(handle: PaddingRemoval) -> str | None:

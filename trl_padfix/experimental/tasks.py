@@ -14,7 +14,7 @@ from ..trainers.checks.arguments import require_columns, require_teacher
 from ..trainers.data.collators import SidedCollator
 from ..trainers.distributed import datasets_of
 from ..trainers.methods.grpo import GRPOTask
-from ..trainers.methods.online import OnlineTrainer
+from ..trainers.methods.online import OnlineTask, OnlineTrainer
 from ..trainers.settings import (
     AttentionConfig,
     ForwardBudgetConfig,
@@ -93,6 +93,14 @@ class MessagesTask(_SelfPreparedTask):
             require_teacher(init_kwargs)
 
 
+class GMPOTask(GRPOTask):
+    """The loss is a mean over sequences, whatever the `loss_type`."""
+
+    def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
+        uses_entropy = self.trainer.top_entropy_quantile < 1
+        return None if uses_entropy else OnlineTask.chunk_weight(self, chunk, batch, num_items)
+
+
 class TripleCollator(SidedCollator):
     """In front of TRL's collator for pairs with a reference answer."""
 
@@ -161,7 +169,7 @@ EXPERIMENTS = {
     "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
     "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "gmpo": Experiment(
-        "GMPO", OnlineTrainer, GRPOTask, (ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig)
+        "GMPO", OnlineTrainer, GMPOTask, (ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig)
     ),
     "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),

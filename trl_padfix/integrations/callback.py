@@ -354,7 +354,7 @@ def _refuse_taken_over(trainer: Trainer) -> None:
     """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: no packed forward would run."""
     for module in chain(trainer.model.modules(), trainer.model_wrapped.modules()):
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
-        if getattr(module, "_compiled_call_impl", None) is not None or trainer.args.torch_compile:
+        if module._compiled_call_impl is not None or trainer.args.torch_compile:
             wrapper = COMPILER
         if wrapper is None:
             continue

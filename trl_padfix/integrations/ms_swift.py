@@ -56,7 +56,8 @@ class PadfixCallback(PaddingRemovalCallback):
                 f"`--sequence_parallel_size {size}` splits each padded row over processes, and a packed batch has no "
                 "such rows. Leave it out, or train without the callback."
             )
-        if flags := [name for name in ("packing", "padding_free") if getattr(template, name)]:
+        packed = {"packing": template.packing, "padding_free": template.padding_free}
+        if flags := [name for name, is_on in packed.items() if is_on]:
             raise PaddingRemovalError(
                 f"`--{flags[0]} true` packs rows before the model is called, so there is no padding to remove and no "
                 f"prefix to share. Set `--{flags[0]} false`, or train without the callback."

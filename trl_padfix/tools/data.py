@@ -10,20 +10,11 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from ..files import is_missing_path
+from ..files import DATA_FILES, refuse_missing
 from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
 
 
-__all__ = ["checked_rows", "load_rows", "refuse_missing", "texts_of", "texts_of_row"]
-
-FILES = {".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Builders of `datasets`, by the endings of data files."""
-
-
-def refuse_missing(data: str) -> None:
-    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and there is nothing."""
-    if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in FILES):
-        raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
+__all__ = ["load_rows", "texts_of", "texts_of_row"]
 
 
 def load_rows(data: str, split: str = "train") -> Dataset:
@@ -44,8 +35,8 @@ def load_rows(data: str, split: str = "train") -> Dataset:
     path = Path(data)
     if path.is_file() and not path.stat().st_size:  # `datasets` fails on an empty file with an error about schemas
         raise ValueError(f"{data} is empty.")
-    if path.is_file() and path.suffix in FILES:
-        rows = load_dataset(FILES[path.suffix], data_files=data, split="train")
+    if path.is_file() and path.suffix in DATA_FILES:
+        rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
     else:
         rows = load_dataset(data, split=split)
     if not len(rows):

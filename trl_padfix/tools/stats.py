@@ -47,14 +47,13 @@ class Lengths:
         by_prefix (`tuple[np.ndarray, np.ndarray]`):
             Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
             both `(n,)`: the result of [`~trl_padfix.trainers.batching.token_costs.sort_by_prefix`].
-        max_length (`int`, *optional*), truncation_mode (`str`):
+        max_length (`int`, *optional*):
             Truncation that applies to these rows, see [`truncated`].
     """
 
     columns: dict[str, np.ndarray]
     by_prefix: tuple[np.ndarray, np.ndarray]
     max_length: int | None = None
-    truncation_mode: str = "keep_start"
 
     @classmethod
     def of(cls, rows: Iterable[TokenRow]) -> Lengths:
@@ -88,10 +87,10 @@ class Lengths:
         """Tokens of [`sequences`] after truncation, `(n, k)`."""
         return np.minimum(self.sequences, self.max_length or np.iinfo(np.int64).max)
 
-    def truncated(self, max_length: int | None, truncation_mode: str = "keep_start") -> Lengths:
+    def truncated(self, max_length: int | None) -> Lengths:
         """The rows that TRL trains on with this truncation: it drops those whose prompt alone fills `max_length`."""
-        limited = replace(self, max_length=max_length, truncation_mode=truncation_mode)
-        if "prompt" not in self.columns or max_length is None or truncation_mode != "keep_start":
+        limited = replace(self, max_length=max_length)
+        if "prompt" not in self.columns or max_length is None:
             return limited
         keep = self.prompts < max_length
         # A subset of sorted rows shares with its neighbours the minimum over the dropped rows in between, which
@@ -103,7 +102,7 @@ class Lengths:
     def costs(self, sharing: bool = True) -> RowCosts:
         """Tokens of the rows in the decoder without padding; with `sharing`, shared prefixes are computed once."""
         sequences = self.sequences
-        tokens, first = truncated_tokens(sequences.T, sequences[:, 0], self.max_length, self.truncation_mode)
+        tokens, first = truncated_tokens(sequences.T, sequences[:, 0], self.max_length)
         if not sharing:
             return text_costs(tokens)
         # The k sequences of a row share its prompt, and the first one what other rows begin with, too. What the other
@@ -116,7 +115,6 @@ class Lengths:
 class BatchTokens:
     """Mean tokens of batches of one size: with padding, without padding, and without repeated prefixes."""
 
-    batch_size: int
     padded: float
     real: float
     distinct: float
@@ -189,7 +187,7 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
         counted = draw.permutation(batches)[:SORTED_BATCHES]
         distinct -= np.mean([costs[batch].shared.sum() for batch in counted])
     real = lengths.costs(sharing=False).tokens[batches].sum(1)
-    return BatchTokens(size, float(padded.mean()), float(real.mean()), float(distinct))
+    return BatchTokens(float(padded.mean()), float(real.mean()), float(distinct))
 
 
 def prefix_tree(lengths: Lengths) -> PrefixTree:

@@ -42,7 +42,6 @@ from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
 from .checks.custom_loss import observe_loss, observe_user_step
-from .data.batch_labels import scores_padding
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -154,16 +153,19 @@ class PaddingFreeMixin:
             self.padding.is_attached = True
             for part in self.padding.parts:
                 part.attach()
-            for part in self.padding.parts:
-                part.attach_to_models()
+            self._attach_to_models()
             self.padding.task.on_attached()
+
+    def _attach_to_models(self) -> None:
+        for part in self.padding.parts:
+            part.attach_to_models()
+        self.padding.in_steps = tuple(part for part in self.padding.parts if part.acts_in_steps())
 
     def _follow_models(self) -> None:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
         if self.padding.part(RemovePadding).is_outdated():
             self.padding.parity.clear()  # a model is compared on its own first batch
-            for part in self.padding.parts:
-                part.attach_to_models()
+            self._attach_to_models()
 
     def restore_padding(self) -> None:
         """
@@ -214,8 +216,11 @@ class PaddingFreeMixin:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
         if is_training:
-            observe_user_step(self, self.padding.part(Parity))
+            observe_user_step(self, self._around_user_step)
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
+
+    def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        return entered(part.around_user_step(model) for part in self.padding.in_steps)
 
     # -- steps
 
@@ -239,35 +244,39 @@ class PaddingFreeMixin:
         """
         A block with the forwards of policy and reference on one batch.
 
-        They are compared with padded ones on the first batch, and counted. A block within such a block only updates
-        the batch. Each block reads its tensors anew: code of a user may have written to them.
+        The parts compare them with padded ones on the first batch, split them within the token budget, and count
+        them. A block within such a block only updates the batch. Each block reads its tensors anew: code of a user may
+        have written to them.
         """
-        padding, running = self.padding, self.padding.running
+        padding, is_outer = self.padding, self.padding.running is None
+        if is_outer:  # another trainer may have evaluated the model since the last step
+            self._follow_models()
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        if running is None:  # another trainer may have evaluated the model since the last step
-            self._follow_models()
-        else:  # a subclass may have edited the batch of the outer block
-            padding.part(ContextParallel).check_batch(inputs)
         step = Step(model, inputs, mode, number, padding.task.padded_batches, returns_outputs)
-        parts = padding.parts if running is None else ()
-        blocks = (part.around_step(step) for part in parts)
-        # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
-        with batch_cache():
-            packs = padding.task.predicts_next_tokens() and padding.handles[0].enabled
-            is_padded = packs and scores_padding(inputs)
-            handles = padding.handles if is_padded else []
-            disabled = (handle.disabled() for handle in handles)
-            padded = (handle.padded(SCORED_FROM_PADDING) for handle in handles)  # within the blocks, which count it
-            with temporarily_set(padding, "running", step), entered(disabled), entered(blocks), entered(padded):
-                yield step
+        for part in padding.in_steps:
+            if is_outer:
+                step = part.begin_step(step)
+            else:  # a subclass may have edited the batch of the outer block
+                part.check_batch(inputs)
+        with batch_cache(), contextlib.ExitStack() as blocks:
+            blocks.enter_context(temporarily_set(padding, running=step))
+            # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
+            handles = padding.handles if padding.task.scores_padding(inputs) else []
+            for handle in handles:
+                blocks.enter_context(handle.disabled())
+            for part in padding.in_steps if is_outer else ():
+                blocks.enter_context(part.around_step(step))
+            for handle in handles:  # within the blocks of the parts, which count it
+                blocks.enter_context(handle.padded(SCORED_FROM_PADDING))
+            yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        with self.padding.part(ContextParallel).gathering_from_all():
+        with entered(part.around_label_count() for part in self.padding.parts):
             return super()._get_num_items_in_batch(batch_samples, device)
 
     # -- evaluation and log
@@ -310,7 +319,7 @@ class PaddingFreeMixin:
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         # `training_args.bin` is a pickle of the configuration: TRL's class opens where this package is not installed.
-        with temporarily_set(self, "args", trls_configuration(self.args)):
+        with temporarily_set(self, args=trls_configuration(self.args)):
             super()._save(*args, **kwargs)
 
     def _get_output_dir(self, trial: dict[str, Any] | None) -> str:
@@ -318,7 +327,7 @@ class PaddingFreeMixin:
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.padding.checkpoints.is_saving:  # it is called again when the checkpoint is in its place
-            with temporarily_set(self, "args", trls_configuration(self.args)):
+            with temporarily_set(self, args=trls_configuration(self.args)):
                 super()._push_from_checkpoint(checkpoint_folder)
 
 

@@ -2,7 +2,7 @@
 TRL's configurations with our fields.
 
 Each field is documented once, in the docstring of the first configuration that has it. `--help` and `docs/options.md`
-are generated from these docstrings.
+are generated from these docstrings; so that `--help` is fast, checks import what they need when they run.
 """
 
 # No `from __future__ import annotations`: until Python 3.10 `get_type_hints`, which TRL's parser calls, takes an
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from ..core.attention.backends import Implementation
-from .data.turns import check_turn_settings
-from .field_types import help_from_docstring
+from .field_types import Implementation, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -36,24 +34,23 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder's inputs are packed into one row of real tokens. The numbers are those of
-            the padded computation, on either padding side and with any attention. A model that cannot be packed
-            exactly is refused.
+            Compute no padding: the decoder's inputs are packed into one row of real tokens. The numbers stay the same,
+            on either padding side and with any attention. A model that cannot be packed exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch is
             computed without sharing if that is cheaper. 'auto': share if the model and the batch
             allow it, and log how often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
-        parity_check (`bool` or `"forward"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities on a few rows of the first training and
-            the first evaluation batch, in training also gradients, and stop if they differ. 'forward': without
-            gradients.
+        parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
+            With `padding_free`: compare packed with padded log-probabilities on a few short rows of the first training
+            and the first evaluation batch, in training also gradients. If they differ, each row alone decides: stop if
+            packed is wrong. After ten steps compare the longest row so far with that row alone. 'forward': without
+            gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop before the first step for doubtful data that TRL trains on: rows without a label, equal completions,
-            other numbers of images than placeholders. In a stream, stop at the first such row. By default they are
-            counted in a warning. With `padding_free` also stop at a call that cannot be packed; by default it is
-            computed padded.
+            Stop for doubtful data (rows without a label, equal completions, other numbers of images than placeholders)
+            before the first step, in a stream at the first such row. By default they are counted in a warning. With
+            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
             occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
@@ -61,31 +58,30 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the reference model: a name, 'auto', or for a vision model a name for each
-            part, such as '{"text_config": "sdpa", "vision_config": "eager"}'. Defaults to that of the policy.
+            As `attn_implementation`, for the reference model. Defaults to that of the policy.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Continue the prompts of the evaluation set during evaluation. `compute_metrics` gets the generated tokens
-            (`predictions`, padded with the pad token) and those of the data (`label_ids`, padded with -100), as in
-            `Seq2SeqTrainer`. The texts are written to `generations/` in the output directory.
+            Continue the prompts of the evaluation set during evaluation. `compute_metrics` gets generated tokens
+            (`predictions`) and those of the data (`label_ids`, padded with -100), as in `Seq2SeqTrainer`. The texts
+            are written to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
-            With `predict_with_generate`: further keyword arguments of `generate`. They override the model's generation
-            config, of which `num_return_sequences` is not read: `{'do_sample': False}` gives greedy decoding.
+            With `predict_with_generate`: further keyword arguments of `generate`, such as `{'do_sample': False}`. They
+            override the model's generation config, of which `num_return_sequences` is not read.
         eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: number of rows of each evaluation set to generate from, from its beginning.
-            Defaults to all.
+            With `predict_with_generate`: number of first rows of each evaluation set to generate from. By default
+            all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: splits each batch into parts of at most this many computed tokens, one forward and backward
-            after another. Loss, metrics and accumulation are TRL's. With `prefix_sharing` a prefix is computed once
-            per batch: ask for one big batch, with `gradient_accumulation_steps=1`. Evaluation is split too. Needs
-            `padding_free`.
+            after another. Loss, metrics and accumulation are TRL's. Ask for one big batch, with
+            `gradient_accumulation_steps=1`: with `prefix_sharing` a prefix is computed once per batch. Evaluation is
+            split too. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same optimizer step and forward: several pairs of a prompt, the
-            turns of a conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
+            Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
+            conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
-            With `group_by_prefix` and a streamed dataset: number of rows that are read ahead and grouped. Use at least
-            the rows of several optimizer steps.
+            With `group_by_prefix` and a streamed dataset: number of rows that are read ahead and grouped, at least
+            those of several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
             are TRL's means over batches.
@@ -232,9 +228,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row of each turn of the assistant in `messages`: rendered by the chat template at that turn, and
-            trained on that turn (see the function `expand_turns`). For templates that drop earlier thinking, and for
-            rollouts of agents.
+            Make one row of each turn of the assistant in `messages`, rendered by the chat template at that turn (see
+            the function `expand_turns`). For templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
@@ -255,5 +250,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        check_turn_settings(self)
+        if self.expand_turns:
+            from .data.turns import check_turn_settings
+
+            check_turn_settings(self)
         super().__post_init__(attn_implementation)

@@ -14,6 +14,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
 from ..core.model.find import find_pretrained
+from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ __all__ = [
     "is_fsdp2",
     "is_sharded",
     "is_zero_3",
+    "local_metrics_only",
     "max_over_processes",
     "models_of",
     "named_models_of",
@@ -37,6 +39,7 @@ __all__ = [
     "refuse_whole_rows",
     "splitting_parallelism",
     "sync_gradients_in_last",
+    "trains_on_images",
 ]
 
 
@@ -57,6 +60,11 @@ def datasets_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
+
+
+def trains_on_images(trainer: PaddingFreeTrainer) -> bool | None:
+    """Whether TRL's trainer has found images in its dataset; `None` for trainers that do not look for them."""
+    return getattr(trainer, "_is_vision_dataset", None)
 
 
 def check_launch(trainer: PaddingFreeTrainer) -> None:
@@ -110,10 +118,11 @@ def _check_heads(model: PreTrainedModel) -> None:
         if style == "colwise"
     }
     for projection, name in _HEADS.items():
-        if projection in cut and (getattr(config, name, None) or size) % size:
+        heads = getattr(config, name, None) or size
+        if projection in cut and heads % size:
             raise PaddingRemovalError(
                 f"`tp_size={size}` gives each process some of the heads of every layer, and it does not divide "
-                f"`{name}={getattr(config, name)}` of the model. Use a size that does, or `fsdp_size`."
+                f"`{name}={heads}` of the model. Use a size that does, or `fsdp_size`."
             )
 
 
@@ -162,6 +171,16 @@ def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:
     if trainer.accelerator.num_processes == 1:
         return count
     return int(gather(torch.tensor([count], device=trainer.args.device)).max())
+
+
+def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextManager[None]:
+    """A block with the metrics of this process alone: `accelerator.gather` and its like return their argument."""
+
+    # Weights differ between processes, so means are weighted before they are reduced, not gathered before.
+    def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor
+
+    return temporarily_set(accelerator, gather=identity, gather_for_metrics=identity)
 
 
 def raise_on_all(error: Exception | None) -> None:

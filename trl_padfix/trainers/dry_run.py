@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import fields
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,10 +82,10 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
     try:
         with (
             torch.random.fork_rng(devices),
-            temporarily_set(trainer.callback_handler, "callbacks", [DefaultFlowCallback()]),
-            temporarily_set(trainer, "_total_train_tokens", 0),
+            temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
+            temporarily_set(trainer, _total_train_tokens=0),
         ):
-            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, "eval_on_start", False):
+            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, eval_on_start=False):
                 trainer.train()
             if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
                 with _stopping(trainer, "prediction_step", computed=True):
@@ -105,7 +106,7 @@ def _stopping(owner: Any, name: str, computed: bool = False) -> Iterator[None]:
             method(*args, **kwargs)
         raise _Stop
 
-    with contextlib.suppress(_Stop), temporarily_set(owner, name, stop):
+    with contextlib.suppress(_Stop), temporarily_set(owner, **{name: stop}):
         yield
 
 
@@ -123,7 +124,7 @@ def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 def _data(trainer: PaddingFreeTrainer) -> dict[str, str]:
     sizes = [
-        f"{name}: {len(dataset):,} rows" if hasattr(dataset, "__len__") else f"{name}: a stream"
+        f"{name}: {len(dataset):,} rows" if isinstance(dataset, Sized) else f"{name}: a stream"
         for name, dataset in datasets_of(trainer).items()
     ]
     args, processes = trainer.args, trainer.accelerator.num_processes
@@ -139,8 +140,9 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     """The fields of TRL that matter most, and ours that are not at their defaults."""
     args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
     ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
-    theirs = {name: getattr(args, name) for name in TRAINING if hasattr(args, name)}
-    return {name: str(getattr(value, "value", value)) for name, value in {**ours, **theirs}.items()}
+    theirs = {field.name: getattr(args, field.name) for field in fields(args) if field.name in TRAINING}
+    shown = ours | {name: theirs[name] for name in TRAINING if name in theirs}
+    return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 
 def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[str, str]:

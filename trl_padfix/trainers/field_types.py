@@ -14,10 +14,8 @@ from transformers.hf_argparser import string_to_bool
 
 
 if TYPE_CHECKING:
-    from ..core.attention.backends import Implementation
-
     Sharing = bool | Literal["auto"]
-    ParityCheck = bool | Literal["forward"]
+    ParityCheck = bool | Literal["forward", "short"]
     Lengths = int | list[int]
 else:
     Lengths = list[int]  # a flag with one value or several; a configuration may have the number itself
@@ -25,23 +23,24 @@ else:
     class Sharing:
         """Type of `prefix_sharing`: argparse calls it with the string of the flag."""
 
-        word = "auto"
+        words: tuple[str, ...] = ("auto",)
 
         def __new__(cls, value: str) -> bool | str:
-            if value.strip().lower() == cls.word:
-                return cls.word
+            if (word := value.strip().lower()) in cls.words:
+                return word
             try:
                 return string_to_bool(value)
             except ArgumentTypeError:
-                raise ArgumentTypeError(f"expected true, false or {cls.word}, got {value!r}.") from None
+                raise ArgumentTypeError(f"expected true, false or {' or '.join(cls.words)}, got {value!r}.") from None
 
     class ParityCheck(Sharing):
-        """Type of `parity_check`, which has `"forward"` in place of `"auto"`."""
+        """Type of `parity_check`, which has other words."""
 
-        word = "forward"
+        words = ("forward", "short")
 
 
 __all__ = [
+    "Implementation",
     "Lengths",
     "ParityCheck",
     "Sharing",
@@ -50,6 +49,9 @@ __all__ = [
 ]
 
 Configuration = TypeVar("Configuration", bound=type)
+
+Implementation = str | dict[str, Any]
+"""An attention implementation: its name, or a name for each part of a vision model."""
 
 
 def help_from_docstring(config: Configuration) -> Configuration:

@@ -12,12 +12,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..core.attention.backends import Implementation
-from ..core.call.layout_of import check_multiple, check_prefix_sharing
-from ..core.layout.layout import packed_length
 from ..core.switch import is_off
-from .data.collators import check_padding_side
-from .field_types import Lengths, ParityCheck, Sharing, parse_implementation
+from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_implementation
 
 
 __all__ = [
@@ -73,10 +69,7 @@ class AttentionConfig:
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         turn_off(self)
-        self.attn_implementation = attn_implementation
-        for name in (f"{of}attn_implementation" for of in ("", "ref_", "teacher_")):
-            if hasattr(self, name):
-                setattr(self, name, parse_implementation(getattr(self, name)))
+        self.attn_implementation = parse_implementation(attn_implementation)
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,12 +82,20 @@ class ReferenceAttentionConfig(AttentionConfig):
 
     ref_attn_implementation: dict[str, Any] | str | None = None
 
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
+        super().__post_init__(attn_implementation)
+
 
 @dataclass
 class TeacherAttentionConfig(AttentionConfig):
     """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
 
     teacher_attn_implementation: dict[str, Any] | str | None = None
+
+    def __post_init__(self, attn_implementation: Implementation | None) -> None:
+        self.teacher_attn_implementation = parse_implementation(self.teacher_attn_implementation)
+        super().__post_init__(attn_implementation)
 
 
 @dataclass
@@ -112,10 +113,10 @@ class PackingConfig:
 
     def __post_init__(self) -> None:
         for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
-            if name in PackingConfig.__dataclass_fields__ and getattr(self, name) is not None:
-                setattr(self, name.replace("activation", "gradient"), getattr(self, name))
+            if name in PackingConfig.__dataclass_fields__ and (value := getattr(self, name)) is not None:
+                setattr(self, name.replace("activation", "gradient"), value)
         check_field_types(self)
-        check_packing(self)
+        check_packing(Settings.of(self))
         super().__post_init__()  # type: ignore[misc]
 
 
@@ -126,6 +127,8 @@ class PaddingConfig(PackingConfig):
     padding_side: str | None = field(default=None, metadata={"choices": ["left", "right"]})
 
     def __post_init__(self) -> None:
+        from .data.collators import check_padding_side
+
         check_padding_side(self.padding_side, optional=True)
         super().__post_init__()
 
@@ -137,7 +140,7 @@ class ForwardBudgetConfig:
     max_tokens_per_batch: int | None = None
 
     def __post_init__(self) -> None:
-        check_token_budget(self)
+        check_token_budget(self.max_tokens_per_batch, self)
         super().__post_init__()  # type: ignore[misc]
 
 
@@ -150,7 +153,7 @@ class BudgetConfig(ForwardBudgetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_grouping(self)
+        check_grouping(Settings.of(self), self)
 
 
 @dataclass
@@ -224,30 +227,34 @@ def check_field_types(config: TrainingArguments) -> None:
     """Raise a `TypeError` for our flags given as strings, all of which Python takes for true."""
     if not is_dataclass(config):
         return
-    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and hasattr(Settings, f.name)):
+    ours = {f.name for f in fields(Settings)}
+    for flag in (f for f in fields(config) if f.type in FLAG_TYPES and f.name in ours):
         value = getattr(config, flag.name)
         if value not in (None, False, True):
             raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
 
-def check_packing(config: PackingConfig) -> None:
+def check_packing(settings: Settings) -> None:
     """
     Raises:
         ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
             and if a token budget is no multiple of `packed_multiple_of`.
     """
-    if not isinstance(config.parity_check, bool) and config.parity_check != "forward":
+    from ..core.call.layout_of import check_multiple, check_prefix_sharing
+    from ..core.layout.layout import packed_length
+
+    if not isinstance(settings.parity_check, bool) and settings.parity_check not in ("forward", "short"):
         raise ValueError(
-            "`parity_check` is True, False or 'forward' (log-probabilities without their gradient), got "
-            f"{config.parity_check!r}."
+            "`parity_check` is True, False, 'forward' (log-probabilities without their gradient) or 'short' (without "
+            f"the longest row), got {settings.parity_check!r}."
         )
-    check_prefix_sharing(config.prefix_sharing)
-    check_multiple(multiple := config.packed_multiple_of)
+    check_prefix_sharing(settings.prefix_sharing)
+    check_multiple(multiple := settings.packed_multiple_of)
     for name, reason in NEEDS_PADDING_FREE.items():
-        value = getattr(config, name, None)
-        if value and not config.padding_free:
+        value = getattr(settings, name)
+        if value and not settings.padding_free:
             raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
-    budget = getattr(config, "max_tokens_per_batch", None)
+    budget = settings.max_tokens_per_batch
     if multiple is None or not isinstance(budget, int):
         return
     if (length := packed_length(budget, multiple)) != budget:
@@ -258,13 +265,12 @@ def check_packing(config: PackingConfig) -> None:
         )
 
 
-def check_token_budget(config: TrainingArguments) -> None:
+def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length` (of some
             trainers: `max_new_tokens`).
     """
-    budget = getattr(config, "max_tokens_per_batch", None)
     if budget is None:
         return
     if not isinstance(budget, int) or budget < 1:
@@ -278,13 +284,13 @@ def check_token_budget(config: TrainingArguments) -> None:
             )
 
 
-def check_grouping(config: TrainingArguments) -> None:
+def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
             and if `group_by_prefix_buffer` is no number of rows or set without `group_by_prefix`.
     """
-    grouped, buffer = getattr(config, "group_by_prefix", False), getattr(config, "group_by_prefix_buffer", None)
+    grouped, buffer = settings.group_by_prefix, settings.group_by_prefix_buffer
     if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1 or not grouped):
         raise ValueError(
             f"`group_by_prefix_buffer={buffer!r}` is the number of rows of a stream that `group_by_prefix` groups at "
@@ -292,7 +298,7 @@ def check_grouping(config: TrainingArguments) -> None:
         )
     if not grouped:
         return
-    if not getattr(config, "prefix_sharing", False):
+    if not settings.prefix_sharing:
         raise ValueError(
             "`group_by_prefix=True` needs `prefix_sharing=True`: without it the prefixes of the rows that it brings "
             "together are computed for each of them. Set both, or neither."
@@ -311,10 +317,13 @@ def check_grouping(config: TrainingArguments) -> None:
         )
 
 
-def check_generation_settings(config: TrainingArguments) -> None:
+def check_generation_settings(config: EvaluationConfig) -> None:
     """Check the fields for generation in evaluation, before a model is loaded."""
-    for name in ("generation_max_new_tokens", "eval_generation_samples"):
-        value = getattr(config, name)
+    numbers = {
+        "generation_max_new_tokens": config.generation_max_new_tokens,
+        "eval_generation_samples": config.eval_generation_samples,
+    }
+    for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
     taken = {

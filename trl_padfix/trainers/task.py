@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 
 from .checks.arguments import require_columns, require_rows
+from .data.batch_labels import scores_padding
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -133,10 +134,13 @@ class Task:
         """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
 
-    def predicts_next_tokens(self) -> bool:
-        """Whether the model predicts each label from the token before it, and its padding is removed."""
+    def scores_padding(self, inputs: Any) -> bool:
+        """Whether the loss scores tokens from padding, which a packed forward has not: it is then computed padded."""
         padding = self.trainer.padding
-        return padding.is_removed and padding.handles[0].anatomy.head is not None
+        if not (padding.is_removed and padding.handles[0].enabled):
+            return False
+        # A model without a head for tokens predicts no label from the token before it.
+        return padding.handles[0].anatomy.head is not None and scores_padding(inputs)
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """

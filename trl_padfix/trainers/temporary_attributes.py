@@ -11,17 +11,17 @@ __all__ = ["temporarily_set"]
 
 
 @contextlib.contextmanager
-def temporarily_set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set `owner.name` to `value` until the block ends; nothing happens if it is `None` or has no such attribute."""
-    if owner is None or not hasattr(owner, name):
-        yield
-        return
-    is_own, saved = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
+def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of `owner` until the block ends, but for those that it does not have; `None` has none."""
+    values = {name: value for name, value in values.items() if hasattr(owner, name)}
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        if is_own:
-            setattr(owner, name, saved)
-        else:
-            delattr(owner, name)
+        for name in values:
+            if name in saved:
+                setattr(owner, name, saved[name])
+            else:
+                delattr(owner, name)

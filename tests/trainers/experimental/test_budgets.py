@@ -13,7 +13,7 @@ if Version(trl.__version__) < Version("1.16"):
 from kit.experimental_runs import EXPERIMENTS, build, train
 
 
-NAMES = [name for name in EXPERIMENTS if name != "GMPO"]  # a GRPO, which has the budget of one
+NAMES = list(EXPERIMENTS)
 METRICS = {name: () for name in NAMES if name != "GKD"}
 METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/",)}
 """Metrics that are means over padding, too, in TRL, of all trainers with metrics."""
@@ -27,7 +27,7 @@ def longest_row(run):
     return max(int(mask.sum(1).max()) for _, mask in run.batches)
 
 
-@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "padding-free")], CELLS))
+@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "padding-free"), ("GMPO", "prefix sharing")], CELLS))
 def test_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monkeypatch):
     theirs = trls(name)
     config = {"max_tokens_per_batch": longest_row(theirs), "parity_check": False}

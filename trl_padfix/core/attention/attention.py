@@ -16,12 +16,8 @@ No mask is larger than one block of queries of one segment.
 
 from __future__ import annotations
 
-import dis
-import inspect
-import re
 from collections.abc import Callable
-from functools import cache, partial
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +26,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
-from ..call.layers import forward_code, layer_call
+from ..call.layers import layer_call
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import forward_of, global_in, names_in, parameters_of
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
@@ -46,8 +43,8 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 __all__ = [
     "ViewPatch",
     "attends_within_tokens",
-    "counts_columns",
     "implementation_obstacle",
+    "is_causal",
     "names_attention",
     "packed_attention",
     "register_packed_attention",
@@ -76,10 +73,13 @@ def uses_attention_interface(module: nn.Module) -> bool:
 
 def _reads_interface(module: nn.Module) -> bool:
     """Whether the forward of `module` takes its attention function from transformers' interface."""
-    forward = inspect.unwrap(type(module).forward)
-    name = "ALL_ATTENTION_FUNCTIONS"
-    # The second condition: some models define an interface of their own under the same name.
-    return name in forward.__code__.co_names and forward.__globals__.get(name) is ALL_ATTENTION_FUNCTIONS
+    # Some models define an interface of their own under the same name.
+    return global_in(module, "ALL_ATTENTION_FUNCTIONS") is ALL_ATTENTION_FUNCTIONS
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether a module is causal, as transformers marks attention modules; other modules are."""
+    return getattr(module, "is_causal", True)
 
 
 def attends_within_tokens(module: nn.Module) -> bool:
@@ -88,9 +88,9 @@ def attends_within_tokens(module: nn.Module) -> bool:
 
     Two signs: the module is not causal, and its forward takes no mask, without which it could not keep tokens apart.
     """
-    if getattr(module, "is_causal", True) or not _reads_interface(module):
+    if is_causal(module) or not _reads_interface(module):
         return False
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
+    parameters = parameters_of(forward_of(module)).values()
     return not any(p.name == "attention_mask" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
@@ -98,27 +98,9 @@ def names_attention(module: nn.Module) -> bool:
     """Whether a module reads the name of the attention from its config: to attend, or to make masks for its layers."""
     if uses_attention_interface(module):
         return True
-    if not isinstance(module, PreTrainedModel) or not hasattr(module, "config"):
+    if not isinstance(module, PreTrainedModel):
         return False
-    return any(name.startswith("create_") and "mask" in name for name in forward_code(type(module)).co_names)
-
-
-def counts_columns(module: nn.Module) -> bool:
-    """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
-    return _counts_columns(forward_code(type(module)))
-
-
-@cache
-def _counts_columns(code: CodeType) -> bool:
-    if "arange" in code.co_names:
-        return True
-    # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
-    # on to the cache, which all modules do, does not count. Read from the instructions:
-    loads = " ".join(f"{i.opname} {i.argval}" for i in dis.get_instructions(code))
-    # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
-    attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
-    function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
-    return bool(re.search(f"{attribute}|{function_call}", loads))
+    return any(name.startswith("create_") and "mask" in name for name in names_in(type(module).forward))
 
 
 def implementation_obstacle(implementation: str) -> str | None:
@@ -233,7 +215,7 @@ def _unpackable(reason: str) -> PaddingRemovalError:
 
 def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> list[torch.Tensor] | None:
     """The prepared mask of a layer, cut into one for each segment; `None` if no mask was prepared."""
-    prepared, kind = call.prepared, getattr(mask, "kind", None)
+    prepared, kind = call.prepared, mask.kind if isinstance(mask, PackedMask) else None
     if prepared is None:
         return None
     if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
@@ -256,7 +238,7 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
     mask_spec = without_mask if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
         raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
-    if not mask_spec.causal or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if not mask_spec.causal or kwargs.get("is_causal") is False or not is_causal(module):
         raise PaddingRemovalError(
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
@@ -278,8 +260,9 @@ def _function_of(module: nn.Module, implementation: str) -> Callable:
     if implementation != "eager":
         return ALL_ATTENTION_FUNCTIONS[implementation]
     # The eager function is a global of the file of the module, by default `eager_attention_forward`.
-    name = next((n for n in forward_code(type(module)).co_names if n.startswith("eager")), "eager_attention_forward")
-    return inspect.unwrap(type(module).forward).__globals__[name]
+    forward = forward_of(module)
+    name = next((n for n in names_in(forward) if n.startswith("eager")), "eager_attention_forward")
+    return forward.__globals__[name]
 
 
 class ViewPatch(ForwardPatch):

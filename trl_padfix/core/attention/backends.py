@@ -274,9 +274,9 @@ def spread(implementation: Implementation, config: PretrainedConfig | None, fiel
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """The class of a model with this config; `None` if transformers has none."""
-    for name in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    for name in config.architectures or []:
+        if (cls := getattr(transformers, name, None)) is not None:
+            return cls
     # Some configs are mapped to a tuple of classes.
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return classes[0] if isinstance(classes, tuple) else classes

@@ -10,7 +10,6 @@ the attention of this module. Padded forwards, generation and saving never use t
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,11 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..call.layers import is_checkpointed
 from ..context import within
 from ..handle import PaddingRemoval
+from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch
+from ..model.views import config_of
 from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
 from .attention import ViewPatch, uses_attention_interface
@@ -112,7 +114,7 @@ def compile_layers(
         windows = (m.sliding_window for m in layer.modules() if getattr(m, "sliding_window", None))
         kind = type(layer), getattr(layer, "attention_type", None), next(windows, None)
         if kind not in functions:
-            functions[kind] = _compiled(_plain_forward(type(layer)), backend, mode)
+            functions[kind] = _compiled(without_checkpointing(type(layer)), backend, mode)
         patches.append(CompiledLayerPatch(layer, handle, functions[kind]))
     handle.attach(patches)
     for reason in dict.fromkeys(uncompiled.values()):
@@ -150,9 +152,8 @@ class CompiledLayerPatch(ForwardPatch):
                 return self.compiled(self._twin(), *args, **arguments)
 
         with within(packed=call):
-            # `_plain_forward` has removed the layer's checkpointing. It is applied here, outside of the compiled code.
-            is_checkpointed = self.module.training and getattr(self.module, "gradient_checkpointing", False)
-            if is_checkpointed and checkpoints_in_forward():
+            # The compiler would trace checkpointing, too: it is applied here, outside of the compiled code.
+            if is_checkpointed(self.module) and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)
             return run(*args)
 
@@ -219,10 +220,10 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     window = mask_spec.window if mask_spec.window is not None and mask_spec.window < span else None
     has_chunks = mask_spec.chunk is not None and mask_spec.chunk < span
     # Windows of operators count tokens, those of masks columns: equal unless tokens within a row are masked.
-    if has_chunks or (window and layout.spans != layout.key_lengths):
+    if has_chunks or (window and layout.spans != layout.keys.lengths):
         return None
     if layout.key_index is None:
-        cu_seqlens, (longest, _) = layout.cu_seqlens_q, layout.longest
+        cu_seqlens, longest = layout.queries.cu_seqlens, layout.queries.longest
         if layout.filler is not None:
             # `packed_multiple_of` limits the number of different row lengths. The number of segments and the bound of
             # their lengths are rounded up to powers of two, so that there are few of these, too. The segments that
@@ -233,7 +234,8 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
         return Segments(cu_seqlens, None, None, longest, longest, window, exchange)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
-    return Segments(layout.cu_seqlens_q, layout.cu_seqlens_k, keys, *layout.longest, window, exchange)
+    q, k = layout.queries, layout.keys
+    return Segments(q.cu_seqlens, k.cu_seqlens, keys, q.longest, k.longest, window, exchange)
 
 
 def _power_of_two(n: int) -> int:
@@ -256,20 +258,12 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
         if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
             return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
     attentions = [m for m in layer.modules() if uses_attention_interface(m)]
-    if any(not hasattr(m, "config") for m in attentions):
+    if any(config_of(m) is None for m in attentions):
         return "an attention module has no config, in which the name of compiled attention could be set"
     parameter = next(layer.parameters(), None)
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
         return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
     return None
-
-
-def _plain_forward(cls: type[nn.Module]) -> Callable:
-    """The forward of a layer without its gradient checkpointing: the compiler would trace the checkpoint, too."""
-    forward = cls.forward
-    while forward.__code__.co_name == "forward_with_checkpointing":
-        forward = inspect.getattr_static(forward, "__wrapped__")
-    return forward
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:

@@ -105,16 +105,16 @@ def attend_by_segment(
     may_skip_mask = masks is None and not is_eager
     plans = [
         SegmentPlan.of(*sizes, window, chunk, may_skip_mask=may_skip_mask)
-        for sizes in zip(layout.query_lengths, layout.key_lengths, layout.spans, strict=True)
+        for sizes in zip(layout.queries.lengths, layout.keys.lengths, layout.spans, strict=True)
     ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
         plans,
         _pad_queries(query, layout, [plan.pad_queries or 0 for plan in plans]),
-        gather_keys(key, layout).split(layout.key_lengths, dim=2),
-        gather_keys(value, layout).split(layout.key_lengths, dim=2),
-        layout.positions.split(layout.query_lengths),
-        layout.key_positions.split(layout.key_lengths),
+        gather_keys(key, layout).split(layout.keys.lengths, dim=2),
+        gather_keys(value, layout).split(layout.keys.lengths, dim=2),
+        layout.positions.split(layout.queries.lengths),
+        layout.key_positions.split(layout.keys.lengths),
         strict=True,
     )
     # transformers' `sdpa` function copies keys and values for each query head of their group, and needs masks. On a
@@ -162,13 +162,13 @@ def query_blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[
 
 def _pad_queries(query: torch.Tensor, layout: Layout, counts: list[int]) -> tuple[torch.Tensor, ...]:
     """The queries of each segment, behind `counts` dummy queries of zeros."""
-    segments = query.split(layout.query_lengths, dim=2)
+    segments = query.split(layout.queries.lengths, dim=2)
     if not any(counts):
         return segments
     zeros = query.new_zeros(*query.shape[:2], max(counts), query.shape[3])
     # One `cat` for all segments, then a split: the graph keeps one padded tensor, not one for each segment.
     padded = torch.cat([x for n, part in zip(counts, segments, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
-    return padded.split([n + length for n, length in zip(counts, layout.query_lengths, strict=True)], dim=2)
+    return padded.split([n + length for n, length in zip(counts, layout.queries.lengths, strict=True)], dim=2)
 
 
 def visible_keys(
@@ -268,7 +268,7 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The keys (or values) of all segments, concatenated: `(1, K, T, D)` to `(1, K, sum of key_lengths, D)`."""
+    """The keys (or values) of all segments, concatenated: `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
     if layout.key_index is None:
         return states
     order = layout.key_sort_order if states.requires_grad else (None, None)
@@ -280,7 +280,7 @@ def gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 class GatherKeys(torch.autograd.Function):
     """
-    The states `(T, K, D)` of the keys of all segments, `(sum of key_lengths, K, D)`.
+    The states `(T, K, D)` of the keys of all segments, `(sum of keys.lengths, K, D)`.
 
     The backward of `index_select` adds the gradients of a shared token in the order in which GPU threads arrive, and
     in half precision. This one is a single sum for each token, in float32 and in a fixed order: the same result in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -14,6 +13,7 @@ from transformers.utils import logging
 
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import parameters_of
 from ..model.older import flash_arguments
 from .segments import gather_keys, in_attention_dtype
 
@@ -54,10 +54,10 @@ def attend_varlen(
             module,
             *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states),
             None,
-            cu_seq_lens_q=layout.cu_seqlens_q,
-            cu_seq_lens_k=layout.cu_seqlens_k,
-            max_length_q=layout.longest[0],
-            max_length_k=layout.longest[1],
+            cu_seq_lens_q=layout.queries.cu_seqlens,
+            cu_seq_lens_k=layout.keys.cu_seqlens,
+            max_length_q=layout.queries.longest,
+            max_length_k=layout.keys.longest,
             **flash_arguments(layout),
             **kwargs,
         )
@@ -77,7 +77,8 @@ def attend_varlen(
 def _is_triton_backend() -> bool:
     """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which ignores some arguments."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
-    return getattr(getattr(interface, "flash_attn_gpu", None), "__name__", "").endswith(".interface_fa")
+    backend = getattr(interface, "flash_attn_gpu", None)
+    return backend is not None and backend.__name__.endswith(".interface_fa")
 
 
 def attend_torch_varlen(
@@ -87,7 +88,7 @@ def attend_torch_varlen(
     # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
     states = (query, gather_keys(key, layout), gather_keys(value, layout))
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in states)
-    segments = layout.cu_seqlens_q, layout.cu_seqlens_k, *layout.longest
+    segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
     return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 
 
@@ -139,7 +140,7 @@ def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layo
     if kwargs.get("attention_chunk_size") is not None:
         return "it cannot keep chunks apart"
     # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
-    if window is not None and layout.spans != layout.key_lengths:
+    if window is not None and layout.spans != layout.keys.lengths:
         return f"its window counts tokens, and rows with masked tokens within need a window of {window} columns"
     if not torch_varlen_is_complete():
         return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"
@@ -182,4 +183,4 @@ def _varlen_parameters() -> frozenset[str]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return frozenset(parameters_of(varlen_attn))

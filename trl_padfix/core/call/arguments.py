@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,26 +16,18 @@ from ..model.positions import Numbering, packed_positions
 from ..parallel.layout import ContextParallelLayout
 from .calls import ModelCall
 from .images import visual_mask
+from .inputs import DecoderInputs
 
 
-__all__ = ["bind", "local_arguments", "pack_arguments", "padded_output", "unpack_output"]
+__all__ = ["local_arguments", "pack_arguments", "padded_output", "unpack_output"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
 """Floating-point arguments with one value per token, `(B, L, ...)`."""
 
-_IMPLIED_BY_LAYOUT = ("cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that describe a packed row, as its layout does."""
-
-
-def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
-    signature = inspect.signature(forward)
-    bound = signature.bind_partial(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # `bind_partial` puts these in a dictionary of their own
-            bound.update(bound.pop(name, {}))
-    return dict(bound)
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_OF_LAYOUT = {"attention_mask", "position_ids", "cache_position", "seq_idx", *_BOUNDS}
+"""Arguments that follow from the layout of a packed row."""
 
 
 def local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:
@@ -71,13 +62,13 @@ def _feature_index(
     return int(visual.sum()), select(index)[select(visual)]
 
 
-def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -> dict[str, Any]:
+def pack_arguments(inputs: DecoderInputs, layout: Layout, numbering: Numbering) -> dict[str, Any]:
     """
     Pack the arguments of a decoder call.
 
     Args:
-        call (`dict`):
-            Arguments by name, `(B, L, ...)` if they have a value per token.
+        inputs ([`DecoderInputs`]):
+            Inputs of the decoder, `(B, L, ...)` if they have a value per token.
         layout ([`Layout`]):
             Layout of the call.
         numbering ([`Numbering`]):
@@ -89,11 +80,11 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
     Raises:
         UnpackableCallError: If a tensor among the arguments is not one value per token.
     """
-    features = _feature_index(visual_mask(call, layout.batch_shape), partial(pack, layout=layout))
-    left_out = {"attention_mask", "position_ids", *_IMPLIED_BY_LAYOUT}
-    packed = {k: tree_map(partial(_pack_value, k, layout, features), v) for k, v in call.items() if k not in left_out}
-    if (positions := call.get("position_ids")) is None:
-        new_positions = packed_positions(numbering, call, layout).unsqueeze(0)
+    features = _feature_index(visual_mask(inputs.arguments, layout.batch_shape), partial(pack, layout=layout))
+    pack_value = partial(_pack_value, layout, features)
+    packed = {k: tree_map(partial(pack_value, k), v) for k, v in inputs.arguments.items() if k not in _OF_LAYOUT}
+    if (positions := inputs.positions) is None:
+        new_positions = packed_positions(numbering, inputs.ids, inputs.mask, layout).unsqueeze(0)
     else:
         # `(B, L)`, `(1, L)` for all rows, or `(P, B, L)`, whose axes are packed one by one.
         axes = positions.expand(*positions.shape[:-2], *layout.batch_shape).reshape(-1, *layout.batch_shape)
@@ -102,7 +93,7 @@ def pack_arguments(call: dict[str, Any], layout: Layout, numbering: Numbering) -
     return packed | {"attention_mask": None, "position_ids": new_positions}
 
 
-def _pack_value(name: str, layout: Layout, features: tuple[int, torch.Tensor] | None, value: Any) -> Any:
+def _pack_value(layout: Layout, features: tuple[int, torch.Tensor] | None, name: str, value: Any) -> Any:
     """
     One value of the argument `name`, for the packed tokens.
 

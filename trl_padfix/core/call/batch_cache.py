@@ -37,9 +37,8 @@ class TensorVersion:
     def of(cls, tensor: torch.Tensor | None) -> TensorVersion:
         if tensor is None:
             return cls(None)
-        is_small = (
-            tensor.dim() <= 2 or not tensor.is_floating_point()
-        )  # ids, masks, keys; neither embeddings nor pixels
+        # Ids, masks and keys are copied; neither embeddings nor pixels.
+        is_small = tensor.dim() <= 2 or not tensor.is_floating_point()
         copy = tensor.detach().clone() if tensor.device.type == "cpu" and is_small else None
         # Inference tensors have no version counter.
         return cls(tensor, None if tensor.is_inference() else tensor._version, copy)
@@ -113,13 +112,21 @@ def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     return [None if x is None else found[id(x)] for x in tensors]
 
 
-def cached_layout(key: Hashable, tensors: list[torch.Tensor | None], build: Callable[[], Layout]) -> Layout:
-    """The layout that `build` makes of these tensors, with the settings `key`; built once for the same tensors."""
+def cached_layout(
+    key: Hashable, tensors: list[torch.Tensor | None], device: torch.device, build: Callable[..., Layout]
+) -> Layout:
+    """
+    The layout that `build` makes of the values of these tensors on the host, moved to `device`.
+
+    It is built once for the same tensors with the same settings `key`.
+    """
     cache = context().batch_cache
     for other_key, versions, layout in cache.layouts if cache is not None else ():
         if other_key == key and all(v.matches(x) for v, x in zip(versions, tensors, strict=True)):
             return layout
-    layout = build()
+    versions = [] if cache is None else [TensorVersion.of(x) for x in tensors]
+    with torch.inference_mode(False):  # a later forward with gradients cannot use inference tensors
+        layout = build(*on_host(*tensors)).to(device)
     if cache is not None:
-        cache.layouts.append((key, [TensorVersion.of(x) for x in tensors], layout))
+        cache.layouts.append((key, versions, layout))
     return layout

@@ -9,12 +9,9 @@ function, which sets the running layer for the recomputation too.
 
 from __future__ import annotations
 
-import dis
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from types import CodeType
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,9 +19,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..context import context, within
 from ..errors import UnpackableCallError
+from ..model.inspection import bind, takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
-from .arguments import bind
+from ..model.views import config_of
 from .calls import LAYOUT, PackedCall, packed_call
 
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["LayerCall", "LayerPatch", "forward_code", "hands_arguments_on", "layer_call", "takes_any_argument"]
+__all__ = ["LayerCall", "LayerPatch", "is_checkpointed", "layer_call"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,22 +46,6 @@ def layer_call(call: PackedCall | None = None) -> LayerCall | None:
     """The running call of a layer, if there is one; with `call` only one inside of that packed forward."""
     layer = context().layer
     return layer if layer is not None and (call is None or layer.call is call) else None
-
-
-def takes_any_argument(module: nn.Module) -> bool:
-    """Whether the forward of a module takes `**kwargs`."""
-    return bool(forward_code(type(module)).co_flags & inspect.CO_VARKEYWORDS)
-
-
-def hands_arguments_on(module: nn.Module) -> bool:
-    """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
-    return takes_any_argument(module) and _expands_arguments(forward_code(type(module)))
-
-
-@cache
-def _expands_arguments(code: CodeType) -> bool:
-    # Python compiles each call with `*` or `**` to this instruction.
-    return any(i.opname == "CALL_FUNCTION_EX" for i in dis.get_instructions(code))
 
 
 class LayerPatch(ForwardPatch):
@@ -97,17 +79,17 @@ class LayerPatch(ForwardPatch):
     def _forward(self, layer: LayerCall, has_layout: bool) -> Callable[..., Any]:
         """The forward of the layer; if it is checkpointed, its recomputation has the same running layer."""
         if checkpoints_in_forward():
-            is_checkpointed = _checkpoints(self.module)
-            if is_checkpointed and issubclass(type(self.module), GradientCheckpointingLayer):
+            checkpoints = is_checkpointed(self.module)
+            if checkpoints and issubclass(type(self.module), GradientCheckpointingLayer):
                 # A view gets a config for packed attention by default; this one replaces the checkpoint function only.
-                config = {"config": self.module.config} if hasattr(self.module, "config") else {}
+                config = {} if config_of(self.module) is None else {"config": self.module.config}
                 checkpoint = _restoring_layer(self.module._gradient_checkpointing_func, layer)
                 return self.on_view(_gradient_checkpointing_func=checkpoint, **config)
         else:
             decoder = layer.call.decoder
-            is_checkpointed = layer.call.cached("checkpointed", lambda: any(map(_checkpoints, decoder.modules())))
+            checkpoints = layer.call.cached("checkpointed", lambda: any(map(is_checkpointed, decoder.modules())))
         # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
-        if is_checkpointed and not has_layout:
+        if checkpoints and not has_layout:
             raise UnpackableCallError(
                 "checkpoint",
                 f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
@@ -128,10 +110,6 @@ def _restoring_layer(checkpoint: Callable[..., Any], layer: LayerCall) -> Callab
     return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)
 
 
-def _checkpoints(module: nn.Module) -> bool:
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether gradient checkpointing is on for a layer, or for a decoder that checkpoints its layers."""
     return module.training and bool(getattr(module, "gradient_checkpointing", False))
-
-
-def forward_code(cls: type[nn.Module]) -> CodeType:
-    """The code of a class's forward, without its decorators."""
-    return inspect.unwrap(cls.forward).__code__

@@ -88,10 +88,10 @@ class PreparedMasks:
         """The part of the mask for each segment: `(1, 1, queries, keys)`, `True` where the query sees the key."""
         mask, L = self.masks[None if None in self.masks else kind], layout.batch_shape[1]
         # A segment is the end of a row, and its keys are the real tokens of that row up to there.
-        rows = (layout.packed_index[layout.cu_seqlens_q[:-1].long()] // L).tolist()
+        rows = (layout.packed_index[layout.queries.cu_seqlens[:-1].long()] // L).tolist()
         begins = torch.searchsorted(layout.real_index, torch.tensor(rows, device=layout.real_index.device) * L)
         segment_masks = []
-        lengths = zip(layout.query_lengths, layout.key_lengths, strict=True)
+        lengths = zip(layout.queries.lengths, layout.keys.lengths, strict=True)
         for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
             segment_masks.append(as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..context import ForwardRunner, context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
+from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import Attachment, ForwardPatch, in_backward
-from .arguments import bind
 
 
 __all__ = ["RunnerPatch", "attach_runner_patch"]

@@ -79,7 +79,7 @@ def prefix_sharing_layout(
     >>> layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
     >>> pack(ids, layout)
     tensor([[1, 2, 3, 4, 5]])
-    >>> layout.query_lengths, layout.key_lengths
+    >>> layout.queries.lengths, layout.keys.lengths
     ((4, 1), (4, 3))
 
     ```
@@ -127,7 +127,7 @@ def packed_layout(
     >>> from trl_padfix import packed_layout
 
     >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
-    >>> packed_layout(positions).query_lengths
+    >>> packed_layout(positions).queries.lengths
     (3, 2)
     >>> packed_layout(positions, input_ids=torch.tensor([[5, 6, 7, 5, 6]])).packed_tokens
     3
@@ -252,7 +252,7 @@ def lay_out(
     tensor([0, 1, 2, 3, 0, 1, 4])
     >>> layout.packed_index, layout.key_index
     (tensor([0, 1, 2, 3, 6]), tensor([0, 1, 2, 3, 0, 1, 4]))
-    >>> layout.query_lengths, layout.key_lengths
+    >>> layout.queries.lengths, layout.keys.lengths
     ((4, 1), (4, 3))
 
     ```

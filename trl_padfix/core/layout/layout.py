@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .flat_maps import FlatIndexMaps, cu_seqlens_of, to_device_async
+from .flat_maps import SegmentLengths, move_maps
 
 
 if TYPE_CHECKING:
@@ -59,14 +59,12 @@ class Layout:
         positions (`torch.Tensor` of shape `(T,)`):
             Position of each packed token in its row (in a packed batch: in its sequence), counted from the first real
             token. Masked tokens in between count.
-        key_index (`torch.Tensor` of shape `(sum of key_lengths,)`, *optional*):
+        key_index (`torch.Tensor` of shape `(sum of keys,)`, *optional*):
             Packed tokens that are the keys of the segments, segment after segment (TRL: `tree_kv_index`). `None` if
             the keys of each segment are its queries.
-        cu_seqlens_q, cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`, int32):
-            Cumulative query and key lengths of the segments. One object if they are equal: cuDNN takes causal calls
-            only with one object for both.
-        query_lengths, key_lengths (`tuple[int, ...]` of length `S`):
-            Queries and keys of each segment, on the host.
+        queries, keys ([`SegmentLengths`]):
+            Number of queries and of keys of each segment. Equal ones have one object as `cu_seqlens`: cuDNN takes
+            causal calls only with one object for both.
         spans (`tuple[int, ...]` of length `S`):
             Columns from the first key of each segment to its last, both included: its key length plus its holes.
         key_source_positions (`torch.Tensor` of shape `(n,)`, *optional*):
@@ -87,9 +85,9 @@ class Layout:
     (tensor([0, 1, 2, 3, 5, 6, 7]), tensor([0, 1, 2, 3, 0, 1, 4]))
     >>> layout.packed_index, layout.positions
     (tensor([0, 1, 2, 3, 7]), tensor([0, 1, 2, 3, 2]))
-    >>> layout.cu_seqlens_q, layout.cu_seqlens_k
+    >>> layout.queries.cu_seqlens, layout.keys.cu_seqlens
     (tensor([0, 4, 5], dtype=torch.int32), tensor([0, 4, 7], dtype=torch.int32))
-    >>> layout.key_index.split(layout.key_lengths)
+    >>> layout.key_index.split(layout.keys.lengths)
     (tensor([0, 1, 2, 3]), tensor([0, 1, 4]))
 
     ```
@@ -101,10 +99,8 @@ class Layout:
     packed_index: torch.Tensor
     positions: torch.Tensor
     key_index: torch.Tensor | None
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
+    queries: SegmentLengths
+    keys: SegmentLengths
     spans: tuple[int, ...]
     key_source_positions: torch.Tensor | None = None
     filler: int | None = None
@@ -113,16 +109,9 @@ class Layout:
     def of_segments(cls, query_lengths: Sequence[int], key_lengths: Sequence[int], **fields: Any) -> Self:
         """A layout with segments of these lengths, on the device of its `positions`; `fields` are its other fields."""
         device = fields["positions"].device
-        cu_seqlens_q = cu_seqlens_k = to_device_async(cu_seqlens_of(query_lengths), device)
-        if list(query_lengths) != list(key_lengths):  # else one object, see `cu_seqlens_q`
-            cu_seqlens_k = to_device_async(cu_seqlens_of(key_lengths), device)
-        return cls(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            query_lengths=tuple(query_lengths),
-            key_lengths=tuple(key_lengths),
-            **fields,
-        )
+        queries = SegmentLengths.of(query_lengths, device)
+        is_equal = list(query_lengths) == list(key_lengths)
+        return cls(queries=queries, keys=queries if is_equal else SegmentLengths.of(key_lengths, device), **fields)
 
     @property
     def padded_tokens(self) -> int:
@@ -155,28 +144,13 @@ class Layout:
         # `real_index` ascends: the last real token of a row is the one before the first at or after the row's end.
         return self.real_index[torch.searchsorted(self.real_index, ends) - 1]
 
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of a segment: `(max_seqlen_q, max_seqlen_k)`."""
-        return max(self.query_lengths), max(self.key_lengths)
-
-    @property
-    def max_seqlen_q(self) -> int:
-        """Most queries of a segment, as flash-attn names it."""
-        return self.longest[0]
-
-    @property
-    def max_seqlen_k(self) -> int:
-        """Most keys of a segment, as flash-attn names it."""
-        return self.longest[1]
-
     @property
     def indexed_positions(self) -> torch.Tensor:
         """`positions` of the tokens that `key_index` indexes: by default the packed ones."""
         return self.positions if self.key_source_positions is None else self.key_source_positions
 
     @property
-    def keys(self) -> torch.Tensor:
+    def key_tokens(self) -> torch.Tensor:
         """`key_index`, also if the keys of each segment are its queries."""
         if self.key_index is not None:
             return self.key_index
@@ -184,7 +158,7 @@ class Layout:
 
     @property
     def key_positions(self) -> torch.Tensor:
-        """`positions` of the keys of the segments, `(sum of key_lengths,)`."""
+        """`positions` of the keys of the segments, `(sum of keys,)`."""
         return self.positions if self.key_index is None else self.indexed_positions.index_select(0, self.key_index)
 
     @cached_property
@@ -227,7 +201,7 @@ class Layout:
         if self.filler is not None:
             return False  # the batch itself has another shape than the packed rows of a run
         # In a packed batch a row without padding may have several segments, which must be kept apart.
-        return self.packed_tokens == self.padded_tokens and len(self.query_lengths) == self.batch_shape[0]
+        return self.packed_tokens == self.padded_tokens and len(self.queries.lengths) == self.batch_shape[0]
 
     @property
     def sharing_pays(self) -> bool:
@@ -240,7 +214,7 @@ class Layout:
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""
-        return self if self.real_index.device == torch.device(device) else FlatIndexMaps.of(self).to(device)
+        return self if self.real_index.device == torch.device(device) else move_maps(self, device)
 
     def filled(self, multiple: int | Sequence[int]) -> Self:
         """
@@ -257,7 +231,7 @@ class Layout:
         >>> from trl_padfix import padding_free_layout
 
         >>> layout = padding_free_layout(torch.tensor([[0, 1, 1], [1, 1, 1]])).filled(8)
-        >>> layout.packed_tokens, layout.filler, layout.query_lengths
+        >>> layout.packed_tokens, layout.filler, layout.queries.lengths
         (8, 3, (2, 3, 3))
         >>> layout.packed_index
         tensor([1, 2, 3, 4, 5, 3, 4, 5])
@@ -276,7 +250,7 @@ class Layout:
         return {}
 
     def _with_filler(self, filler: int) -> Self:
-        queries, keys = self.query_lengths, self.key_lengths
+        queries, keys = self.queries.lengths, self.keys.lengths
         # Filler copies tokens of the batch, because the model accepts their positions, embeddings and masks. A segment
         # that is a whole row is preferred, because image masks are those of whole rows.
         segment = max(range(len(queries)), key=lambda s: (queries[s] == keys[s], queries[s]))
@@ -355,7 +329,7 @@ class Layout:
         """
         mask = self.positions.new_zeros(self.packed_tokens, len(self.indexed_positions), dtype=torch.bool)
         end = 0
-        for queries, path in zip(self.query_lengths, self.keys.split(self.key_lengths), strict=True):
+        for queries, path in zip(self.queries.lengths, self.key_tokens.split(self.keys.lengths), strict=True):
             end += queries
             for n in range(queries):
                 # Aligned to the bottom right: the last query sees the whole path, the query before it one key less.
@@ -388,11 +362,11 @@ class Layout:
         if self.key_source_positions is not None:
             raise ValueError("Keys of this layout are tokens of other forwards, which a tree row does not hold.")
         return {
-            "tree_kv_index": self.keys,
-            "tree_cu_seqlens_q": self.cu_seqlens_q,
-            "tree_cu_seqlens_k": self.cu_seqlens_k,
-            "tree_max_seqlen_q": self.max_seqlen_q,
-            "tree_max_seqlen_k": self.max_seqlen_k,
+            "tree_kv_index": self.key_tokens,
+            "tree_cu_seqlens_q": self.queries.cu_seqlens,
+            "tree_cu_seqlens_k": self.keys.cu_seqlens,
+            "tree_max_seqlen_q": self.queries.longest,
+            "tree_max_seqlen_k": self.keys.longest,
         }
 
 

@@ -266,7 +266,7 @@ class _StepPrefixTree:
     >>> layout = tree.layout(1, owner, drafts)  # of 1-2-4
     >>> layout.prefixes, layout.packed_index.tolist(), layout.source.tolist()
     ((0, 1), [0, 1, 2], [0, 1, 2])
-    >>> layout.new.query_lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
+    >>> layout.new.queries.lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
     ((1,), [0, 1, 2], [2])
     >>> tree.fork_tokens(owner, 0, drafts[0].tokens)  # 1-2 and 1-5 part behind the only token of prefix 0
     (0,)

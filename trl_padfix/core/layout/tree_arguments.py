@@ -84,7 +84,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     >>> layout = tree_layout(tree, 5, [torch.tensor([1, 2, 3, 2, 4])])
     >>> layout.packed_index, layout.source
     (tensor([0, 1, 2, 4]), tensor([0, 1, 2, 1, 3]))
-    >>> layout.query_lengths, layout.key_lengths
+    >>> layout.queries.lengths, layout.keys.lengths
     ((3, 1), (3, 3))
 
     ```

@@ -8,7 +8,6 @@ and returns its hidden states. No layer computes anything, and the decoder itsel
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..call.arguments import bind
 from ..call.calls import LAYOUT, RowsCall
 from ..context import outside_calls, within
+from ..model.inspection import bind, parameters_of
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
-from ..model.views import view_of
+from ..model.views import config_of, view_of
 from .row_buckets import RowBuckets, rows_of
 
 
@@ -79,7 +78,7 @@ class DryRun:
             # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.
             arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
         fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
-        accepted = self.argument_names | inspect.signature(type(self.patch.module).forward).parameters.keys()
+        accepted = self.argument_names | parameters_of(type(self.patch.module).forward).keys()
         arguments |= {k: v for k, v in fixed.items() if k in accepted}
         positions: Any = arguments.get("position_ids")
         return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
@@ -163,9 +162,9 @@ def _forward_with_stubs(
                 )
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
-        if hasattr(module, "config"):
+        if (config := config_of(module)) is not None:
             # The model's own config: that of a view names packed attention, and rows need the masks of the real one.
-            overrides["config"] = module.config
+            overrides["config"] = config
         return overrides
 
     return patch.on_view(**overrides_of(patch.module, ""))

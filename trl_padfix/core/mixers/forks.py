@@ -124,7 +124,7 @@ class NodeTree:
         self.device = layout.packed_index.device
         self.fork_tokens = None if prefix_states.records is None else list(prefix_states.records.fork_tokens)
         self.parent_tokens, self.num_prefix_states = _parent_tokens(layout, prefix_states)
-        nodes, parents = _nodes(layout.query_lengths, self.parent_tokens, self.fork_tokens or [])
+        nodes, parents = _nodes(layout.queries.lengths, self.parent_tokens, self.fork_tokens or [])
         if self.fork_tokens is None:  # else other forwards need the states between the levels
             nodes, parents = _merge_levels(nodes, parents, MAX_COPIES.get(self.device.type, MAX_COPIES_ELSEWHERE))
         levels = _levels(nodes, parents)
@@ -167,7 +167,7 @@ class NodeTree:
     @cached_property
     def seq_idx(self) -> torch.Tensor:
         """Number of the row of each token, `(1, T)`, int32; for flat trees only."""
-        lengths = torch.tensor(self.layout.query_lengths, device=self.device)
+        lengths = torch.tensor(self.layout.queries.lengths, device=self.device)
         return torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)[None].to(torch.int32)
 
     def convolve(
@@ -201,7 +201,7 @@ class NodeTree:
             forwards come before the packed tokens.
         """
         if width not in self._left_context:
-            first, lengths = self.num_prefix_states * width, self.layout.query_lengths
+            first, lengths = self.num_prefix_states * width, self.layout.queries.lengths
             starts, segments, segment_places = list(accumulate(lengths, initial=0)), [], []
 
             def context_up_to(parent: Parent) -> torch.Tensor:
@@ -281,8 +281,8 @@ def with_zero(x: torch.Tensor) -> torch.Tensor:
 def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Parent], int]:
     """The token before each segment on its path, and the number of states of other forwards."""
     if layout.key_index is None:  # keys are queries: each segment is a whole row
-        return [_NO_PARENT] * len(layout.query_lengths), 0
-    queries, keys = torch.tensor(layout.query_lengths), torch.tensor(layout.key_lengths)
+        return [_NO_PARENT] * len(layout.queries.lengths), 0
+    queries, keys = torch.tensor(layout.queries.lengths), torch.tensor(layout.keys.lengths)
     # The keys of a segment end with its queries; the key before the first query is the parent. Segments without one
     # read a wrong place (clamped to be valid), and `where` replaces it.
     places = (keys.cumsum(0) - queries - 1).clamp(min=0).to(layout.key_index.device)

@@ -17,7 +17,6 @@ The mode follows from the code of the module's class, not from the name of the m
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,14 +24,15 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention.attention import ViewPatch, counts_columns, names_attention, uses_attention_interface
-from ..call.layers import LayerPatch, hands_arguments_on
+from ..attention.attention import ViewPatch, names_attention, uses_attention_interface
+from ..call.layers import LayerPatch
+from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
 from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch, needs_whole_rows
 
 
-__all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers"]
+__all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers", "marks_cross_attention"]
 
 PACKED, FORKED, ROWS, WHOLE = "packed", "forked", "rows", "whole rows"
 
@@ -115,7 +115,7 @@ class Mixers:
         """Why the numbers of a token depend on its batch in transformers itself; empty if they do not."""
         for mixer in self.mixers:
             modules = list(mixer.module.modules())
-            if any(hasattr(m, "indexer") for m in modules):  # sparse attention of DeepSeek V3.2
+            if _has_indexer(modules):  # sparse attention of DeepSeek V3.2
                 reason = "among keys with equal scores its indexer may select other ones if a row has other padding"
             elif any(hasattr(m, "chunkwise_kernel_fn") and hasattr(m, "sequence_kernel_fn") for m in modules):  # xLSTM
                 reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
@@ -191,14 +191,19 @@ def _mixes(module: nn.Module) -> bool:
 
 def _parameters(module: nn.Module) -> set[str]:
     try:
-        return set(inspect.signature(inspect.unwrap(type(module).forward)).parameters)
+        return set(parameters_of(forward_of(module)))
     except (TypeError, ValueError):
         return set()
 
 
+def marks_cross_attention(module: nn.Module) -> bool:
+    """Whether a module says that it attends to another sequence."""
+    return bool(getattr(module, "is_cross_attention", False))
+
+
 def _is_cross_attention(name: str, module: nn.Module) -> bool:
     is_named = any(word in name for word in ("encoder_attn", "cross_attn", "crossattention"))
-    return is_named or "cross" in type(module).__name__.lower() or bool(getattr(module, "is_cross_attention", False))
+    return is_named or "cross" in type(module).__name__.lower() or marks_cross_attention(module)
 
 
 def _mode_of(module: nn.Module) -> tuple[str, str]:
@@ -212,6 +217,10 @@ def _mode_of(module: nn.Module) -> tuple[str, str]:
     return FORKED if primitives_of(module) and is_plain else ROWS, reason
 
 
+def _has_indexer(modules: list[nn.Module]) -> bool:
+    return any(hasattr(m, "indexer") for m in modules)
+
+
 def _packing_obstacle(module: nn.Module) -> str:
     """Why a mixer cannot run as packed attention; empty if it can."""
     modules = list(module.modules())
@@ -223,7 +232,7 @@ def _packing_obstacle(module: nn.Module) -> str:
         if names & {"alibi", "position_bias"}:
             return "attention written out, with a bias built from columns of the batch"
         return "attention written out" if "attention_mask" in names else "recurrence"
-    if any(hasattr(m, "indexer") for m in modules):
+    if _has_indexer(modules):
         return "indexer that selects keys among those of the batch"
     if any(getattr(m, "compressor", None) is not None for m in modules):
         return "keys that stand for several tokens"
@@ -232,6 +241,6 @@ def _packing_obstacle(module: nn.Module) -> str:
         # Llama 4 tunes the temperature only in layers without rotary embeddings.
         if getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False):
             return "temperature by the column of the batch"
-    if {"position_bias", "relative_states"} & set(inspect.unwrap(type(module).forward).__code__.co_varnames):
+    if {"position_bias", "relative_states"} & {*variables_in(type(module).forward)}:
         return "attention with a bias of its own"
     return ""

@@ -13,13 +13,10 @@ with globals of its own. The replacements call the original function, on the seg
 
 from __future__ import annotations
 
-import dis
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import count, repeat
-from types import CellType, FunctionType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +25,7 @@ from torch import nn
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, packed_call
 from ..context import within
-from ..errors import PaddingRemovalError
+from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
@@ -38,7 +35,7 @@ from .forks import tree_of
 from .row_buckets import row_buckets
 
 
-__all__ = ["LEFT_OUT", "PrimitivesPatch", "can_export_state", "chunk_of", "kernel_parameters", "primitives_of"]
+__all__ = ["LEFT_OUT", "PrimitivesPatch", "can_export_state", "chunk_of", "primitives_of"]
 
 CHUNK = 64
 """Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
@@ -56,11 +53,9 @@ def primitives_of(module: nn.Module) -> set[str]:
 
     They are read from the code of its forward, so that code on the Hub is recognised too.
     """
-    forward = inspect.unwrap(type(module).forward)
     # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
-    global_names = {i.argval for i in dis.get_instructions(forward) if i.opname == "LOAD_GLOBAL"}
-    names = _REPLACEMENTS.keys() & global_names & forward.__globals__.keys()
-    has_attention = uses_attention_interface(module) or "attention_interface" in forward.__code__.co_varnames
+    names = _REPLACEMENTS.keys() & loaded_globals(module).keys()
+    has_attention = uses_attention_interface(module) or "attention_interface" in variables_in(type(module).forward)
     has_convolution = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
     has_recurrence = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))
     # A convolution or recurrence that calls none of the functions is written out in the forward.
@@ -78,9 +73,8 @@ def can_export_state(module: nn.Module) -> bool:
 def chunk_of(module: nn.Module) -> int:
     """Tokens that the recurrence of a forked mixer computes at once; 0 if it does not work by chunks."""
     size = getattr(module, "chunk_size", None)
-    namespace = inspect.unwrap(type(module).forward).__globals__
     for name in primitives_of(module) & _CHUNKED:
-        parameter = _parameters(namespace[name]).get("chunk_size")
+        parameter = parameters_of(global_in(module, name)).get("chunk_size")
         size = size or (parameter.default if parameter is not None else None)
         return size if isinstance(size, int) else CHUNK  # no size: a kernel behind the function, or no default
     return 0
@@ -95,7 +89,7 @@ class PrimitivesPatch(ForwardPatch):
         super().__init__(module, attachment)
         # A kernel whose parameters cannot be read raises here, not in the first step.
         for name in primitives_of(module) & _CHUNKED:
-            kernel_parameters(inspect.unwrap(type(module).forward).__globals__[name])
+            kernel_parameters(global_in(module, name))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
@@ -105,49 +99,18 @@ class PrimitivesPatch(ForwardPatch):
             call = _local_call(call, call.cp_layout)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()
-        function = getattr(forward, "__func__", None)
-        assert function is not None, "a mixer whose forward is not a method of its class runs on rows"
-        namespace = inspect.unwrap(function).__globals__
-        names = primitives_of(viewed_module(self.module))
-        keys = zip(repeat(self.module), count())
-        replaced = {
-            name: with_context_parallel(name, _REPLACEMENTS[name](namespace[name], call, keys), call.cp_layout)
-            for name in names
-        }
+        assert isinstance(forward, MethodType), "a mixer whose forward is not a method of its class runs on rows"
+        module, keys, replaced = viewed_module(self.module), zip(repeat(self.module), count()), {}
+        for name in primitives_of(module):
+            replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
+            replaced[name] = with_context_parallel(name, replacement, call.cp_layout)
         with within(packed=call):
-            return _with_globals(function, replaced)(forward.__self__, *args, **kwargs)
+            return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
 
 
 def _local_call(call: PackedCall, cp_layout: ContextParallelLayout) -> PackedCall:
     """A packed forward of the whole rows that this process computes."""
     return call.cached("local", lambda: replace(call, layout=cp_layout.local_layout, cp_layout=None, cache={}))
-
-
-def _with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
-    """
-    A copy of `function`, and of the functions that it wraps, with other values for the globals in `replaced`.
-
-    The copy belongs to one call, so other models and threads keep their globals. Patching the module that defines the
-    function would change all its models.
-    """
-    inner = getattr(function, "__wrapped__", None)
-    namespace, closure = function.__globals__, function.__closure__
-    if inner is None:
-        namespace = {**namespace, **replaced}
-    else:
-        # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
-        copied = _with_globals(inner, replaced)
-        closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure or ())
-    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
-    return copy
-
-
-def _holds(cell: CellType, value: object) -> bool:
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # an empty cell
-        return False
 
 
 def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:
@@ -245,7 +208,7 @@ def _state_space(original: Callable, call: PackedCall, keys: Keys) -> Callable:
 
 def _scan_on_rows(original: Callable, call: PackedCall, keys: Keys) -> Callable:
     """A scan on rows, whose arguments and output have tokens in their last dimension, `(1, C, T)`."""
-    rows, parameters = row_buckets(call), list(_parameters(original))
+    rows, parameters = row_buckets(call), list(parameters_of(original))
 
     def rows_of_argument(name: str, value: torch.Tensor | None, bucket: int) -> torch.Tensor | None:
         if name not in ("hidden_states", "dt", "B", "C", "z") or value is None:
@@ -267,56 +230,6 @@ def _scan_on_rows(original: Callable, call: PackedCall, keys: Keys) -> Callable:
 def _left_out(original: Callable, call: PackedCall, keys: Keys) -> Callable:
     """For fused kernels of a whole mixer: if they return `None`, the mixer computes its steps one by one."""
     return lambda *args, **kwargs: None
-
-
-def _parameters(function: Callable | nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters of a function of transformers as mixers call it: those of its implementation in torch."""
-    if isinstance(function, nn.Module):
-        return dict([*inspect.signature(type(function).forward).parameters.items()][1:])  # without `self`
-    return inspect.signature(function).parameters
-
-
-def kernel_parameters(function: Callable | nn.Module) -> frozenset[str]:
-    """
-    Parameters of the kernel that a function of transformers calls; empty if it is computed by transformers, in torch.
-
-    Where the package `kernels` is installed, such a function is a module whose forward calls the kernel. `kernelize`
-    can put a kernel of the Hub into that module at any time, so nothing is cached for modules, only for functions.
-
-    Raises:
-        PaddingRemovalError: If the parameters cannot be read: then it is unknown whether the kernel keeps rows apart.
-    """
-    if not isinstance(function, nn.Module):
-        return _parameters_of_function(function)
-    forward = inspect.unwrap(getattr(function.forward, "__func__", function.forward))
-    # transformers' forward of such a module is a closure over the function that it calls, `func`.
-    inner = inspect.getclosurevars(forward).nonlocals.get("func") if inspect.isfunction(forward) else None
-    return _parameters_of_function(inner or function.forward)
-
-
-@cache
-def _parameters_of_function(function: Callable) -> frozenset[str]:
-    inner = function
-    while inspect.isfunction(inner):
-        # transformers' decorator of such functions holds the parameters of the kernel that it chose in its closure.
-        closure = inspect.getclosurevars(inner).nonlocals
-        if "is_new_implementation" in closure:
-            return frozenset(closure["applicable_params"] if closure["is_new_implementation"] else ())
-        wrapped = getattr(inner, "__wrapped__", None)
-        if wrapped is None:
-            break
-        inner = wrapped
-    if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):
-        return frozenset()
-    # The code, not the signature: a wrapper may claim the signature of the function that it wraps.
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
-    if set(names) <= {"self"}:
-        raise PaddingRemovalError(
-            f"The arguments of {function!r} cannot be read, so it is unknown whether it keeps packed rows apart. Set "
-            "`use_kernels=False` (or the environment's USE_HUB_KERNELS=NO), or train with `padding_free=False`."
-        )
-    return frozenset(names)
 
 
 _REPLACEMENTS: dict[str, Replace] = {

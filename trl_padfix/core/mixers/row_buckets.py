@@ -12,7 +12,6 @@ shared token is taken from the row of the segment that holds the token.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ..call.layers import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
+from ..model.inspection import takes
 from ..model.patching import Attachment, ForwardPatch
 
 
@@ -75,7 +75,7 @@ class RowBuckets:
         The rows of the segments of `layout`: in buckets of similar length, or all rows in one bucket (`one_bucket`),
         or one bucket for each length (`by_length`), which has no overhang.
         """
-        device, lengths = layout.packed_index.device, list(layout.key_lengths)
+        device, lengths = layout.packed_index.device, list(layout.keys.lengths)
         groups = (
             [list(range(len(lengths)))]
             if one_bucket
@@ -93,7 +93,7 @@ class RowBuckets:
             for s in group:
                 ends[s], begin = begin + lengths[s], begin + len(column)
         # The segment's own tokens are the last ones of its path; the tokens before belong to other segments.
-        index = [torch.arange(end - n, end) for end, n in zip(ends, layout.query_lengths, strict=True)]
+        index = [torch.arange(end - n, end) for end, n in zip(ends, layout.queries.lengths, strict=True)]
         return cls(tuple(tokens), tuple(overhang), torch.cat(index).to(device))
 
     def gather(self, x: torch.Tensor, bucket: int) -> torch.Tensor:
@@ -244,7 +244,7 @@ def needs_whole_rows(decoder: nn.Module) -> str:
     prompt_length = getattr(decoder, "prompt_length", 0)
     if prompt_length:
         return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
-    if "patch_lengths" in inspect.signature(decoder.forward).parameters:
+    if takes(decoder, "patch_lengths"):
         return "groups the tokens of a row into patches"
     return ""
 

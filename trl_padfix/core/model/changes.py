@@ -9,7 +9,6 @@ module that replaces another has none of its patches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnpackableCallError
+from .inspection import name_of, package_of
 
 
 __all__ = ["ModuleChanges"]
@@ -75,10 +75,10 @@ class ModuleChanges:
         """
         self._check_modules()
         for forward in self._forwards():
-            if forward is not None and forward not in self.accepted and _package(forward) not in _HARMLESS_MODULES:
+            if forward is not None and forward not in self.accepted and package_of(forward) not in _HARMLESS_MODULES:
                 raise UnpackableCallError(
                     "forward",
-                    f"`{_name(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
+                    f"`{name_of(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
                     f"padding removal was attached. {_ONE_ROW} Set it before padding removal is attached, if it "
                     "treats every token by itself.",
                 )
@@ -88,7 +88,7 @@ class ModuleChanges:
             if hook not in self.accepted and not _is_harmless(hook):
                 raise UnpackableCallError(
                     "hook",
-                    f"`{_name(hook)}` was registered as a hook of {place} in {type(self.decoder).__name__} after "
+                    f"`{name_of(hook)}` was registered as a hook of {place} in {type(self.decoder).__name__} after "
                     f"padding removal was attached. {_ONE_ROW} Remove the hook after use; or register it before "
                     "padding removal is attached, if it treats every token by itself.",
                 )
@@ -135,7 +135,7 @@ class ModuleChanges:
         changed |= {
             m
             for m in set(self.modules) - self.known
-            if type(m) in self.types or _package(type(m)) not in _HARMLESS_MODULES
+            if type(m) in self.types or package_of(type(m)) not in _HARMLESS_MODULES
         }
         if changed:
             module, self.modules = next(iter(changed)), []  # compare again in the next call
@@ -148,20 +148,4 @@ class ModuleChanges:
 
 
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    return _package(_function(hook)) in _HARMLESS or _READY_FOR_CHECKPOINTS in _name(hook)
-
-
-def _package(thing: Any) -> str:
-    return (getattr(thing, "__module__", None) or "").partition(".")[0]
-
-
-def _name(hook: Callable[..., Any]) -> str:
-    function = _function(hook)
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a hook calls, without `functools.partial` around it, which PEFT registers."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return hook
+    return package_of(hook) in _HARMLESS or _READY_FOR_CHECKPOINTS in name_of(hook)

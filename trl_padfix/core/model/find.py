@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .older import decoder_of
 
 
-__all__ = ["find_decoder", "find_multimodal", "find_pretrained", "pools_by_token_id"]
+__all__ = ["find_decoder", "find_multimodal", "find_pretrained"]
 
 
 def find_decoder(model: PreTrainedModel) -> Any:
@@ -55,22 +54,6 @@ def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedMod
     models = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
     around = [m for m in models if _is_composite(m.config) and any(inner is decoder for inner in m.modules())]
     return around[-1] if around else None  # the innermost: `modules()` lists outer ones first
-
-
-def pools_by_token_id(model: nn.Module) -> bool:
-    """
-    Whether the forward of `model` searches the ids for the pad token and scores one token of each row.
-
-    Read from its code, class by class, for as long as a forward calls the one of its superclass.
-    """
-    for cls in type(model).__mro__:
-        if "forward" in vars(cls):
-            code = inspect.unwrap(vars(cls)["forward"]).__code__
-            if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
-                return True
-            if "__class__" not in code.co_freevars:
-                return False  # without `__class__` it cannot call `super().forward`
-    return False
 
 
 def _is_composite(config: PretrainedConfig) -> bool:

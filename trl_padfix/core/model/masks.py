@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from .inspection import name_of
+
 
 __all__ = ["PackedMask", "describe_mask"]
 
@@ -47,7 +49,7 @@ def describe_mask(
     is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
     # `or_masks` lets tokens see more than causal ones: the tokens of an image, or of a prompt, see each other.
-    is_widened = getattr(kwargs.get("mask_function"), "__qualname__", "").startswith("or_masks")
+    is_widened = name_of(kwargs.get("mask_function")).startswith("or_masks")
     return PackedMask(
         # transformers passes this argument for bidirectional masks only.
         causal="allow_is_bidirectional_skip" not in kwargs,

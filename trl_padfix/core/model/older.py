@@ -8,7 +8,6 @@ versions; comments say what these do differently. [`REMOVABLE_WITH`] says when e
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import threading
 import weakref
@@ -25,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layout.layout import Layout
+from .inspection import names_in, parameters_of
 from .masks import PackedMask
 
 
@@ -186,7 +186,7 @@ def silence_packing_warning() -> Iterator[None]:
 
 def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:
     """The masks that a decoder makes from a two-dimensional one: one mask, or a `dict` by type of layer."""
-    parameters = inspect.signature(_masking.create_masks_for_generate).parameters
+    parameters = parameters_of(_masking.create_masks_for_generate)
     arguments: dict[str, Any] = {name: None for name in CACHES if name in parameters}
     # Up to 5.1 one argument has another name, and positions in the cache are an argument, too.
     if "input_embeds" in parameters:
@@ -196,10 +196,10 @@ def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch
     return _masking.create_masks_for_generate(config=config, attention_mask=mask, **arguments)
 
 
-def mask_of_rows(rows: torch.Tensor, decoder: nn.Module) -> torch.Tensor | None:
+def mask_of_rows(rows: torch.Tensor, decoder: Any) -> torch.Tensor | None:
     """The mask of `(n, l)` rows without padding: `None`, except for older decoders that need one to be causal."""
     # Moshi's: https://github.com/huggingface/transformers/blob/v4.57.6/src/transformers/models/moshi/modeling_moshi.py
-    is_written_out = getattr(decoder.config, "_attn_implementation", None) == "eager"
+    is_written_out = decoder.config._attn_implementation == "eager"
     return rows.new_ones(rows.shape) if is_written_out and _transformers_in("<5") else None
 
 
@@ -207,7 +207,7 @@ def _old_mask(decoder: nn.Module) -> PackedMask | None:
     """The mask of an old decoder: its window holds for all layers, whatever its `max_window_layers` says."""
     fill = getattr(decoder, "_prepare_4d_causal_attention_mask_with_cache_position", None)
     window = getattr(decoder.config, "sliding_window", None)
-    in_mask = fill is not None and "sliding_window" in fill.__code__.co_names
+    in_mask = fill is not None and "sliding_window" in names_in(fill)
     if window is None or not in_mask or not getattr(decoder.config, "use_sliding_window", True):
         return None
     return PackedMask(window=window)

@@ -14,6 +14,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
+from .inspection import name_of
 from .views import bound_to_view
 
 
@@ -160,7 +161,7 @@ class ForwardPatch:
         if forward is None:
             raise PaddingRemovalError(
                 f"The forward of {type(self.module).__name__} was replaced before padding removal was attached, by "
-                f"`{getattr(below, '__qualname__', type(below).__name__)}`, which hides the module that it calls. "
+                f"`{name_of(below)}`, which hides the module that it calls. "
                 "Attach first (`remove_padding(model)`), and let the other library wrap the model afterwards."
             )
         return forward

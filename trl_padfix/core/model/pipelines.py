@@ -75,9 +75,13 @@ def _tasks(modules: list[nn.Module]) -> list[str | None]:
     """The values of `task` for which a pipeline may compute something else: routes, or queries and documents."""
     routers = [part for module in modules for part in module.modules() if hasattr(part, "sub_modules")]
     tasks: list[str | None] = [*dict.fromkeys(route for router in routers for route in router.sub_modules)]  # type: ignore[union-attr]
-    if not tasks and any("task" in getattr(module, "forward_kwargs", ()) for module in modules):
+    if not tasks and any(map(_takes_task, modules)):
         tasks = ["query", "document"]
     return tasks if any(router.default_route is None for router in routers) else [None, *tasks]
+
+
+def _takes_task(module: nn.Module) -> bool:
+    return "task" in getattr(module, "forward_kwargs", ())
 
 
 def _first_difference(first: Any, modules: list[Any], weight: torch.Tensor, task: str | None) -> str | None:
@@ -90,7 +94,7 @@ def _first_difference(first: Any, modules: list[Any], weight: torch.Tensor, task
     # What a padded and a packed forward return.
     features: list[Any] = [row | {"token_embeddings": values} for values in (states, states * mask.unsqueeze(-1))]
     for module in modules:
-        kwargs = {"task": task} if task and "task" in getattr(module, "forward_kwargs", ()) else {}
+        kwargs = {"task": task} if task and _takes_task(module) else {}
         name, computed = f"`{type(module).__name__}` after it", []
         for values in features:
             torch.manual_seed(0)  # the same dropout for both

@@ -12,31 +12,27 @@ The frequencies of some rotary embeddings also depend on the largest position of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..layout.layout import Layout, pack
+from .inspection import forward_of, global_in, names_in, takes, variables_in
 
 
-__all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings", "takes_positions"]
-
-
-def takes_positions(decoder: nn.Module) -> bool:
-    """Whether the forward of a decoder has an argument `position_ids`."""
-    return "position_ids" in inspect.signature(decoder.forward).parameters
+__all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings"]
 
 
 def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
     """The positional embeddings of a decoder without an argument `position_ids`; they receive the columns' numbers."""
-    if takes_positions(decoder):
+    if takes(decoder, "position_ids"):
         return []
     tables = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
-    return [table for table in tables if "position_ids" in inspect.signature(table.forward).parameters]
+    return [table for table in tables if takes(table, "position_ids")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +52,9 @@ class Numbering:
     def of(cls, decoder: nn.Module) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
-        forwards = (inspect.unwrap(type(module).forward) for module in decoder.modules())
-        codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
+        forwards = [f for f in map(forward_of, decoder.modules()) if isinstance(f, FunctionType)]  # no scripted module
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
-        named = [set(c.co_names) for c in codes if {"attention_mask", "position_ids"} <= set(c.co_varnames)]
+        named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
         return cls(embedding, "cumsum" in numbering)
 
@@ -77,13 +72,14 @@ def length_dependent_ropes(decoder: nn.Module) -> dict[nn.Module, str]:
     return {m: kind for m, types_of in kinds.items() for kind in types_of & {"dynamic", "longrope"}}
 
 
-def packed_positions(numbering: Numbering, call: dict[str, Any], layout: Layout) -> torch.Tensor:
-    """Positions of packed tokens, `(T,)`, for a `call` without `position_ids`: those of each row computed alone."""
+def packed_positions(
+    numbering: Numbering, ids: torch.Tensor | None, mask: torch.Tensor | None, layout: Layout
+) -> torch.Tensor:
+    """Positions of packed tokens, `(T,)`, for a call without `position_ids`: those of each row computed alone."""
     embedding: Any = numbering.embedding
     number = _numbers_ids(embedding)
     if number is None:
         return _ranks(layout) if numbering.by_mask else layout.positions
-    ids, mask = call.get("input_ids"), call.get("attention_mask")
     padding_idx: int = embedding.padding_idx
     if ids is None:
         return layout.positions + padding_idx + 1
@@ -103,12 +99,11 @@ def _numbers_ids(module: nn.Module | None) -> Callable[..., torch.Tensor] | None
     method = getattr(module, name, None)
     if module is None or method is not None or not hasattr(module, "padding_idx") or isinstance(module, nn.Embedding):
         return method
-    forward = inspect.unwrap(type(module).forward)
-    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
+    return global_in(module, name)
 
 
 def _ranks(layout: Layout) -> torch.Tensor:
     """Number of real tokens before each packed token in its row, `(T,)`."""
     # A segment of `q` queries and `k` keys ends its path, so its tokens have ranks `k - q` to `k - 1`.
-    ends = zip(layout.query_lengths, layout.key_lengths, strict=True)
+    ends = zip(layout.queries.lengths, layout.keys.lengths, strict=True)
     return torch.cat([torch.arange(k - q, k) for q, k in ends]).to(layout.positions.device)

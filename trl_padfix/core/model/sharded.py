@@ -79,7 +79,7 @@ def gathered_head(model: PreTrainedModel, decoder: nn.Module) -> Iterator[None]:
     both; it shards the head on its own if it does not find that norm, as in models with images.
     """
     head: Any = model.get_output_embeddings()
-    if not hasattr(head, "unshard"):  # as units of FSDP2 have
+    if not issubclass(type(head), FSDPModule):
         yield
         return
 
@@ -92,6 +92,11 @@ def gathered_head(model: PreTrainedModel, decoder: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP1 (empty parameters), FSDP2 or ZeRO-3 shards the weights of a module."""
+    return _is_of_zero_3(module) or any(p.numel() == 0 or isinstance(p, DTensor) for p in module.parameters())
 
 
 def _is_of_zero_3(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from ..context import context
 
 
-__all__ = ["PACKED_ATTENTION", "bound_to_view", "view_of", "viewed_module"]
+__all__ = ["PACKED_ATTENTION", "bound_to_view", "config_of", "view_of", "viewed_module"]
 
 PACKED_ATTENTION = "trl_padfix"
 """Name of packed attention among transformers' attention and mask functions."""
@@ -65,10 +65,15 @@ def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]
     return view_class
 
 
+def config_of(module: Any) -> Any:
+    """The config of a module, which layers and some attention modules do not have; `None` without one."""
+    return getattr(module, "config", None)
+
+
 def view_of(module: Any, overrides: dict[str, Any]) -> Any:
     """`module` with other values for the attributes in `overrides`; it shares its state with the module."""
-    if hasattr(module, "config"):
-        overrides = {"config": ConfigView(module.config, context().attention or PACKED_ATTENTION), **overrides}
+    if (config := config_of(module)) is not None:
+        overrides = {"config": ConfigView(config, context().attention or PACKED_ATTENTION), **overrides}
     cls = _view_class(type(module), tuple(overrides))
     view = object.__new__(cls)
     # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. Past

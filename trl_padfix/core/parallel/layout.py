@@ -159,10 +159,10 @@ class ContextParallelLayout:
         """Layout of the whole rows of this process."""
         assert self.whole_rows, "rows that are cut have their layout in common"
         layout, ranges = self.layout, self.ranges[self.group.rank]
-        ends = accumulate(layout.query_lengths)
+        ends = accumulate(layout.queries.lengths)
         local = [i for i, end in enumerate(ends) if any(begin < end <= last for begin, last in ranges)]
-        query_lengths, key_lengths = ([n[i] for i in local] for n in (layout.query_lengths, layout.key_lengths))
-        paths = layout.keys.split(layout.key_lengths)
+        query_lengths, key_lengths = ([n[i] for i in local] for n in (layout.queries.lengths, layout.keys.lengths))
+        paths = layout.key_tokens.split(layout.keys.lengths)
         key_index = self.local_index(torch.cat([paths[i] for i in local]))
         return Layout.of_segments(
             query_lengths,
@@ -196,9 +196,9 @@ def ranges_of_rows(layout: Layout, processes: int) -> list[list[tuple[int, int]]
 
     ```
     """
-    ends = [*accumulate(layout.query_lengths)]
+    ends = [*accumulate(layout.queries.lengths)]
     # A segment without shared keys begins a tree; those behind it, up to the next such one, share a prefix with it.
-    begins = [end - q for end, q, k in zip(ends, layout.query_lengths, layout.key_lengths, strict=True) if q == k]
+    begins = [end - q for end, q, k in zip(ends, layout.queries.lengths, layout.keys.lengths, strict=True) if q == k]
     trees = sorted(zip(begins, [*begins[1:], ends[-1]], strict=True), key=lambda tree: (tree[0] - tree[1], tree[0]))
     if len(trees) < processes:
         return None

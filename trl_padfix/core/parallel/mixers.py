@@ -7,11 +7,11 @@ which it computes with the weights of these channels; a second all-to-all return
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import PaddingRemovalError
+from ..model.inspection import bind
 from .collectives import even_split
 from .layout import ContextParallelLayout
 
@@ -49,12 +49,12 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
     """`run`, which replaces the function `name` of a mixer, for local tokens; unchanged without `cp_layout`."""
     if cp_layout is None or name not in CONTEXT_PARALLEL:
         return run
-    divided, signature = CONTEXT_PARALLEL[name], inspect.signature(run)
+    divided = CONTEXT_PARALLEL[name]
 
     def run_divided(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
+        call = bind(run, args, kwargs)
         # The all-to-all takes tokens in front, `(t, channels, ...)`.
-        states = {k: call.arguments[k][0].movedim(divided.token_dim - 1, 0) for k in divided.states}
+        states = {k: call[k][0].movedim(divided.token_dim - 1, 0) for k in divided.states}
         channels = max(x.shape[1] for x in states.values())
         local_channels = _split_evenly(channels, cp_layout.group.size)
         for k, x in states.items():
@@ -65,11 +65,11 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
             names = [k for k, x in states.items() if x.dtype == dtype]
             received = cp_layout.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
             for k, x in zip(names, received, strict=True):
-                call.arguments[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
+                call[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         for k in divided.weights:
-            if call.arguments.get(k) is not None:
-                call.arguments[k] = call.arguments[k].split(local_channels)[cp_layout.group.rank]
-        output = run(*call.args, **call.kwargs)
+            if call.get(k) is not None:
+                call[k] = call[k].split(local_channels)[cp_layout.group.rank]
+        output = run(**call)
         x = output[0] if isinstance(output, tuple) else output
         x = cp_layout.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
         x = x.movedim(0, divided.token_dim - 1).unsqueeze(0)

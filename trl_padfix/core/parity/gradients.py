@@ -18,13 +18,7 @@ from transformers import PreTrainedModel
 from ..model.sharded import differentiates_in_parts
 
 
-__all__ = ["gradient_obstacle", "gradient_tolerance", "relative_difference", "with_gradient"]
-
-MAX_DIFFERENCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""Largest relative difference of a gradient, by dtype; differences in float32 on CPU are near 1e-6."""
-
-TIMES_ROUNDING = 3
-"""In half precision, packed and padded may differ by this many times the difference of two padded forwards."""
+__all__ = ["gradient_obstacle", "relative_difference", "with_gradient"]
 
 
 def gradient_obstacle(model: nn.Module) -> str | None:
@@ -77,8 +71,3 @@ def with_gradient(
 def relative_difference(gradient: torch.Tensor, other: torch.Tensor) -> float:
     """Relative difference `|gradient - other| / |other|`."""
     return ((gradient - other).norm() / other.norm().clamp(min=torch.finfo(other.dtype).tiny)).item()
-
-
-def gradient_tolerance(dtype: torch.dtype, rounding: float) -> float:
-    """Largest relative difference allowed, if two padded gradients differ by `rounding`."""
-    return MAX_DIFFERENCE.get(dtype) or max(TIMES_ROUNDING * rounding, 4 * torch.finfo(dtype).eps)

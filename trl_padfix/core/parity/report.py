@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 
-__all__ = ["ParityError", "ParityReport"]
+__all__ = ["Distance", "ParityError", "ParityReport"]
 
 
 class ParityError(RuntimeError):
@@ -30,24 +30,65 @@ class ParityError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class ParityReport:
+class Distance:
+    """Mean and largest difference of scores, and the relative one of their gradient, each with its limit."""
+
+    mean: float
+    maximum: float
+    mean_tolerance: float
+    maximum_tolerance: float
+    gradient: float | None = None
+    gradient_tolerance: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether all differences are within their limits; a NaN never is."""
+        within_limit = self.gradient is None or self.gradient <= (self.gradient_tolerance or 0)
+        return self.scores_agree and within_limit
+
+    @property
+    def scores_agree(self) -> bool:
+        return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
+
+    def __str__(self) -> str:
+        return self._scores_text + self._gradient_text
+
+    @property
+    def _scores_text(self) -> str:
+        return (
+            f"mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
+            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e})"
+        )
+
+    @property
+    def _gradient_text(self) -> str:
+        if self.gradient is None:
+            return ""
+        return f"; gradient off by {self.gradient:.2e} of its norm (at most {self.gradient_tolerance:.0e})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport(Distance):
     """
     Result of one comparison of scores: natural log-probabilities, or outputs of a reward head.
 
     Attributes:
-        mean, maximum (`float`): Mean and largest absolute difference of a score.
+        mean, maximum (`float`): Mean and largest absolute difference of a score, packed from padded.
         mean_tolerance, maximum_tolerance (`float`): Limits of these differences.
+        gradient, gradient_tolerance (`float`, *optional*):
+            Relative difference of the gradient and its limit; `None` if gradients were not compared.
         compared (`int`): Number of compared scores.
         padded_tokens, packed_tokens (`int`): Tokens that entered the decoder in the two forwards.
         dtype (`torch.dtype`): Precision that determines the tolerance.
         implementation (`str`): Attention implementation.
         prefix_sharing (`bool`): Whether prefixes were shared.
-        finite (`bool`): Whether the padded forward itself gives finite scores.
+        finite (`bool`): Whether the padded forward itself gives finite scores, or each row alone does.
         rounding (`float`, *optional*):
             Mean difference of two padded forwards with different attention functions. The tolerance is a multiple of
             it.
-        gradient, gradient_tolerance (`float`, *optional*):
-            Relative difference of the gradient and its limit; `None` if gradients were not compared.
+        packed_from_alone, padded_from_alone ([`Distance`], *optional*):
+            If packed and padded differ: their differences from each row alone, which decides which of them is wrong.
+        alone_dtype (`torch.dtype`, *optional*): The precision of the rows alone.
         not_compared (`str`): Why gradients were not compared although requested.
         caveat (`str`): Why results of transformers itself depend on the batch; empty if they do not.
 
@@ -62,10 +103,6 @@ class ParityReport:
     ```
     """
 
-    mean: float
-    maximum: float
-    mean_tolerance: float
-    maximum_tolerance: float
     compared: int
     padded_tokens: int
     packed_tokens: int
@@ -74,33 +111,52 @@ class ParityReport:
     prefix_sharing: bool
     finite: bool = True
     rounding: float | None = None
-    gradient: float | None = None
-    gradient_tolerance: float | None = None
+    packed_from_alone: Distance | None = None
+    padded_from_alone: Distance | None = None
+    alone_dtype: torch.dtype | None = None
     not_compared: str = ""
     caveat: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within tolerance; a NaN never is."""
-        within_tolerance = self.gradient is None or self.gradient <= (self.gradient_tolerance or 0)
-        return self._forward_is_right and within_tolerance
+        """Whether packed is right: it agrees with padded, or else with each row alone. A NaN never agrees."""
+        return super().ok if self.packed_from_alone is None else self.packed_from_alone.ok
 
     @property
-    def _forward_is_right(self) -> bool:
-        return self.mean <= self.mean_tolerance and self.maximum <= self.maximum_tolerance
+    def padded_is_right(self) -> bool:
+        """Whether padded agrees with each row alone, as far as these were computed."""
+        return self.padded_from_alone is None or self.padded_from_alone.ok
 
     def __str__(self) -> str:
         mode = "prefix sharing" if self.prefix_sharing else "padding-free"
         yardstick = "" if self.rounding is None else f", where two padded forwards differ by {self.rounding:.2e}"
-        gradient = f"; gradients not compared: {self.not_compared}" if self.not_compared else ""
-        if self.gradient is not None:
-            gradient = f"; gradient off by {self.gradient:.2e} of its norm (at most {self.gradient_tolerance:.0e})"
+        gradient = f"; gradients not compared: {self.not_compared}" if self.not_compared else self._gradient_text
+        alone = ""
+        if self.packed_from_alone is not None:
+            alone = (
+                f". From each row alone ({self.alone_dtype}), packed differs by {self.packed_from_alone}; "
+                f"padded differs by {self.padded_from_alone}"
+            )
         return (
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
-            f"{self.compared} scores mean {self.mean:.2e} (at most {self.mean_tolerance:.0e}), "
-            f"largest {self.maximum:.2e} (at most {self.maximum_tolerance:.0e}){yardstick}{gradient}; "
-            f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens"
+            f"{self.compared} scores {self._scores_text}{yardstick}{gradient}; "
+            f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
         )
+
+    @property
+    def fault(self) -> str:
+        """Which forward is wrong, in words; empty if none is."""
+        if self.ok:
+            wrong = (
+                "The padded forward of this model is wrong, and the packed one is right: padded is not each row alone"
+            )
+            return "" if self.padded_is_right else wrong
+        forward = "backward" if (self.packed_from_alone or super()).scores_agree else "forward"
+        if self.padded_from_alone is None:
+            return f"The packed {forward} of this model differs from the padded one"
+        if self.padded_is_right:
+            return f"The packed {forward} of this model is wrong: padded is each row alone, and packed is not"
+        return f"The packed {forward} of this model is wrong, and so is the padded one: neither is each row alone"
 
     def raise_if_failed(self) -> None:
         """
@@ -117,10 +173,9 @@ class ParityReport:
             )
         if not self.ok:
             raise ParityError(
-                f"{self}. The packed {'backward' if self._forward_is_right else 'forward'} of this model differs from "
-                "the padded one, so training on it would not be the training you asked for. "
+                f"{self}. {self.fault}, so training on it would not be the training you asked for. "
                 + (f"{self.caveat}. " if self.caveat else "")
-                + "Use `padding_free=False`"
+                + ("Use `padding_free=False`" if self.padded_is_right else "Use another attention implementation")
                 + (", or `prefix_sharing=False` if that alone passes" if self.prefix_sharing else "")
                 + "; `parity_check=False` trains on regardless. Please report the model and these figures."
             )

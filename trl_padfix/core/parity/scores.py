@@ -23,7 +23,7 @@ MAX_COLUMNS = 64
 def unpack_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """The sequences of a packed batch, as padded ids and mask, both `(sequences, L)`."""
     layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
-    rows = batch["input_ids"].flatten().split(layout.query_lengths)
+    rows = batch["input_ids"].flatten().split(layout.queries.lengths)
     pad = torch.nn.utils.rnn.pad_sequence
     return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
 
@@ -69,11 +69,11 @@ def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict
 
 def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Log-probabilities `(n,)` of the real tokens after `columns`, or the flattened output of a pooling head."""
-    logits = logits.float()
     if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
         logits = logits[:, -ids.shape[1] :]  # prompt tuning prepends virtual tokens to every row
     if logits.dim() == 3 and logits.shape[:2] == ids.shape:
         logits = logits[:, columns]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
     # A masked token has no score, neither has the one after it.

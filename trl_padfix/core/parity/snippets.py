@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 
-__all__ = ["SNIPPET_TOKENS", "short_snippets"]
+__all__ = ["SNIPPET_TOKENS", "longest_pair", "short_snippets"]
 
 MASKED = -1
 """Marks a masked token within a snippet. Such tokens are kept, since some decoders number tokens by their mask."""
@@ -57,6 +57,25 @@ def short_snippets(
     padded = torch.nn.utils.rnn.pad_sequence(snippets, batch_first=True, padding_value=MASKED)
     is_real = padded != MASKED
     return padded.masked_fill(~is_real, 0).to(ids.device), is_real.to(mask.dtype).to(mask.device)
+
+
+def longest_pair(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The longest row, and before it the row that has the longest common prefix with it.
+
+    The other row is cut to `SNIPPET_TOKENS` tokens behind the fork; without another row it is the longest one, cut.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: ids and mask `(2, L)`, right-padded. Masked tokens are left out.
+    """
+    rows = [row[keep.bool()] for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+    i, partner, common = _with_partner(rows, max(range(len(rows)), key=lambda i: len(rows[i])))
+    longest, other = rows[i], rows[partner][: common + SNIPPET_TOKENS]
+    if len(other) == len(longest):  # the padded batch needs some padding to remove
+        other = other[: -max(1, len(other) // 4)]
+    padded = torch.nn.utils.rnn.pad_sequence([other, longest], batch_first=True)
+    real = torch.arange(len(longest)) < torch.tensor([[len(other)], [len(longest)]])
+    return padded.to(ids.device), real.to(mask.dtype).to(mask.device)
 
 
 def _with_partner(rows: list[torch.Tensor], i: int) -> tuple[int, int, int]:

@@ -8,28 +8,31 @@ gives positions to decoders that take none, and [`RopePatch`] gives rotary embed
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
-from ..attention.attention import attends_within_tokens
-from ..call.arguments import bind, local_arguments, pack_arguments, padded_output, unpack_output
+from ..attention.attention import attends_within_tokens, is_causal
+from ..call.arguments import local_arguments, pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
-from ..call.images import plain_mask
-from ..call.layers import hands_arguments_on, takes_any_argument
+from ..call.inputs import DecoderInputs
+from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
-from ..call.prepared_masks import PreparedMasks, with_added_masks
+from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls, within
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout, pack
 from ..layout.shared_prefixes import PrefixedLayout
-from ..layout.tree_arguments import tree_arguments_in
 from ..mixers.dry_run import DryRun
 from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers, over_whole_rows
-from ..model.older import CACHES, has_cache, older_attributes
+from ..model.inspection import bind, hands_arguments_on, parameters_of, takes, takes_any_argument
+from ..model.older import has_cache, older_attributes
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathers_in_parts
 from ..parallel.layout import ContextParallelLayout
@@ -45,8 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
 
 
-ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
-"""Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
+_NO_CACHE = {"use_cache": False}
+"""Decoders cache by default, and a packed row has no rows that a later call could continue."""
 
 
 class DecoderPatch(BatchPatch):
@@ -59,9 +62,10 @@ class DecoderPatch(BatchPatch):
         super().__init__(module, attachment)
         self.numbering = attachment.anatomy.numbering
         self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
-        self.is_causal = all(getattr(m, "is_causal", True) or attends_within_tokens(m) for m in module.modules())
+        self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
-        self.parameters = frozenset(inspect.signature(module.forward).parameters)
+        self.parameters = frozenset(parameters_of(module.forward))
+        self.has_rows = bool(attachment.mixers.in_mode(ROWS))
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,58 +76,55 @@ class DecoderPatch(BatchPatch):
                 dtype = next(self.module.parameters()).dtype
                 call["attention_mask"] = with_added_masks(call.get("attention_mask"), dtype)
             return self.on_view()(**call)
-        if packed_call(self.module) is None:
-            return super().call(*args, **kwargs)
-        with outside_calls():  # a call from within a packed forward is a forward of its own
+        # A call from within a packed forward is a forward of its own.
+        with nullcontext() if packed_call(self.module) is None else outside_calls():
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
+        outer, unchanged = model_call(self.module), partial(self.wrapped, *args, **kwargs)
+        inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), self.attachment, outer, self.is_causal)
         try:
-            return self._packed_or_padded(call, model_call(self.module), args, kwargs)
+            return self._packed_or_padded(inputs, outer, unchanged)
         except IndexError as error:
-            _explain_ids_beyond_the_vocabulary(error, self.module, call.get("input_ids"))
+            _explain_ids_beyond_the_vocabulary(error, self.module, inputs.ids)
             raise
 
-    def _packed_or_padded(self, call: dict[str, Any], outer: ModelCall, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a `call` within the call `outer` of its model; `args` and `kwargs` are those of the caller."""
+    def _packed_or_padded(self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any]) -> Any:
+        """The output for `inputs` within the call `outer` of the model; `unchanged` is the call of the caller."""
         # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
         try:
-            call, layout, prepared = self._with_layout(call, outer)
+            layout = layout_of(inputs, self.attachment)
             cp_layout = self.attachment.cp_layout_of(layout)
-            if layout is None or (layout.is_trivial and cp_layout is None):
-                packed = None  # nothing to pack
-            else:
-                packed = self._packed_arguments(call, layout, prepared)
+            packed = None
+            if layout is not None and not (layout.is_trivial and cp_layout is None):  # else there is nothing to pack
+                check_call(self.attachment, inputs, layout)
+                new = layout.new if isinstance(layout, PrefixedLayout) else layout
+                # Empty if the call computes whole rows, or no token.
+                packed = {} if new is None or self.takes_whole_rows else pack_arguments(inputs, new, self.numbering)
         except UnpackableCallError as error:
-            self.attachment.run_padded(error)
-            return self._padded(outer, call, args, kwargs)
+            return self._padded(inputs, outer, unchanged, error)
         if layout is None:
-            if call.get("use_cache") is False:  # no generation: other processes may pack their batches
-                self._match_other_processes(call)
-            return self.wrapped(*args, **kwargs)
+            if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
+                self._match_other_processes(inputs.arguments)
+            return unchanged()
         if packed is None:
             # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and
             # caches as the model does alone.
-            if prepared is not None:
-                call["attention_mask"] = prepared.original
+            masks = {} if inputs.prepared is None else {"attention_mask": inputs.prepared.original}
             self.attachment.stats.add(layout)
-            self._match_other_processes(call)
-            return padded_output(self.wrapped(**self._accepted(call)), outer)
-        # Decoders cache by default, and a packed row has no rows that a later call could continue.
-        call["use_cache"] = False
+            self._match_other_processes(inputs.arguments | masks)
+            return padded_output(self.wrapped(**self._accepted(inputs.arguments | masks)), outer)
         try:
             if isinstance(layout, PrefixedLayout):
-                output = self._over_prefixed_rows(call, layout, packed)
+                output = self._over_prefixed_rows(inputs, layout, packed)
             elif self.takes_whole_rows:
-                output = over_whole_rows(self.wrapped, self._accepted(call), layout)
+                output = over_whole_rows(self.wrapped, self._accepted(inputs.arguments | _NO_CACHE), layout)
             else:
-                output = self._over_packed_row(call, layout, packed, prepared, cp_layout)
+                output = self._over_packed_row(inputs, layout, packed, cp_layout)
         except UnpackableCallError as error:  # from the first layer: its checkpoint could not recompute it packed
             if cp_layout is not None:  # a padded forward has no local tokens
                 raise
-            self.attachment.run_padded(error)
-            return self._padded(outer, call, args, kwargs)
+            return self._padded(inputs, outer, unchanged, error)
         self.attachment.stats.add(layout)
         return self._unpacked(output, layout, outer, cp_layout)
 
@@ -132,7 +133,7 @@ class DecoderPatch(BatchPatch):
         if isinstance(layout, PrefixedLayout) and layout.is_prefix:
             # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
             # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
-            if getattr(output, "router_logits", None) is not None:
+            if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
                 output["router_logits"] = None
             return output
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
@@ -140,41 +141,18 @@ class DecoderPatch(BatchPatch):
             record_layout(outer, layout)
         return unpack_output(output, layout, outer, cp_layout)
 
-    def _with_layout(
-        self, call: dict[str, Any], outer: ModelCall
-    ) -> tuple[dict[str, Any], Layout | None, PreparedMasks | None]:
-        """The arguments that describe the rows of a call, its layout (`None`: run unchanged), and prepared masks."""
-        prepared = None
-        call, tree = _with_tree_of(call, outer)
-        if tree and outer.outer_arguments:
-            call["attention_mask"] = None  # from the module around, which takes the tree row for a packed batch
-        elif outer.outer_arguments:
-            call, prepared = plain_mask(call, outer.outer_arguments, self.module, self.is_causal)
-        elif not tree and all(call.get(k) is None for k in ROW_ARGUMENTS):
-            # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
-            call = call | {k: v for k, v in outer.model_arguments.items() if k not in call or call[k] is None}
-        if outer.model_arguments and outer.model_arguments.get("use_cache") is None:
-            call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
-        layout = self.attachment.layout_of(call, outer, prepared)
-        return {k: v for k, v in call.items() if k not in tree}, layout, prepared  # the layout has the tree now
-
-    def _packed_arguments(
-        self, call: dict[str, Any], layout: Layout, prepared: PreparedMasks | None
-    ) -> dict[str, Any]:
-        """The arguments for the packed row; empty if the call computes whole rows, or no token."""
-        check_call(self.attachment, call, layout, prepared is not None)
-        new = layout.new if isinstance(layout, PrefixedLayout) else layout
-        return {} if new is None or self.takes_whole_rows else pack_arguments(call, new, self.numbering)
-
-    def _padded(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _padded(
+        self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any], error: UnpackableCallError
+    ) -> Any:
         """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
+        self.attachment.run_padded(error)
         # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
         record_layout(outer, None)
-        self._match_other_processes({k: call[k] for k in ("input_ids", "inputs_embeds") if call.get(k) is not None})
-        mask = (outer.outer_arguments or call).get("attention_mask")
-        return padded_output(self.wrapped(*args, **kwargs), outer, mask)
+        tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
+        self._match_other_processes({k: x for k, x in tokens.items() if x is not None})
+        return padded_output(unchanged(), outer, inputs.given_mask)
 
-    def _over_prefixed_rows(self, call: dict[str, Any], layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
+    def _over_prefixed_rows(self, inputs: DecoderInputs, layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
         """The output of the decoder for shared prefixes, as recorded, followed by that for the new tokens."""
         states = layout.prefix_states
         assert states is not None  # the schedule of a step sets them before each forward
@@ -185,28 +163,26 @@ class DecoderPatch(BatchPatch):
             tokens = cp_layout.local_tokens
             if states.records is not None:
                 states.records.divide(cp_layout)
-        output = self._over_packed_row(call, layout.new, packed, cp_layout=cp_layout, prefix_states=states)
+        output = self._over_packed_row(inputs, layout.new, packed, cp_layout, states)
         return states.prepend_outputs(output, tokens)
 
     def _over_packed_row(
         self,
-        call: dict[str, Any],
+        inputs: DecoderInputs,
         layout: Layout,
         packed: dict[str, Any],
-        prepared: PreparedMasks | None = None,
         cp_layout: ContextParallelLayout | None = None,
         prefix_states: PrefixStates | None = None,
     ) -> Any:
         """The output of the decoder for the packed tokens; with `cp_layout`, for the local ones."""
-        packed = packed | {"use_cache": False} | _neftune_embeddings(self.module, call, layout)
-        if prepared is not None:
-            packed["attention_mask"] = prepared.for_decoder()
+        packed = packed | _NO_CACHE | _neftune_embeddings(self.module, inputs.ids, layout)
+        if inputs.prepared is not None:
+            packed["attention_mask"] = inputs.prepared.for_decoder()
         if cp_layout is not None:
             packed = local_arguments(packed, cp_layout)
-        positions, padded_positions = packed["position_ids"], call.get("position_ids")
-        last_position = layout.batch_shape[1] - 1
-        if self.depends_on_length and padded_positions is not None:  # left on the device: no host wait
-            last_position = padded_positions.max()
+        positions, last_position = packed["position_ids"], layout.batch_shape[1] - 1
+        if self.depends_on_length and inputs.positions is not None:  # left on the device: no host wait
+            last_position = inputs.positions.max()
         packed = self._accepted(packed)
         current = PackedCall(
             layout=layout,
@@ -215,7 +191,7 @@ class DecoderPatch(BatchPatch):
             position_ids=positions,
             last_position=last_position,
             dry_run=DryRun(self, self.attachment.mixers.layers, packed, last_position),
-            prepared=prepared,
+            prepared=inputs.prepared,
             one_bucket=self._needs_equal_calls(),
             prefix_states=prefix_states,
             cp_layout=cp_layout,
@@ -233,7 +209,7 @@ class DecoderPatch(BatchPatch):
 
     def _needs_equal_calls(self) -> bool:
         """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
-        return bool(self.attachment.mixers.in_mode(ROWS)) and gathers_in_parts(self.module)
+        return self.has_rows and gathers_in_parts(self.module)
 
     def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Join the dry run of other processes, although this batch needs none."""
@@ -300,19 +276,6 @@ class NumberingPatch(ForwardPatch):
         return self.wrapped(**call)
 
 
-def _with_tree_of(call: dict[str, Any], outer: ModelCall) -> tuple[dict[str, Any], dict[str, Any]]:
-    """
-    The arguments of a decoder call with all `tree_*` arguments, and the `tree_*` arguments alone.
-
-    The modules around the decoder drop some of them.
-    """
-    around = outer.model_arguments | outer.outer_arguments
-    tree = tree_arguments_in(around | call)
-    if tree and call.get("position_ids") is None and around.get("position_ids") is not None:
-        call = call | {"position_ids": around["position_ids"]}  # Mamba's model passes only ids
-    return call | tree, tree
-
-
 def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: PreTrainedModel, ids: torch.Tensor | None) -> None:
     """Raise a `ValueError` in place of an `IndexError` that comes from an id without an embedding."""
     embedding: Any = decoder.get_input_embeddings()
@@ -324,14 +287,14 @@ def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: PreTrainedMod
         ) from error
 
 
-def _neftune_embeddings(decoder: PreTrainedModel, call: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layout: Layout) -> dict[str, Any]:
     """
     The embeddings of a batch with the noise of NEFTune, packed; empty if NEFTune is off.
 
     Its hook on the embedding scales the noise by the length of the rows. The hook runs on the padded batch here, so
     that it draws the same noise as in the padded forward.
     """
-    embedding, ids = decoder.get_input_embeddings(), call.get("input_ids")
+    embedding = decoder.get_input_embeddings()
     if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
         return {}
     if layout.computed_tokens < layout.real_tokens:
@@ -339,7 +302,7 @@ def _neftune_embeddings(decoder: PreTrainedModel, call: dict[str, Any], layout: 
             "NEFTune draws noise for every token of every row, so no two rows have a prefix in common. Attach with "
             "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
         )
-    if "per_layer_inputs" in inspect.signature(decoder.forward).parameters:
+    if takes(decoder, "per_layer_inputs"):
         raise PaddingRemovalError(
             f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
             "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."

@@ -8,22 +8,22 @@ decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils import logging
 
-from ..call.arguments import bind
 from ..call.batch_cache import cache_of_call, on_host
 from ..call.calls import ModelCall, model_call
+from ..call.inputs import DecoderInputs
 from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
+from ..call.layout_of import layout_of
 from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import inverse_permutation, to_device_async
 from ..layout.layout import Layout, pack, unpack
+from ..model.inspection import bind, with_global
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathered_head
@@ -97,7 +97,9 @@ class LMHeadPatch(BatchPatch):
         )
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
-            output = _score_every_position(self.wrapped)(*args, **head_arguments)
+            # With Triton TRL's head selects the labelled positions; the host then waits twice in forward and backward
+            # to learn their number. Here every position has a label, and without Triton the kernels are the same.
+            output = with_global(self.wrapped, "_use_triton", lambda device: False)(*args, **head_arguments)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
                 values = local.all_gather_for_loss(value[0])
@@ -126,9 +128,10 @@ class LMHeadPatch(BatchPatch):
         """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
         if self.attachment.multimodal is not None:
             return None
-        layout = self.attachment.layout_of(call)
+        inputs = DecoderInputs.read(call, self.attachment)
+        layout = layout_of(inputs, self.attachment)
         if layout is not None and not layout.is_trivial:
-            check_call(self.attachment, call, layout)
+            check_call(self.attachment, inputs, layout)
         return layout
 
 
@@ -152,23 +155,6 @@ def _labels_follow_padding(attachment: PaddingRemoval, call: dict[str, Any]) -> 
     """Whether a model predicts labels of a call from padding."""
     mask = _mask_of(attachment, call)
     return mask is not None and follow_padding(call["labels"], mask)
-
-
-def _score_every_position(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    TRL's fused head without its selection of labelled positions: here every position has a label.
-
-    With Triton the head selects these positions. The host then waits twice in the forward and twice in the backward to
-    learn their number. Without Triton the head scores every position with the same kernels.
-    """
-    if not isinstance(forward, MethodType) or "_use_triton" not in forward.__func__.__code__.co_names:
-        return forward
-    function = forward.__func__
-    names = function.__globals__ | {"_use_triton": lambda device: False}
-    # A copy with globals of its own: replacing the module's `_use_triton` would change all models of the process.
-    patched = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    patched.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(patched, forward.__self__)
 
 
 def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:

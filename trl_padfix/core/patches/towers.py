@@ -7,7 +7,6 @@ module stores `input_ids` and the mask `(B, L)` for the decoder, which itself re
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,14 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from ..call.arguments import bind, padded_output
+from ..call.arguments import padded_output
 from ..call.calls import model_call, record_layout
 from ..call.images import tensors_in
-from ..call.layers import takes_any_argument
 from ..context import within
+from ..model.inspection import bind, parameters_of, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
+from ..model.sharded import is_sharded
 
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class MultimodalPatch(BatchPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        takes_use_cache = "use_cache" in inspect.signature(self.wrapped).parameters or takes_any_argument(self.module)
+        takes_use_cache = "use_cache" in parameters_of(self.wrapped) or takes_any_argument(self.module)
         if takes_use_cache and call.get("use_cache") is None and not has_cache(call):
             call["use_cache"] = False
         outer = model_call(self.attachment.decoder)
@@ -82,7 +82,7 @@ class TowerPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        may_halve = self.separates_halves is not False and not _is_random(self.module) and not _is_sharded(self.module)
+        may_halve = self.separates_halves is not False and not _is_random(self.module) and not is_sharded(self.module)
         if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], call.doubled_features):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
@@ -138,11 +138,6 @@ def _are_close(a: Any, b: Any) -> bool:
     return len(pairs) > 0 and all(
         x.shape == y.shape and bool(((x - y).abs().max() <= tolerance * y.abs().max()).item()) for x, y in pairs
     )
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP1 (empty parameters), FSDP2 (`device_mesh`) or ZeRO-3 (`ds_id`) shards the weights of `module`."""
-    return any(p.numel() == 0 or hasattr(p, "device_mesh") or hasattr(p, "ds_id") for p in module.parameters())
 
 
 def _is_random(module: nn.Module) -> bool:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import gather_object
 
-from ..distributed import data_replicas
-from ..metrics.exact_eval_means import local_metrics_only
+from ..distributed import data_replicas, local_metrics_only
 from ..temporary_attributes import temporarily_set
 
 
@@ -49,8 +48,8 @@ class ChunkMetrics:
             # TRL divides the tokens of processes that share rows by `_tp_size`; `log` does so after the reduction.
             with (
                 local_metrics_only(accelerator),
-                temporarily_set(accelerator, "reduce", lambda tensor, *args, **kwargs: tensor),
-                temporarily_set(self.trainer, "_tp_size", 1),
+                temporarily_set(accelerator, reduce=lambda tensor, *args, **kwargs: tensor),
+                temporarily_set(self.trainer, _tp_size=1),
             ):
                 yield
             self.values.append((metrics["train"], num_items))

@@ -13,6 +13,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,14 +259,14 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(mixers) != layers:
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
-    if getattr(args, "torch_compile", False):
+    if args.torch_compile:
         return "compiled layers take no states from outside"
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
     # Checkpointing that is on in the model (reentrant by default), and checkpointing that Trainer will switch on.
     functions = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
     is_reentrant = [
-        (getattr(f, "keywords", None) or {}).get("use_reentrant", True) for f in functions if f is not None
+        not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions if f is not None
     ]
     if (kwargs := checkpointing_kwargs(args)) is not None:
         is_reentrant.append(kwargs.get("use_reentrant"))

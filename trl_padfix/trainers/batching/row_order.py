@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,9 +22,9 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler, get_worker_info
 
 from ..checks.custom_loss import is_custom_collator
-from ..distributed import data_replicas
+from ..distributed import data_replicas, trains_on_images
 from ..parts.parity import say
-from ..parts.part import Part, Step
+from ..parts.part import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set
 from .bin_packing import partition_equal_rows
@@ -93,11 +93,13 @@ class _PermutedSampler(Sampler):
     costs: RowCosts
     batches: Batches
     is_grouped: bool
+    before_epoch: Callable[[], None]
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
+        self.before_epoch()
         yield from self.batches.permuted(list(self.sampler), self.costs, self.is_grouped).tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -130,11 +132,11 @@ class _GroupedStream(TorchIterableDataset):
 class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for several processes under `max_tokens_per_batch`."""
 
-    _is_first_step = False
-    """Whether no step of the running training, in which rows are grouped, was computed."""
+    _is_first_epoch = False
+    """Whether no row of the running training, in which rows are grouped, was drawn."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_grouping(config)
+        check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
         is_stream = data is not None and not isinstance(data, Dataset)
         if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
@@ -147,7 +149,7 @@ class RowOrder(Part):
     def attach(self) -> None:
         if not self.settings.group_by_prefix:
             return
-        if getattr(self.trainer, "_is_vision_dataset", False):
+        if trains_on_images(self.trainer):
             raise ValueError(
                 "`group_by_prefix=True` compares the tokens of all rows before the first step, and a dataset with "
                 "images is tokenized batch by batch. Leave it out."
@@ -164,7 +166,7 @@ class RowOrder(Part):
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
         stream = _GroupedStream(dataset, self, self._batches(), buffer)
-        return temporarily_set(self.trainer, "train_dataset", stream)
+        return temporarily_set(self.trainer, train_dataset=stream)
 
     def permute(self, loader: Any) -> Any:
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
@@ -172,23 +174,24 @@ class RowOrder(Part):
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader
-        self._is_first_step = is_grouped
+        self._is_first_epoch = is_grouped
         # accelerate has chosen how processes draw alike (`use_seedable_sampler`), and its sampler stays as it is.
         sampler = loader.batch_sampler
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
-        loader.set_sampler(_PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped))
+        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped, self._tell_order)
+        loader.set_sampler(permuted)
         return loader
 
-    def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        if self._is_first_step and step.mode == "train":
-            self._is_first_step = False
-            if step.number > 1:
-                say(
-                    f"Training goes on at step {step.number} in the order of `group_by_prefix`. If the checkpoint was "
-                    "made without it, rows of this epoch come twice, and others not at all."
-                )
-        return contextlib.nullcontext()
+    def _tell_order(self) -> None:
+        """Say once that a resumed training draws its rows in this order."""
+        done = self.trainer.state.global_step
+        if self._is_first_epoch and done:
+            say(
+                f"Training goes on at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
+                "without it, rows of this epoch come twice, and others not at all."
+            )
+        self._is_first_epoch = False
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
         """Whether rows may move to another process: the weight of a row does not depend on the rows beside it."""
@@ -215,7 +218,7 @@ class RowOrder(Part):
         args, task = self.trainer.args, self.trainer.padding.task
         mode = getattr(args, "truncation_mode", None) or "keep_start"
         sharing = bool(self.settings.prefix_sharing)
-        return dataset_costs(rows, task.sequences, getattr(args, "max_length", None), mode, sharing)
+        return dataset_costs(rows, task.sequences, args.max_length, mode, sharing)
 
 
 def group_rows(costs: RowCosts, step: int) -> np.ndarray:

@@ -15,9 +15,9 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.call.batch_cache import on_host
-from ...core.layout.flat_maps import FlatIndexMaps
+from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
-from ..data.image_rows import ImageCounts, select_rows
+from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .token_costs import RowCosts, batch_costs, dataset_costs
 
@@ -61,6 +61,9 @@ class RowSplitter:
             Takes the number of parts that this process needs, and returns the number that all processes must have.
         gather (`Callable`, *optional*):
             Joins lists of all processes, which then plan shared prefixes together.
+        meets_in_tower (`bool`):
+            Whether processes that shard the model meet in its vision tower. All rows of all of them must then have
+            images, or none.
     """
 
     budget: int
@@ -69,6 +72,16 @@ class RowSplitter:
     short: float = float("inf")
     sync_count: Callable[[int], int] | None = None
     gather: Callable[[list], list] | None = None
+    meets_in_tower: bool = False
+
+    def can_split(self, batch: Mapping[str, Any], count: int, images: ImageCounts | None) -> bool:
+        """Whether a batch of `count` rows has no images, or those of each row are known; alike on all processes."""
+        has_images = has_pixels(batch)
+        if self.sync_count is not None and self.meets_in_tower:
+            lacks_images = images is None or not all(images["num_images"])
+            if self.sync_count(int(has_images)) and self.sync_count(int(not has_images or lacks_images)):
+                return False
+        return not has_images or split_images(batch, count, images) is not None
 
     def split(
         self,
@@ -112,7 +125,7 @@ class RowSplitter:
         if self.shares_across and has_ids and len(rows) > 1:
             parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
             unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
-            plan = unmoved and FlatIndexMaps.of(unmoved).to(ids.device)  # in one copy
+            plan = unmoved and move_maps(unmoved, ids.device)  # in one copy
         return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:

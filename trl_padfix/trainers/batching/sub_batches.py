@@ -8,7 +8,7 @@ activations of one sub-batch at a time, and the gradient equals that of one forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableSet, Sequence
+from collections.abc import Callable, MutableSet, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,7 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
-from ..data.image_rows import ImageCounts, has_pixels, image_tensors, select_rows, split_images
+from ..data.image_rows import ImageCounts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
 from .row_splits import RowSplitter, SplitRows
 
@@ -72,16 +72,12 @@ class SubBatches:
             Splits the rows of a forward.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward with images is computed as one.
-        meets_in_tower (`bool`, *optional*, defaults to `False`):
-            Whether processes that shard the model meet in its vision tower. All rows of all of them must then have
-            images, or none.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
     splitter: RowSplitter
     images: ImageCounts | None = None
-    meets_in_tower: bool = False
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
 
@@ -95,20 +91,11 @@ class SubBatches:
         self._batches.append(_SplitBatch(BatchVersion.of(ids, mask), split, inputs))
         return self._batches[-1]
 
-    def can_split(self, batch: Mapping[str, Any], count: int) -> bool:
-        """Whether a batch of `count` rows has no images, or those of each row are known; alike on all processes."""
-        has_images, sync_count = has_pixels(batch), self.splitter.sync_count
-        if sync_count is not None and self.meets_in_tower:
-            lacks_images = self.images is None or not all(self.images["num_images"])
-            if sync_count(int(has_images)) and sync_count(int(not has_images or lacks_images)):
-                return False
-        return not has_images or split_images(batch, count, self.images) is not None
-
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
         # Image arguments with other names: how their processors number images by row is unknown.
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
-        if image_tensors(other_arguments) or not self.can_split(call, len(_tokens(call))):
+        if image_tensors(other_arguments) or not self.splitter.can_split(call, len(_tokens(call)), self.images):
             reason = "processes that shard the model meet in its vision tower, and have rows with other images"
             if self.splitter.sync_count is None:
                 reason = "it is unknown which of its images belong to which row"

@@ -39,8 +39,9 @@ from ..distributed import (
     sync_gradients_in_last,
 )
 from ..parts.parity import say
-from ..parts.part import Part, Step, entered
+from ..parts.part import Part, Step
 from ..settings import check_token_budget
+from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
@@ -51,7 +52,7 @@ from .token_costs import RowCosts, dataset_costs
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import PretrainedConfig, TrainingArguments
 
     from ..parts.part import PaddingFreeTrainer
 
@@ -97,9 +98,8 @@ class TokenBudget(Part):
     # -- checks
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_token_budget(config)
-        alpha = getattr(config, "neftune_noise_alpha", None)
-        if self.settings.max_tokens_per_batch is not None and alpha is not None:
+        check_token_budget(self.settings.max_tokens_per_batch, config)
+        if self.settings.max_tokens_per_batch is not None and (alpha := config.neftune_noise_alpha) is not None:
             raise ValueError(
                 f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
                 "`max_tokens_per_batch` makes other batches. Leave one of them out."
@@ -155,6 +155,8 @@ class TokenBudget(Part):
         trainer = self.trainer
         if name := custom_loss_name(trainer) or custom_step_name(trainer):
             return f"whether `{name}` compares rows is unknown"
+        if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
+            return f"TRL's loss of {type(trainer).__name__} may compare rows"
         if getattr(trainer, "aux_loss_enabled", False):
             return "the load of experts is balanced over all rows"
         # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.
@@ -168,13 +170,23 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        vars(self).pop("_shares_across", None)  # depends on the models
+        for of_models in ("_shares_across", "_shards", "_config"):
+            vars(self).pop(of_models, None)
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
 
     def restore(self) -> None:
         for attachment in self._attached:
             attachment.remove()
+
+    @cached_property
+    def _shards(self) -> bool:
+        """Whether processes with other rows meet in every forward."""
+        return is_sharded(self.trainer)
+
+    @cached_property
+    def _config(self) -> PretrainedConfig:
+        return find_pretrained(self.trainer.model).config
 
     @cached_property
     def _shares_across(self) -> bool:
@@ -185,7 +197,7 @@ class TokenBudget(Part):
         for model in map(trainer.padding.task.scoring_module, models_of(trainer)):
             parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
             can_match = can_match and "logits_to_keep" in parameters
-        return shares_across_parts(trainer.padding.handles, trainer.args, is_sharded(trainer) and not can_match)
+        return shares_across_parts(trainer.padding.handles, trainer.args, self._shards and not can_match)
 
     # -- forwards in sub-batches
 
@@ -211,16 +223,12 @@ class TokenBudget(Part):
         return within(runner=self._sub_batches(images or None))
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
-        is_planned_together = self._shares_across and is_sharded(self.trainer)
-        splitter = self._splitter(shares_across=self._shares_across and not is_planned_together)
-        handle = self.trainer.padding.handle
-        meets_in_tower = is_sharded(self.trainer) and handle is not None and handle.multimodal is not None
-        return SubBatches(splitter, images, meets_in_tower, self._checked_models)
+        splitter = self._splitter(shares_across=self._shares_across and not self._shards)
+        return SubBatches(splitter, images, self._checked_models)
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
         assert budget is not None
-        shards = is_sharded(trainer)
         group_size: int = handle.context_parallel.size if handle and handle.context_parallel else 1
         return RowSplitter(
             budget,
@@ -228,15 +236,19 @@ class TokenBudget(Part):
             shares_across=shares_across,
             short=budget / group_size if group_size > 1 else float("inf"),
             # Processes that shard a model meet in every forward, so all need equally many.
-            sync_count=(lambda count: max_over_processes(trainer, count)) if shards else None,
+            sync_count=(lambda count: max_over_processes(trainer, count)) if self._shards else None,
             gather=gather,
+            meets_in_tower=self._shards and handle is not None and handle.multimodal is not None,
         )
 
     def _images_of(self, batch: Mapping[str, Any], ids: torch.Tensor) -> ImageCounts | None:
-        return find_images(batch, ids, find_pretrained(self.trainer.model).config)
+        return find_images(batch, ids, self._config)
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
+
+    def acts_in_steps(self) -> bool:
+        return self.settings.max_tokens_per_batch is not None
 
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
@@ -262,7 +274,7 @@ class TokenBudget(Part):
         metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
-            temporarily_set(self, "_chunks", runner),
+            temporarily_set(self, _chunks=runner),
             within(runner=runner),
         ):
             total: Any = 0.0
@@ -280,20 +292,19 @@ class TokenBudget(Part):
 
     def _split(self, inputs: dict[str, Any]) -> _Split | None:
         """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
-        task, (ids, mask), shards = self.trainer.padding.task, self._ids_and_mask(inputs), is_sharded(self.trainer)
+        task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
-            if shards:  # processes have other numbers of sequences in their rows
+            if self._shards:  # processes have other numbers of sequences in their rows
                 return None
             chunks = packed_chunks(inputs, self._splitter(shares_across=False))
             return _Split(len(chunks), lambda batch: chunks)
         images, per_item = self._images_of(inputs, ids), task.rows_per_item
-        can_split = self._sub_batches(images).can_split(inputs, len(ids))
-        if not (can_split and are_cut_by_rows(inputs, len(ids), per_item)):
+        splitter = self._splitter(self._shares_across, gather_object if self._shards else None)
+        if not (splitter.can_split(inputs, len(ids), images) and are_cut_by_rows(inputs, len(ids), per_item)):
             return None
-        splitter = self._splitter(self._shares_across, gather_object if shards else None)
         rows = splitter.split(ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images)
         cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
-        return _Split(len(rows.rows), cut, rows.plan, images, shards)
+        return _Split(len(rows.rows), cut, rows.plan, images, self._shards)
 
     def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = self.trainer.padding.task.padded_batches(batch)[0]
@@ -321,15 +332,13 @@ class TokenBudget(Part):
             losses.append(compute())
             return losses[-1]
 
-        as_for_a_batch = {
-            "compute_loss": compute_loss,
-            "_prepare_inputs": lambda inputs: inputs,
-            "_prepare_context_parallel_inputs": lambda model, inputs: (contextlib.nullcontext, inputs),
-        }
-        with (
-            entered(temporarily_set(trainer, name, value) for name, value in as_for_a_batch.items()),
-            torch.autocast(trainer.args.device.type, enabled=False),
-        ):
+        as_for_a_batch = temporarily_set(
+            trainer,
+            compute_loss=compute_loss,
+            _prepare_inputs=lambda inputs: inputs,
+            _prepare_context_parallel_inputs=lambda model, inputs: (contextlib.nullcontext, inputs),
+        )
+        with as_for_a_batch, torch.autocast(trainer.args.device.type, enabled=False):
             Trainer.training_step(trainer, model, {}, num_items)
         return losses[0].detach()
 
@@ -352,7 +361,7 @@ class TokenBudget(Part):
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
-            with temporarily_set(self, "_is_in_step", True), observe_user_loss(self.trainer):
+            with temporarily_set(self, _is_in_step=True), observe_user_loss(self.trainer):
                 yield
         except BaseException:
             for parameter in parameters:

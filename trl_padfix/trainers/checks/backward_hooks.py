@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.training_args import OptimizerNames
 
 from .custom_loss import module_of
 
@@ -30,16 +32,15 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     Such code is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that
     steps in such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
     """
-    optimizer = getattr(trainer.args.optim, "value", trainer.args.optim)
-    if "layerwise" in str(optimizer):
+    optimizer = OptimizerNames(trainer.args.optim).value
+    if "layerwise" in optimizer:
         return f"optim={optimizer!r}"
     if not any(_has_hooks(parameter) for parameter in trainer.model.parameters()):
         return None  # without the names, which take longer
     for name, parameter in trainer.model.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
             return f"the optimizer that steps in the backward of {name}"
-        hooks = [getattr(parameter, kind, None) for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")]
-        if hook := next(_of_user(hooks), None):
+        if hook := next(_of_user([parameter._backward_hooks, parameter._post_accumulate_grad_hooks]), None):
             return f"{hook}, a gradient hook of {name}"
     return None
 
@@ -51,8 +52,8 @@ def module_hook_names(model: nn.Module) -> list[str]:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
-    return any(getattr(parameter, kind, None) for kind in kinds)
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
@@ -60,5 +61,6 @@ def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
     for hook in (hook for hooks in kinds for hook in (hooks or {}).values()):
         while isinstance(hook, partial):
             hook = hook.func
-        if module_of(getattr(hook, "__func__", hook)).partition(".")[0] not in LIBRARIES:
-            yield getattr(hook, "__qualname__", type(hook).__qualname__)
+        function = hook.__func__ if isinstance(hook, MethodType) else hook
+        if module_of(function).partition(".")[0] not in LIBRARIES:
+            yield str(getattr(hook, "__qualname__", type(hook).__qualname__))

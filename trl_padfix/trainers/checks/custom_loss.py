@@ -16,7 +16,6 @@ from ..temporary_attributes import temporarily_set
 if TYPE_CHECKING:
     import torch
 
-    from ..parts.parity import Parity
     from ..parts.part import PaddingFreeTrainer
 
 
@@ -30,10 +29,10 @@ __all__ = [
     "observe_user_step",
 ]
 
-TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.trainer.", "transformers.")
-"""Modules with losses of known reduction. Losses of TRL's experiments or of a user may compare rows."""
+TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
+"""Modules whose losses are no user's: a task knows the reduction of its trainer's, or that it does not."""
 
-DECORATORS = ("trl.extras.profiling", "torch.utils._contextlib", "contextlib")
+DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
 
 
@@ -79,7 +78,7 @@ def _custom_method(
 
 def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
-    if hasattr(collator, "__globals__") or hasattr(collator, "__func__"):  # a function or a method
+    if inspect.isroutine(collator):
         return not _is_trusted(collator)
     owners = [getattr(collator, "__dict__", {}), *map(vars, type(collator).__mro__)]
     calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner]
@@ -89,7 +88,7 @@ def is_custom_collator(collator: object) -> bool:
 def _functions(value: Any) -> Iterator[Any]:
     """A function, and those that it decorates, the innermost last."""
     while value is not None:
-        value = getattr(value, "__func__", value)  # of a bound method, a `staticmethod`, a `classmethod`
+        value = value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
         yield value
         value = getattr(value, "__wrapped__", getattr(value, "method", None))  # `method`: behind `as_declared`
 
@@ -102,8 +101,8 @@ def _is_trusted(value: object) -> bool:
 
 def module_of(function: object) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
-    module = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None)
-    return str(module)
+    found = function.__globals__.get("__name__") if inspect.isfunction(function) else None
+    return str(found or getattr(function, "__module__", None))
 
 
 def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:
@@ -127,7 +126,7 @@ def _mentioned(method: Any) -> frozenset[str]:
 
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute_loss`: its forwards run within `observe_step`, and it gets the batch without its metadata."""
+    """Wrap `compute_loss`: its forwards run within `observe_step`, on the batch of that step."""
     if getattr(compute_loss, "is_observed", False):  # inherited from a class that was wrapped already
         return compute_loss
 
@@ -153,22 +152,20 @@ def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContext
     def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
         return of_user(*args, **kwargs)
 
-    return temporarily_set(trainer, "compute_loss", MethodType(observe_loss(compute_loss), trainer))
+    return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
-def observe_user_step(trainer: PaddingFreeTrainer, parity: Parity) -> None:
-    """
-    Wrap a user's `training_step`, which may compute its loss without `compute_loss`.
-
-    Its first forward is then compared with padding.
-    """
+def observe_user_step(
+    trainer: PaddingFreeTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+) -> None:
+    """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
     if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)
     def observed(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with parity.around_user_step(model):
+        with around(model):
             return of_user(model, *args, **kwargs)
 
     vars(observed)["is_observed"] = True

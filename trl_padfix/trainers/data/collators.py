@@ -332,4 +332,5 @@ def _rolled(batch: dict[str, Any], by: torch.Tensor) -> dict[str, Any]:
     """Roll each row of the `(B, L)` tensors of a batch to the right, by a number of columns per row, `(B, 1)`."""
     shape = batch["attention_mask"].shape
     column = (torch.arange(shape[1], device=by.device) - by) % shape[1]
-    return {k: v.gather(1, column) if getattr(v, "shape", None) == shape else v for k, v in batch.items()}
+    of_tokens = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape == shape}
+    return batch | {k: v.gather(1, column) for k, v in of_tokens.items()}

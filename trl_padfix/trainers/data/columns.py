@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset
+from datasets import Dataset, Value
 
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
 
 def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
     """Rows whose text in `column` is white space only; no rows if the column does not hold text."""
-    if getattr(dataset.features[column], "dtype", None) not in ("string", "large_string"):
+    feature = dataset.features[column]
+    if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):
         return np.empty(0, dtype=np.int64)
     return np.flatnonzero([text is not None and not text.strip() for text in values(dataset, column)])
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = [
     "ImageCounts",
@@ -46,7 +49,7 @@ def numbered_images(values: Mapping[str, Any]) -> dict[str, list[int]]:
     return {name: values[name] for name in ("num_images", "num_tiles") if isinstance(values.get(name), list)}
 
 
-def find_images(batch: Mapping[str, Any], ids: torch.Tensor, config: Any) -> ImageCounts | None:
+def find_images(batch: Mapping[str, Any], ids: torch.Tensor, config: PretrainedConfig) -> ImageCounts | None:
     """
     The images of each row, found by the image tokens in `ids` `(B, L)`; `None` without images, or if it is unknown
     which images belong to which row.

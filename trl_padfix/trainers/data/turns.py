@@ -130,8 +130,6 @@ def expand_datasets(datasets: Any, name: str) -> Any:
 
 def check_turn_settings(config: TrainingArguments) -> None:
     """Raise a `ValueError` if a field of the config contradicts `expand_turns`, which trains on one turn per row."""
-    if not getattr(config, "expand_turns", False):
-        return
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
         if getattr(config, field, None) is refused:
             raise ValueError(

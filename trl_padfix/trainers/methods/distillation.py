@@ -35,8 +35,7 @@ class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingCon
         attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`], for the forwards of student and teacher.
         teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the teacher model: a name, 'auto', or for a vision model a name for each part.
-            By default the one that the teacher is loaded with.
+            As `attn_implementation`, for the teacher. By default the one that the teacher is loaded with.
         **kwargs:
             All fields of [`~trl.DistillationConfig`].
 

@@ -151,7 +151,7 @@ class KTOTask(Task):
             # TRL takes the mean of these values over the rows of a chunk; with the mean of all rows in each place
             # that is the mean of all rows, whatever the chunk.
             batch = {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
-        with temporarily_set(trainer, "_compute_kl_logps", of_all_rows):
+        with temporarily_set(trainer, _compute_kl_logps=of_all_rows):
             yield batch
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ These scoring forwards are packed. Generation stays as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from ..batching.token_budget import TokenBudget
 from ..checks.arguments import require_columns
 from ..data.columns import blank_texts, column_names
 from ..data.data_warnings import warn_or_raise
-from ..data.image_rows import ImageCounts, numbered_images
+from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
 from ..distributed import datasets_of
@@ -167,6 +167,8 @@ class OnlineTrainer(PaddingFreeMixin):
     ) -> Any:  # fmt: skip
         if self.padding.budget.budget is not None:
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
+            given = {f"argument {i}": value for i, value in enumerate(args, 6)} | kwargs
+            require_rows_in(without_images(given), batch_size, "`max_tokens_per_batch` splits them. Leave it out.")
         with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
@@ -179,7 +181,8 @@ class OnlineTrainer(PaddingFreeMixin):
             yield
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self.padding.part(TokenCounts).counters["train" if self.model.training else "eval"].start()
+        for part in self.padding.parts:
+            part.before_generation("train" if self.model.training else "eval")
         task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
@@ -207,6 +210,9 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     Returns:
         `list[dict]`: the same number of micro-batches, with the same sizes.
 
+    Raises:
+        ValueError: If a value has other entries.
+
     Example:
 
     ```python
@@ -222,6 +228,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
     grouped: list[dict[str, Any]] = []
     for begin in range(0, len(batches), window):
         step = [split_pixel_values_by_grid(batch) for batch in batches[begin : begin + window]]
+        for batch in step:
+            require_rows_in(batch, len(batch["prompt_ids"]), "`prefix_sharing` moves them. Set it to False.")
         keys = torch.cat([torch.cat([b["prompt_ids"], _image_keys(b)], dim=1) for b in step])
         # Rows with equal keys get one number; the stable sort by this number keeps their order.
         order = keys.unique(dim=0, return_inverse=True)[1].argsort(stable=True)
@@ -238,6 +246,22 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
         regrouped = ({name: values[i] for name, values in columns.items()} for i in range(len(step)))
         grouped += [unsplit_pixel_values_by_grid(batch) for batch in regrouped]
     return grouped
+
+
+def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
+    """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
+    for name, value in batch.items():
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Sized)
+            or (isinstance(value, torch.Tensor) and not value.dim())
+        ):
+            continue
+        if isinstance(value, dict) or len(value) != count:
+            raise ValueError(
+                f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "
+                f"{len(value)} values belong to a row, and {remedy}"
+            )
 
 
 def _image_keys(batch: dict[str, Any]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin
 from ..checks.arguments import require_columns, require_rows
 from ..data.chat_templates import check_turns
-from ..data.collators import DataCollatorForLanguageModeling, pad_right
+from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
 from ..data.columns import column_names, untrained_rows
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.row_checks import validate_rows
@@ -110,7 +110,7 @@ class SFTTask(Task):
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
-        return getattr(collator, "padding_free", False) or getattr(args, "eval_packing", False)
+        return getattr(collator, "padding_free", False) or bool(args.eval_packing)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         names = ("input_ids", "attention_mask")
@@ -137,7 +137,7 @@ class SFTTask(Task):
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # A `compute_metrics` for TRL gets right-padded rows.
         collator = self.trainer.data_collator
-        pads_left = getattr(collator, "for_trainer", False) and collator.padding_side == "left"
+        pads_left = isinstance(collator, SidedCollator) and collator.for_trainer and collator.padding_side == "left"
         if not pads_left or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
             return logits, labels
         mask = inputs["attention_mask"].to(logits.device)

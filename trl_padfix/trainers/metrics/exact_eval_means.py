@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
 
-from ..distributed import data_replicas, datasets_of
-from ..parts.part import Evaluation, Part, Step, entered
-from ..temporary_attributes import temporarily_set
+from ..distributed import data_replicas, datasets_of, local_metrics_only, trains_on_images
+from ..parts.part import Evaluation, Part, Step
 
 
 if TYPE_CHECKING:
     from ..parts.part import PaddingFreeTrainer
 
 
-__all__ = ["ExactMeans", "drop_duplicate_rows", "local_metrics_only"]
+__all__ = ["ExactMeans", "drop_duplicate_rows"]
 
 
 class ExactMeans(Part):
@@ -46,8 +46,7 @@ class ExactMeans(Part):
             return
         # Rows can only be dropped where each tensor of a batch has one entry per row.
         gives_logits = trainer.compute_metrics is not None and not self.settings.predict_with_generate
-        has_images = getattr(trainer, "_is_vision_dataset", False)
-        keeps_duplicates = gives_logits or has_images or trainer.padding.task.packs_rows()
+        keeps_duplicates = gives_logits or trains_on_images(trainer) or trainer.padding.task.packs_rows()
         for name, dataset in datasets_of(trainer).items():
             is_stream = not isinstance(dataset, Sized)
             has_duplicates = is_stream or len(dataset) % (args.eval_batch_size * processes) > 0
@@ -59,17 +58,25 @@ class ExactMeans(Part):
                     "`per_device_eval_batch_size` that times the processes divides the rows."
                 )
 
+    def acts_in_steps(self) -> bool:
+        return self.settings.exact_eval_means
+
+    def _counts(self, step: Step) -> bool:
+        return step.mode == "eval" and self.trainer.padding.task.num_loss_items(step.inputs) is not None
+
+    def begin_step(self, step: Step) -> Step:
+        if not self._counts(step) or step.returns_outputs:  # outputs must have a row for each row of the batch
+            return step
+        trainer, rows_per_item = self.trainer, self.trainer.padding.task.rows_per_item
+        inputs, has_rows = drop_duplicate_rows(trainer.accelerator, step.inputs, rows_per_item, data_replicas(trainer))
+        return replace(step, inputs=inputs, has_rows=has_rows)
+
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         task, accelerator = self.trainer.padding.task, self.trainer.accelerator
-        if not self.settings.exact_eval_means or step.mode == "train" or task.num_loss_items(step.inputs) is None:
+        if not self._counts(step):
             yield
             return
-        has_rows = True
-        if not step.returns_outputs:  # outputs must have a row for each row of the batch
-            step.inputs, has_rows = drop_duplicate_rows(
-                accelerator, step.inputs, task.rows_per_item, data_replicas(self.trainer)
-            )
         items = {"loss": task.num_loss_items(step.inputs), **task.num_metric_items(step.inputs)}
         metrics = self.trainer._metrics["eval"]
         # TRL appends to these lists during the forward: longer ones have a new value.
@@ -80,7 +87,7 @@ class ExactMeans(Part):
         metric_names = sorted(new)
         names = ["loss", *metric_names]
         # A process without rows of its own computed a batch of duplicates; its weights are 0.
-        weights = has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
+        weights = step.has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
         new_values = weights.new_tensor([new[name] for name in metric_names])
         values = torch.cat([step.loss.detach().float().reshape(1), new_values])
         # `where`, because a metric without items may be NaN, and NaN * 0 is NaN.
@@ -108,19 +115,6 @@ class ExactMeans(Part):
             for name in metrics.keys() - {"num_tokens"}:
                 if (mean := self._mean(name)) is not None:
                     metrics[name] = [mean]  # TRL logs the mean of the list
-
-
-@contextlib.contextmanager
-def local_metrics_only(accelerator: Accelerator) -> Iterator[None]:
-    """Metrics of this process alone: `accelerator.gather` and `gather_for_metrics` return their argument unchanged."""
-
-    # Weights differ between processes, so means are weighted before they are reduced, not gathered before.
-    def identity(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return tensor
-
-    names = ("gather", "gather_for_metrics")
-    with entered(temporarily_set(accelerator, name, identity) for name in names):
-        yield
 
 
 def drop_duplicate_rows(

@@ -114,6 +114,9 @@ class TokenCounts(Part):
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._warned = False
 
+    def before_generation(self, mode: str) -> None:
+        self.counters[mode].start()
+
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         counter = self.counters[step.mode]

@@ -69,7 +69,7 @@ class AttentionChoice(Part):
         if not self._loads_policy or "" not in self._chosen:
             return contextlib.nullcontext()
         kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen[""]}
-        return temporarily_set(config, "model_init_kwargs", kwargs)
+        return temporarily_set(config, model_init_kwargs=kwargs)
 
     def attach_to_models(self) -> None:
         """Switch models that TRL did not load with the chosen attention, before anything is attached to them."""
@@ -101,7 +101,12 @@ class AttentionChoice(Part):
 
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
-    ours = parse_implementation(getattr(settings, f"{prefix}attn_implementation"))
+    fields = {
+        "": settings.attn_implementation,
+        "ref_": settings.ref_attn_implementation,
+        "teacher_": settings.teacher_attn_implementation,
+    }
+    ours = parse_implementation(fields[prefix])
     is_reference = prefix == "ref_"  # it has no `model_init_kwargs` of its own
     theirs = (
         None if is_reference else parse_implementation(model_init_kwargs(config, prefix).get("attn_implementation"))

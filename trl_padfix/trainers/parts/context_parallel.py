@@ -63,8 +63,7 @@ class ContextParallel(Part):
                 _replace_ring_attention(self.trainer, self.size)
 
         # On the instance, because Trainer calls it in the middle of its `__init__`.
-        name = "create_accelerator_and_postprocess"
-        return temporarily_set(self.trainer, name, create_accelerator_and_postprocess)
+        return temporarily_set(self.trainer, create_accelerator_and_postprocess=create_accelerator_and_postprocess)
 
     def attach_to_models(self) -> None:
         trainer = self.trainer
@@ -80,6 +79,9 @@ class ContextParallel(Part):
             f"`cp_size={self.size}`: each packed row is computed by {self.size} processes, which exchange heads for "
             "tokens at attention, in place of accelerate's ring attention."
         )
+
+    def acts_in_steps(self) -> bool:
+        return self.group is not None
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
@@ -109,17 +111,15 @@ class ContextParallel(Part):
     def around_evaluation_loop(self, evaluation: Evaluation) -> contextlib.AbstractContextManager[None]:
         return self._gather_without_duplicates()
 
-    @contextlib.contextmanager
-    def _gather_without_duplicates(self) -> Iterator[None]:
+    def _gather_without_duplicates(self) -> contextlib.AbstractContextManager[None]:
         """A block in which `accelerator.gather` takes one process of each group: the others have the same rows."""
         accelerator = self.trainer.accelerator
-        # `gather_for_metrics` of the class calls `gather`; one that a user has set on the instance may not.
-        names = [name for name in ("gather", "gather_for_metrics") if name == "gather" or name in vars(accelerator)]
-        with contextlib.ExitStack() as stack:
-            for name in names if self.group is not None else ():
-                of_groups = self._of_groups(getattr(accelerator, name))
-                stack.enter_context(temporarily_set(accelerator, name, of_groups))
-            yield
+        if self.group is None:
+            return contextlib.nullcontext()
+        gathers = {"gather": accelerator.gather}
+        if "gather_for_metrics" in vars(accelerator):  # set by a user: that of the class calls `gather`
+            gathers["gather_for_metrics"] = accelerator.gather_for_metrics
+        return temporarily_set(accelerator, **{name: self._of_groups(gather) for name, gather in gathers.items()})
 
     def _of_groups(self, gather_all: Callable) -> Callable:
         """`gather_all` with the rows of one process of each group, where it gives those of all processes."""
@@ -138,12 +138,12 @@ class ContextParallel(Part):
 
         return gather_of_groups
 
-    def gathering_from_all(self) -> contextlib.AbstractContextManager[None]:
+    def around_label_count(self) -> contextlib.AbstractContextManager[None]:
         """A block with accelerate's own `gather`: Trainer itself divides this label count by the group's size."""
         accelerator = self.trainer.accelerator
         if self.group is None:
             return contextlib.nullcontext()
-        return temporarily_set(accelerator, "gather", partial(type(accelerator).gather, accelerator))
+        return temporarily_set(accelerator, gather=partial(type(accelerator).gather, accelerator))
 
 
 def _replace_ring_attention(trainer: PaddingFreeTrainer, size: int) -> None:

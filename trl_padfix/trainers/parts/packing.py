@@ -23,13 +23,13 @@ from ..checks.arguments import check_vision, image_columns
 from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import check_ids, image_token_ids
 from ..data.tokenizers import tokenizer_of
-from ..distributed import check_launch, datasets_of, is_zero_3, models_of
+from ..distributed import check_launch, datasets_of, is_zero_3, models_of, trains_on_images
 from ..settings import Settings
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .attach_models import attach_to_models
 from .neftune import prefix_sharing_with_neftune
-from .part import Part, Step, entered
+from .part import Part, Step
 
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Padding:
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
             The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
-            two of them, which the trainer calls by themselves.
+            two of them, which the trainer calls by themselves, and `in_steps` those that act in its steps.
 
     Example:
 
@@ -89,6 +89,7 @@ class Padding:
         self.checkpoints: WholeCheckpoints
         self.is_attached = False
         self.is_restored = False
+        self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
 
     @property
@@ -143,7 +144,7 @@ class RemovePadding(Part):
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
             # clearing the flag alone is not enough.
             values |= {"torch_compile": False, "torch_compile_backend": None}
-        return entered(temporarily_set(config, name, value) for name, value in values.items())
+        return temporarily_set(config, **values)
 
     def attach(self) -> None:
         self._set_up_collator()
@@ -174,8 +175,10 @@ class RemovePadding(Part):
         padding, models = self.trainer.padding, models_of(self.trainer)
         if not padding.is_attached or padding.is_restored:
             return False
-        others = {a for decoder in self._decoders for a in attachments_on(decoder) if a.owned_by_trainer}
-        if others - set(self._attachments) or any(attachment.taken_over for attachment in self._attachments):
+        # Another trainer takes over what is attached. Where this one has attached nothing, what it attached is found.
+        if any(attachment.taken_over for attachment in self._attachments):
+            return True
+        if not self._attachments and any(a.owned_by_trainer for d in self._decoders for a in attachments_on(d)):
             return True
         if _are_same(models, self._models):
             return False
@@ -256,7 +259,7 @@ class RemovePadding(Part):
 
     def _id_limits(self) -> dict[str, Any]:
         """Limits of token ids for the collator; empty if all rows can be checked before the first step."""
-        with_images = getattr(self.trainer, "_is_vision_dataset", False)  # TRL's collator tokenizes these batches
+        with_images = bool(trains_on_images(self.trainer))  # TRL's collator tokenizes these batches
         if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
             return {}
         stand_ins = image_token_ids(find_pretrained(self.trainer.model).config) if with_images else frozenset()
@@ -265,13 +268,12 @@ class RemovePadding(Part):
     def _vocabulary(self) -> int | None:
         """Number of token embeddings of the model; `None` if it does not tell."""
         pretrained = find_pretrained(self.trainer.model)
-        embeddings = pretrained.get_input_embeddings() if hasattr(pretrained, "get_input_embeddings") else None
-        return getattr(embeddings, "num_embeddings", None)
+        return getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
 
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
         trainer = self.trainer
-        size = None if getattr(trainer, "_is_vision_dataset", False) else self._vocabulary()
+        size = None if trains_on_images(trainer) else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size, self._used_columns())
@@ -307,7 +309,7 @@ class RemovePadding(Part):
         """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
         if not (images := image_columns(dataset)):
             return
-        if not getattr(self.trainer, "_is_vision_dataset", True):  # trainers that generate have no such attribute
+        if trains_on_images(self.trainer) is False:
             warn_or_raise(
                 f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
                 "text alone. Give both the column (an empty list where there is no image), or drop it.",
@@ -329,10 +331,10 @@ class RemovePadding(Part):
         call_event = handler.call_event
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with temporarily_set(processing, "padding_side", getattr(processing, "padding_side", None)):
+            with temporarily_set(processing, padding_side=getattr(processing, "padding_side", None)):
                 return call_event(*args, **kwargs)
 
-        self._undo.enter_context(temporarily_set(handler, "call_event", call))
+        self._undo.enter_context(temporarily_set(handler, call_event=call))
 
     def _detach(self) -> None:
         for attachment in reversed(self._attachments):

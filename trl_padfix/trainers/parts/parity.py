@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,17 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 
+from ...core.call.inputs import DecoderInputs
+from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
 from ...core.model.find import find_pretrained
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
-from ...core.parity.check import check_parity
+from ...core.parity.check import check_longest_row, check_parity
 from ...core.parity.report import ParityError, ParityReport
+from ...core.parity.sample import longest_row
+from ...core.remove import attachment_of
 from ..distributed import is_sharded, models_of, named_models_of, raise_on_all
 from .part import Part, Step
 
@@ -36,6 +41,9 @@ logger = get_logger(__name__)
 LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments of a model that determine the layout of its tokens."""
 
+LONG_ROW_AFTER = 10
+"""Optimizer steps after which the longest row so far is compared."""
+
 
 class Parity(Part):
     """
@@ -43,6 +51,10 @@ class Parity(Part):
 
     Gradients of the trained model are compared, too. If `Task.padded_batches` finds no batch, the check runs on the
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
+
+    After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
+    gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
+    processes meet in forwards, and not with images, which belong to whole batches.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -51,6 +63,9 @@ class Parity(Part):
         """Handle of the model that a user's `training_step` has computed with."""
         self._first_steps: dict[str, int] = {}
         """The number of the first step of each mode."""
+        self._longest: tuple[int, dict[str, Any]] = (1, {})
+        """Tokens of the longest row of training so far, and its batch."""
+        self._watches_length = self.settings.parity_check in (True, "forward")
 
     def _is_due(self, mode: str) -> bool:
         """Whether the next forwards of a mode are compared, as far as is known before them."""
@@ -64,6 +79,8 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
+        if step.mode == "train" and self._watches_length:
+            self._follow_longest(step)
         try:
             with self._compared(step):
                 yield
@@ -74,6 +91,54 @@ class Parity(Part):
             raise_on_all(failed)
         elif failed is not None:
             raise failed
+
+    def _follow_longest(self, step: Step) -> None:
+        """
+        Keep the batch with the longest row so far; after `LONG_ROW_AFTER` steps compare that row.
+
+        Every process comes here in the same steps, and decides by the number of the step and by its settings.
+
+        Raises:
+            ParityError: If the packed row is not the row alone; on other processes a `RuntimeError`.
+        """
+        trainer, handle = self.trainer, self.trainer.padding.handle
+        meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sharded(trainer)
+        if handle is None or meets or handle.context_parallel is not None or handle.multimodal is not None:
+            self._watches_length = False
+        elif step.number - self._first_steps.get("train", step.number) < LONG_ROW_AFTER:
+            batches = [(longest_row(batch), batch) for batch in step.batches]
+            length, batch = max(batches, key=lambda found: found[0], default=self._longest)
+            if length > self._longest[0]:
+                labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
+                self._longest = length, labels | batch
+        else:
+            self._watches_length, failed = False, None
+            try:
+                self._compare_longest(step.model, handle, *self._longest)
+            except ParityError as error:
+                failed = error
+            self._longest = (1, {})
+            raise_on_all(failed)
+
+    def _compare_longest(
+        self, model: torch.nn.Module, handle: PaddingRemoval, length: int, batch: dict[str, Any]
+    ) -> None:
+        reports = self.trainer.padding.parity.get("train")
+        if not (batch and reports) or handle.has_changed:  # nothing is packed, or not any more
+            return
+        begin = time.perf_counter()
+        try:
+            distance = check_longest_row(self.trainer.accelerator.unwrap_model(model), batch, reports[0])
+        except UnpackableCallError:  # such rows are computed padded in training, too
+            return
+        said = f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens), packed against that row alone:"
+        if not distance.ok:
+            raise ParityError(
+                f"Parity FAILED: {said} {distance}. Shorter rows of this model pass. Use `padding_free=False`; "
+                "`parity_check='short'` leaves this comparison out. Please report the model and these figures."
+            )
+        if self.trainer.accelerator.is_local_main_process:
+            say(f"parity ok, {said} {distance}; {time.perf_counter() - begin:.1f} s")
 
     @contextlib.contextmanager
     def _compared(self, step: Step) -> Iterator[None]:
@@ -150,7 +215,7 @@ class Parity(Part):
         """
         trainer = self.trainer
         reports = trainer.padding.parity.setdefault(mode, [])
-        trains = mode == "train" and self.settings.parity_check is True
+        trains = mode == "train" and self.settings.parity_check != "forward"
         try:
             compare(trainer, [model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
         except UnpackableCallError:  # as `will_pack`: the model around the decoder may not be able to, either
@@ -195,6 +260,11 @@ def compare(
         reports.append(report)
         if not report.compared:
             logger.warning(str(report))
+        handle = attachment_of(model)
+        if report.ok and report.fault and handle is not None:
+            handle.say_once(
+                f"{report.fault}. The run goes on packed; what is computed padded has this error. {report}.", "fault"
+            )
     for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
         report.raise_if_failed()
 
@@ -202,7 +272,8 @@ def compare(
 def will_pack(handle: PaddingRemoval, call: dict[str, Any]) -> bool:
     """Whether the decoder packs a `call` of a model. Images are left out: the decoder receives their embeddings."""
     try:
-        return handle.layout_of({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}) is not None
+        inputs = DecoderInputs.read({name: call[name] for name in LAYOUT_ARGUMENTS if name in call}, handle)
+        return layout_of(inputs, handle) is not None
     except UnpackableCallError:  # it is computed padded, and another batch is compared
         return False
 

@@ -40,12 +40,13 @@ class Step:
 
     Attributes:
         model (`torch.nn.Module`): The model that the loss is computed with, wrapped for training.
-        inputs (`dict`): The batch. A part may replace it until `batches` is first read.
+        inputs (`dict`): The batch.
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step; in training the first one is 1.
         padded_batches (`Callable`): `Task.padded_batches`.
         returns_outputs (`bool`): Whether `compute_loss` returns `(loss, outputs)`.
-        result (`Any`): The value that TRL's `compute_loss` returned; a part may replace it.
+        has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
+        result (`Any`): The value that `compute_loss` returned, once it has; the only field that is set later.
     """
 
     model: torch.nn.Module
@@ -54,6 +55,7 @@ class Step:
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
     returns_outputs: bool = False
+    has_rows: bool = True
     result: Any = None
 
     @cached_property
@@ -84,10 +86,7 @@ class Part:
 
     def __init__(self, trainer: PaddingFreeTrainer):
         self.trainer = trainer
-
-    @property
-    def settings(self) -> Settings:
-        return self.trainer.padding.settings
+        self.settings: Settings = trainer.padding.settings
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
@@ -115,8 +114,30 @@ class Part:
         """A block in which TRL computes the log-probabilities of the reference model, before the first step."""
         return contextlib.nullcontext()
 
+    def acts_in_steps(self) -> bool:
+        """Whether the four hooks below are called in steps; asked after `attach_to_models`."""
+        return type(self).around_step is not Part.around_step
+
+    def begin_step(self, step: Step) -> Step:
+        """The step, perhaps on another batch: called for one part after the other, before all `around_step`."""
+        return step
+
     def around_step(self, step: Step) -> contextlib.AbstractContextManager[Any]:
         """A block around the forwards of a batch; `step.result` is set when the block ends."""
+        return contextlib.nullcontext()
+
+    def check_batch(self, batch: dict[str, Any]) -> None:
+        """Check the batch of a step, and one that a subclass has edited within it."""
+
+    def around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A block around a user's `training_step`."""
+        return contextlib.nullcontext()
+
+    def before_generation(self, mode: str) -> None:
+        """Called before a step of a trainer that generates its rows gets them."""
+
+    def around_label_count(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which Trainer counts the labels of a step, over all processes."""
         return contextlib.nullcontext()
 
     def around_evaluate(self) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,466 @@
+"""
+The faults: each replaces one text, which occurs once in one file of `trl_padfix/`, by another one.
+
+If code that a fault is in was rewritten, `test_mutants.py` names the fault. Find the place that now does what its line
+says, and take the shortest text there that occurs once. A mutant that changes no number is replaced by another one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+__all__ = ["MUTANTS", "Mutant"]
+
+
+class Mutant(NamedTuple):
+    """
+    One fault.
+
+    Attributes:
+        file (`str`): The file in `trl_padfix/`.
+        old, new (`str`): The text, which occurs once in the file, and its replacement.
+        fault (`str`): What is wrong then, in one line.
+        tests (`tuple[str, ...]`): Files (or node ids) in `tests/` that should see it, the first to fail first.
+    """
+
+    file: str
+    old: str
+    new: str
+    fault: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = [
+    # -- layouts
+    Mutant(
+        "core/layout/build.py",
+        "position_R = real_index - begins.repeat_interleave(lengths)",
+        "position_R = real_index - begins.repeat_interleave(lengths) + 1",
+        "positions of a row begin with 1",
+        ("core/test_layout.py",),
+    ),
+    Mutant(
+        "core/layout/build.py",
+        "begins[:, 0] = True",
+        "begins[0, 0] = True",
+        "a packed sequence continues in the next row",
+        ("core/test_layout_of_packed_rows.py",),
+    ),
+    Mutant(
+        "core/layout/build.py",
+        "keys_R.insert(0, position_R)",
+        "pass",
+        "tokens behind a hole are shared with tokens at other positions",
+        ("core/test_layout.py",),
+    ),
+    Mutant(
+        "core/layout/build.py",
+        "cumsum(0) - 1] + 1).tolist()),",
+        "cumsum(0) - 1]).tolist()),",
+        "the span of a row is one column short, so a window just shorter than the row is ignored",
+        ("core/test_attention.py", "core/test_layout.py"),
+    ),
+    Mutant(
+        "core/layout/prefix_tree.py",
+        "common_bytes(before, row) // width for",
+        "-(-common_bytes(before, row) // width) for",
+        "a token of which some bytes are equal counts as shared",
+        ("core/test_prefix_tree.py", "core/test_layout.py"),
+    ),
+    Mutant(
+        "core/layout/prefix_tree.py",
+        "before, next_packed = begin, next_packed + length - shared",
+        "next_packed = next_packed + length - shared",
+        "the path of a shared prefix is that of the first row, not of the row before",
+        ("core/test_layout.py",),
+    ),
+    Mutant(
+        "core/layout/layout.py",
+        "device=self.real_index.device) * L\n",
+        "device=self.real_index.device) * L - 1\n",
+        "the last token of a row that ends with its last column is missed",
+        ("core/test_layout.py", "core/test_heads.py", "core/test_heads_reward_models.py"),
+    ),
+    Mutant(
+        "core/layout/layout.py",
+        ") == self.batch_shape[0]",
+        ") >= self.batch_shape[0]",
+        "a packed batch without padding is taken for whole rows, which leak",
+        ("core/test_layout_of_packed_rows.py",),
+    ),
+    Mutant(
+        "core/layout/layout.py",
+        "padded = real.new_zeros(layout.padded_tokens, *real.shape[1:])",
+        "padded = real.new_ones(layout.padded_tokens, *real.shape[1:])",
+        "padding of unpacked values is not zero",
+        ("core/test_layout.py",),
+    ),
+    Mutant(
+        "core/layout/shared_prefixes.py",
+        "forks.append(path[:-1][leaves_prefix])",
+        "forks.append(path[1:][leaves_prefix])",
+        "a shared prefix forks one token late",
+        ("trainers/test_prefix_schedule.py",),
+    ),
+    Mutant(
+        "core/layout/shared_prefixes.py",
+        "draft.recompute |= any(",
+        "draft.recompute |= False and any(",
+        "a prefix that reads a recomputed one is not recomputed with it",
+        ("trainers/test_prefix_schedule.py",),
+    ),
+    Mutant(
+        "core/layout/shared_prefixes.py",
+        'key_source_positions=None if keys_are_queries else index_maps["positions"],',
+        'key_source_positions=None if keys_are_queries else index_maps["positions"] + 1,',
+        "keys of a shared prefix stand one column later than they do",
+        ("trainers/test_prefix_schedule.py",),
+    ),
+    Mutant(
+        "core/layout/tree_arguments.py",
+        "position_R = torch.cat([torch.arange(length) for length in lengths])",
+        "position_R = torch.cat([torch.arange(length) + 1 for length in lengths])",
+        "positions of a tree row begin with 1",
+        ("core/test_tree_arguments.py",),
+    ),
+    # -- the decoder's call
+    Mutant(
+        "core/call/arguments.py",
+        "states = hidden[row, last].unsqueeze(1)",
+        "states = hidden[row, last - 1].unsqueeze(1)",
+        "a score is read one token early in a call that is computed padded",
+        ("core/remove/test_padded_calls.py",),
+    ),
+    Mutant(
+        "core/call/arguments.py",
+        "index = (visual.flatten().cumsum(0) - 1).view(visual.shape)",
+        "index = (visual.flatten().cumsum(0) - 1).clamp(min=1).view(visual.shape)",
+        "the first token of an image gets the features of the second",
+        ("core/test_vision.py",),
+    ),
+    Mutant(
+        "core/call/labels.py",
+        "(mask[:, :-1] == 0)",
+        "(mask[:, 1:] == 0)",
+        "a label that only padding predicts is not found",
+        ("core/remove/test_padded_calls.py", "trainers/test_batch_labels.py"),
+    ),
+    Mutant(
+        "core/call/batch_cache.py",
+        "return torch.equal(self.copy, other)",
+        "return True",
+        "a batch that was written to keeps its old layout",
+        ("core/remove/test_numbers.py", "core/test_layout_of.py"),
+    ),
+    Mutant(
+        "core/call/images.py",
+        "else _content(tensor))",
+        "else torch.zeros_like(_content(tensor)))",
+        "rows with different images share a prefix",
+        ("core/test_vision.py",),
+    ),
+    Mutant(
+        "core/call/images.py",
+        "padding = mask[:, None, :, None] == 0 if",
+        "padding = mask[:, None, :, None] >= 0 if",
+        "masks in which tokens of an image see each other are taken for causal ones",
+        ("core/test_vision.py", "core/test_prepared_masks.py"),
+    ),
+    Mutant(
+        "core/call/prefix_states.py",
+        "else leaf.grad).to(dtype)",
+        "else 2 * leaf.grad).to(dtype)",
+        "the gradient of a shared prefix counts twice",
+        ("trainers/test_prefix_schedule.py",),
+    ),
+    Mutant(
+        "core/call/prepared_masks.py",
+        "ends = (furthest.cummax(0).values == rank) & real",
+        "ends = (furthest == rank) & real",
+        "a block of tokens that see each other ends too early",
+        ("core/test_prepared_masks.py", "core/test_vision.py"),
+    ),
+    Mutant(
+        "core/call/prepared_masks.py",
+        "columns[-queries:]",
+        "columns[:queries]",
+        "a segment gets the part of the mask of its prefix",
+        ("core/test_prepared_masks.py", "core/test_vision.py"),
+    ),
+    # -- attention
+    Mutant(
+        "core/attention/segments.py",
+        "mask & (distance < window)",
+        "mask & (distance <= window)",
+        "a window one key too wide",
+        ("core/test_attention.py",),
+    ),
+    Mutant(
+        "core/attention/segments.py",
+        "max(0, first - window + 1)",
+        "max(0, first - window + 2)",
+        "the first key of a window is left out",
+        ("core/test_attention.py", "core/test_segments.py"),
+    ),
+    Mutant(
+        "core/attention/segments.py",
+        "position // chunk ==",
+        "(position + 1) // chunk ==",
+        "a chunk ends one token early",
+        ("core/test_attention.py",),
+    ),
+    Mutant(
+        "core/attention/segments.py",
+        "(lse[:, :, q] - total).exp()[..., None]\n            output[:, :, q] += ",
+        "1\n            output[:, :, q] += ",
+        "the part of a row before the segment keeps its weight when the segment's own part is added",
+        ("core/test_segments.py", "core/test_attention.py"),
+    ),
+    Mutant(
+        "core/attention/segments.py",
+        ".unflatten(1, (total.shape[1], -1)).sum(2)",
+        ".unflatten(1, (total.shape[1], -1)).mean(2)",
+        "the gradient of a key that several heads share is their mean",
+        ("core/test_segments.py", "core/test_attention.py"),
+    ),
+    Mutant(
+        "core/attention/segments.py",
+        'mode="sum"',
+        'mode="mean"',
+        "the gradient of a shared key is the mean over its segments",
+        ("core/test_segments.py", "core/remove/test_numbers.py"),
+    ),
+    Mutant(
+        "core/attention/varlen.py",
+        "window - 1, 0)",
+        "window, 0)",
+        "torch's variable-length kernel gets a window one key too wide",
+        ("core/test_backends_conformance.py",),
+    ),
+    # -- mixers
+    Mutant(
+        "core/mixers/forks.py",
+        "begin = parent.number - starts[segment] + 1\n",
+        "begin = parent.number - starts[segment]\n",
+        "a convolution that forks sees its context one token early",
+        ("core/test_mixers.py",),
+    ),
+    Mutant(
+        "core/mixers/forks.py",
+        "if begin <= f < last}",
+        "if begin < f < last}",
+        "a fork behind the first token of a segment is missed",
+        ("core/test_mixers.py",),
+    ),
+    Mutant(
+        "core/mixers/forks.py",
+        "x.new_zeros(1, *x.shape[1:])])",
+        "x.new_ones(1, *x.shape[1:])])",
+        "a recurrence goes on beyond the end of a node",
+        ("core/test_mixers.py",),
+    ),
+    Mutant(
+        "core/mixers/forks.py",
+        "torch.zeros_like(prefix_states[:1])]",
+        "prefix_states[:1]]",
+        "the state of a prefix is carried into a row that begins without it",
+        ("trainers/test_prefix_schedule.py",),
+    ),
+    Mutant(
+        "core/mixers/row_buckets.py",
+        "begin + lengths[s], begin + len(column)",
+        "begin + lengths[s], begin + lengths[s]",
+        "rows behind a padded row of a bucket are read too early",
+        ("core/test_mixers.py",),
+    ),
+    Mutant(
+        "core/mixers/primitives.py",
+        "weight.shape[-1] - 1, next(keys)",
+        "weight.shape[-1] - 2, next(keys)",
+        "a convolution sees one token too few of its context",
+        ("core/test_mixers.py",),
+    ),
+    # -- heads, positions, towers
+    Mutant(
+        "core/patches/heads.py",
+        "labels[row, column + 1]",
+        "labels[row, column]",
+        "labels are not shifted",
+        ("core/remove/test_fused_head.py",),
+    ),
+    Mutant(
+        "core/patches/decoder.py",
+        "layout.batch_shape[1] - 1",
+        "layout.packed_tokens - 1",
+        "a dynamic rotary embedding gets the length of the packed row",
+        ("core/test_positions.py", "core/remove/test_numbers.py"),
+    ),
+    Mutant(
+        "core/patches/decoder.py",
+        "(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
+        "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
+        "rows that are padded left are numbered from their first column",
+        ("trainers/test_base_late_hooks.py",),
+    ),
+    Mutant(
+        "core/patches/towers.py",
+        "(first == second).all()",
+        "(first == second).any()",
+        "two different halves of images are computed once",
+        ("core/test_towers.py",),
+    ),
+    # -- context parallelism
+    Mutant(
+        "core/parallel/layout.py",
+        "tokens), right=True)",
+        "tokens))",
+        "the first token of a process is counted to the one before",
+        ("core/test_split_rows.py",),
+    ),
+    Mutant(
+        "core/parallel/layout.py",
+        "x.index_select(0, self.index_in_rank_order)",
+        "x.index_select(0, self._rank_order)",
+        "gathered values come in the inverse order",
+        ("core/test_split_rows.py",),
+    ),
+    # -- batches under a budget
+    Mutant(
+        "trainers/batching/bin_packing.py",
+        "other.tokens + group.tokens <= room)",
+        "other.tokens + group.tokens <= room + 1)",
+        "a part has one token more than its budget",
+        ("trainers/test_token_costs.py", "trainers/test_row_order.py"),
+    ),
+    Mutant(
+        "trainers/batching/bin_packing.py",
+        "if part and part_tokens + tokens - shared > limit:",
+        "if part and part_tokens > limit:",
+        "a part has one row more than its budget",
+        ("trainers/test_token_costs.py", "trainers/test_row_order.py"),
+    ),
+    Mutant(
+        "trainers/batching/row_splits.py",
+        "host_mask.bool() | host_scored.bool()",
+        "host_mask.bool()",
+        "a column that is scored and masked is cut off",
+        ("trainers/test_row_splits.py",),
+    ),
+    Mutant(
+        "trainers/batching/chunk_metrics.py",
+        "[values[name][-1] * count, count]",
+        "[values[name][-1], 1.0]",
+        "a metric is a mean over chunks, not over rows",
+        ("trainers/test_token_budget.py",),
+    ),
+    Mutant(
+        "trainers/batching/sub_batches.py",
+        "inverse, output = rows.argsort(), outputs[0]",
+        "inverse, output = rows, outputs[0]",
+        "outputs of sub-batches come in the inverse order",
+        ("trainers/test_sub_batches.py",),
+    ),
+    Mutant(
+        "trainers/batching/sub_batches.py",
+        '(call["labels"][:, 1:] != -100)',
+        '(call["labels"] != -100)',
+        "a label of the first column counts in a mean over labels",
+        ("trainers/test_sub_batches.py",),
+    ),
+    Mutant(
+        "trainers/batching/token_costs.py",
+        "np.append(self.shared, 0), ranks + 1)",
+        "np.append(self.shared, 0), ranks)",
+        "rows that are no neighbours share what the first of them shares with the row before",
+        ("trainers/test_token_costs.py",),
+    ),
+    Mutant(
+        "trainers/batching/token_budget.py",
+        "return compute(*args, **kwargs) * weight",
+        "return compute(*args, **kwargs)",
+        "the loss of a chunk is not weighted",
+        ("trainers/test_token_budget.py",),
+    ),
+    Mutant(
+        "trainers/batching/balancing_loss.py",
+        "else torch.cat([m for m in masks if m is not None])",
+        "else None",
+        "the load-balancing loss of sub-batches counts padding",
+        ("trainers/test_sub_batches_experts.py",),
+    ),
+    # -- collators
+    Mutant(
+        "trainers/data/collators.py",
+        "in_column_0 if swap else -100",
+        "in_column_0 if swap else of_first_tokens",
+        "the first token of a left-padded row keeps its label",
+        ("trainers/test_collators.py",),
+    ),
+    Mutant(
+        "trainers/data/collators.py",
+        '"labels": -100}',
+        '"labels": 0}',
+        "the pad token of an empty row has a label",
+        ("trainers/test_collators.py", "trainers/test_row_checks_weights.py"),
+    ),
+    # -- metrics
+    Mutant(
+        "trainers/metrics/exact_eval_means.py",
+        "torch.where(weights > 0, values * weights, 0.0)",
+        "torch.where(weights > 0, values, 0.0)",
+        "an evaluation mean is not weighted by its items",
+        ("trainers/test_exact_eval_means.py",),
+    ),
+    Mutant(
+        "trainers/metrics/exact_eval_means.py",
+        "torch.cat([part[:unique] for part in v.split(items)])",
+        "v[: unique * (len(v) // items)]",
+        "of a last batch of pairs chosen rows are kept and rejected ones dropped",
+        ("trainers/test_exact_eval_means.py",),
+    ),
+    # -- methods
+    Mutant(
+        "trainers/methods/kto.py",
+        'return len(chunk["input_ids"]) / len(batch["input_ids"])',
+        "return 1 / 2",
+        "chunks of KTO have equal weights, whatever their rows",
+        ("trainers/test_token_budget.py",),
+    ),
+    Mutant(
+        "trainers/methods/kto.py",
+        "tokens[rows].sum()",
+        "rows.sum()",
+        "a mean over completion tokens has the weight of the rows",
+        ("trainers/test_token_budget.py", "trainers/test_exact_eval_means.py"),
+    ),
+    Mutant(
+        "trainers/methods/online.py",
+        'else mask * batch["tool_mask"]).sum()',
+        "else mask).sum()",
+        "answers of tools count as trained tokens",
+        ("trainers/test_grpo.py",),
+    ),
+    Mutant(
+        "trainers/methods/online.py",
+        "entries[i] for i in order.tolist()",
+        "entries[i] for i in range(len(order))",
+        "lists of a batch stay where they were when its rows are grouped",
+        ("trainers/test_grpo.py",),
+    ),
+    # -- parts of a trainer
+    Mutant(
+        "trainers/parts/packing.py",
+        'collator.padding_side == "left"',
+        'collator.padding_side == "right"',
+        "rows that a trainer pads left are numbered from their padding in calls that are computed padded",
+        ("trainers/test_base_late_hooks.py",),
+    ),
+    Mutant(
+        "trainers/parts/context_parallel.py",
+        "(processes, -1))[::size]",
+        "(processes, -1))[:: size - 1]",
+        "rows that several processes share are gathered several times",
+        ("trainers/test_context_parallel.py",),
+    ),
+]

@@ -1,0 +1,151 @@
+"""The inputs of a decoder: what one call brings, read once from its arguments and from those of the modules around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..layout.tree_arguments import tree_arguments_in
+from ..model.older import CACHES
+from .calls import LAYOUT, ModelCall
+from .images import plain_mask
+from .prepared_masks import PreparedMasks
+
+
+if TYPE_CHECKING:
+    from ..handle import PaddingRemoval
+
+
+__all__ = ["DecoderInputs"]
+
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
+"""Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
+
+_COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
+"""Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderInputs:
+    """
+    The inputs of one decoder call.
+
+    Attributes:
+        arguments (`dict`):
+            The arguments of the decoder by name, with those that the modules around it have dropped, and without
+            `tree_*`.
+        ids (`torch.Tensor` of shape `(B, L)`, *optional*):
+            Ids that the decoder looks up.
+        embeds (`torch.Tensor` of shape `(B, L, H)`, *optional*):
+            Embeddings, if it gets no ids.
+        mask (`torch.Tensor` of shape `(B, L)`, *optional*):
+            1 for real tokens; `None` if all tokens are real.
+        positions (`torch.Tensor` of shape `(B, L)`, `(1, L)` or `(P, B, L)`, *optional*):
+            Positions.
+        cu_seqlens (`torch.Tensor` of shape `(S + 1,)`, *optional*):
+            Where the sequences of a packed batch begin and end.
+        is_packed (`bool`):
+            Whether the batch arrives packed, with several sequences per row.
+        compared_ids (`torch.Tensor` of shape `(B, L)`, *optional*):
+            Ids that prefix sharing compares beside the embeddings: those from which the module around made them.
+        images (`tuple[str, ...]`):
+            Names of the features that the module around turned into embeddings.
+        given_mask (*optional*):
+            The mask that the outermost of these modules was called with.
+        prepared ([`PreparedMasks`], *optional*):
+            Masks that the decoder got, if tokens see more in them than in the decoder's own masks.
+        tree (`dict`):
+            The `tree_*` arguments; empty if the batch is no tree row.
+    """
+
+    arguments: dict[str, Any]
+    ids: torch.Tensor | None
+    embeds: torch.Tensor | None
+    mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    is_packed: bool
+    compared_ids: torch.Tensor | None = None
+    images: tuple[str, ...] = ()
+    given_mask: Any = None
+    prepared: PreparedMasks | None = None
+    tree: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(
+        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
+    ) -> DecoderInputs:
+        """
+        Read a decoder call.
+
+        Args:
+            call (`dict`):
+                Arguments of the decoder by name.
+            handle ([`PaddingRemoval`]):
+                Handle of the decoder.
+            outer ([`ModelCall`], *optional*):
+                Call of the model around the decoder.
+            is_causal (`bool`, *optional*, defaults to `True`):
+                Whether the decoder's attention is causal without a mask.
+
+        Raises:
+            PaddingRemovalError: If `tree_*` arguments are unknown, or do not suffice.
+        """
+        around, of_model = (outer.outer_arguments, outer.model_arguments) if outer is not None else ({}, {})
+        prepared, call = None, dict(call)
+        dropped = of_model | around
+        tree = {} if LAYOUT in call else tree_arguments_in(dropped | call)
+        if tree:
+            if call.get("position_ids") is None and dropped.get("position_ids") is not None:
+                call["position_ids"] = dropped["position_ids"]  # Mamba's model passes only ids
+            if around:
+                call["attention_mask"] = None  # from the module around, which takes the tree row for a packed batch
+        elif around:
+            call, prepared = plain_mask(call, around, handle.decoder, is_causal)
+        elif all(call.get(k) is None for k in _ROW_ARGUMENTS):
+            # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
+            call |= {k: v for k, v in of_model.items() if call.get(k) is None}
+        if of_model and of_model.get("use_cache") is None:
+            call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
+        ids, embeds, mask = call.get("input_ids"), call.get("inputs_embeds"), call.get("attention_mask")
+        positions, cu_seqlens = call.get("position_ids"), call.get("cu_seq_lens_q")
+        compared_ids = (ids if ids is not None else around.get("input_ids")) if around else None
+        if ids is compared_ids is None and embeds is not None and not tree and handle.anatomy.has_virtual_tokens:
+            # PEFT puts the virtual tokens before the embeddings of the rows: embeddings identify tokens, ids do not.
+            compared_ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
+        shows_sequences = cu_seqlens is not None if positions is None else positions.dim() == 2
+        pixels = (k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
+        return cls(
+            {k: v for k, v in call.items() if k not in tree},
+            ids,
+            embeds,
+            mask,
+            positions,
+            cu_seqlens,
+            is_packed=mask is None and handle.takes_positions and shows_sequences,
+            compared_ids=compared_ids,
+            images=tuple(k for k in pixels if k != "inputs_embeds"),
+            given_mask=(around or call).get("attention_mask"),
+            prepared=prepared,
+            tree=tree,
+        )
+
+    @property
+    def batch(self) -> torch.Tensor | None:
+        """Ids, or embeddings where the decoder gets no ids."""
+        return self.embeds if self.ids is None else self.ids
+
+    @property
+    def any_ids(self) -> torch.Tensor | None:
+        """The ids of the batch, of the decoder's own call or of the module around it."""
+        return self.compared_ids if self.ids is None else self.ids
+
+    @cached_property
+    def others(self) -> dict[str, torch.Tensor]:
+        """Tensors beside ids, mask and positions, by name."""
+        tensors = ((k, v) for k, v in self.arguments.items() if isinstance(v, torch.Tensor))
+        return {k: v for k, v in tensors if k not in _COVERED_BY_IDS}

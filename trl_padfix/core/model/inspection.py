@@ -1,0 +1,263 @@
+"""
+What the code of a model says: signatures, bytecode, globals and closures of its functions.
+
+A model is recognised by its code and not by its name, so that code on the Hub is recognised too. Everything that is
+read from code is read here; the decisions are made where these functions are called.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from ..errors import PaddingRemovalError
+
+
+__all__ = [
+    "bind",
+    "counts_columns",
+    "forward_of",
+    "global_in",
+    "hands_arguments_on",
+    "is_in_source",
+    "kernel_parameters",
+    "loaded_globals",
+    "name_of",
+    "names_in",
+    "package_of",
+    "parameters_of",
+    "pools_by_token_id",
+    "takes",
+    "takes_any_argument",
+    "variables_in",
+    "with_global",
+    "with_globals",
+    "without_checkpointing",
+]
+
+
+# Signatures
+
+
+def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
+    signature = inspect.signature(forward)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # `bind_partial` puts these in a dictionary of their own
+            bound.update(bound.pop(name, {}))
+    return dict(bound)
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name, as its signature gives them; of a module those of its class's forward."""
+    if isinstance(function, nn.Module):  # the package `kernels` puts a module in the place of a function
+        return dict([*inspect.signature(type(function).forward).parameters.items()][1:])  # without `self`
+    return inspect.signature(function).parameters
+
+
+def takes(module: Any, *names: str) -> bool:
+    """Whether the forward of a module, as it is set now, has arguments of all these names."""
+    return parameters_of(module.forward).keys() >= {*names}
+
+
+def takes_any_argument(module: nn.Module) -> bool:
+    """Whether the forward of a module takes `**kwargs`."""
+    return bool(forward_of(module).__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+
+def hands_arguments_on(module: nn.Module) -> bool:
+    """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
+    # Python compiles each call with `*` or `**` to this instruction.
+    return takes_any_argument(module) and any(name == "CALL_FUNCTION_EX" for name, _ in _instructions(module))
+
+
+# Names
+
+
+def forward_of(module: nn.Module) -> FunctionType:
+    """The forward in the class of a module, without its decorators."""
+    return inspect.unwrap(type(module).forward)
+
+
+def names_in(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of globals and attributes that a function uses, without its decorators."""
+    return inspect.unwrap(function).__code__.co_names
+
+
+def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the arguments and local variables of a function, without its decorators."""
+    return inspect.unwrap(function).__code__.co_varnames
+
+
+def global_in(module: nn.Module, name: str) -> Any:
+    """The global of this name that the forward of a module uses; `None` if it uses none."""
+    forward = forward_of(module)
+    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
+
+
+def loaded_globals(module: nn.Module) -> dict[str, Any]:
+    """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
+    forward = forward_of(module)
+    names = {argument for name, argument in _instructions(module) if name == "LOAD_GLOBAL"}
+    return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
+
+
+def _instructions(module: nn.Module) -> list[tuple[str, Any]]:
+    """The instructions of the forward of a module, each with its argument."""
+    return _instructions_of(forward_of(module).__code__)
+
+
+@cache
+def _instructions_of(code: CodeType) -> list[tuple[str, Any]]:
+    return [(i.opname, i.argval) for i in dis.get_instructions(code)]
+
+
+def name_of(function: Any) -> str:
+    """The qualified name of a function; of another callable object the name of its class."""
+    function = _without_partial(function)
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def package_of(thing: Any) -> str:
+    """The package that defines a class, a function or another callable object."""
+    return (getattr(_without_partial(thing), "__module__", None) or "").partition(".")[0]
+
+
+def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without `functools.partial` around it, in which PEFT registers hooks."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def is_in_source(module: nn.Module, name: str) -> bool:
+    """Whether a name occurs in the file that defines the class of a module."""
+    return name in inspect.getsource(inspect.getmodule(type(module)) or type(module))
+
+
+def counts_columns(module: nn.Module) -> bool:
+    """Whether the forward of an attention module numbers the columns of its input instead of taking positions."""
+    if "arange" in names_in(type(module).forward):
+        return True
+    # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
+    # on to the cache, which all modules do, does not count. Read from the instructions:
+    loads = " ".join(f"{name} {argument}" for name, argument in _instructions(module))
+    # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
+    attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
+    function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"
+    return bool(re.search(f"{attribute}|{function_call}", loads))
+
+
+def pools_by_token_id(model: nn.Module) -> bool:
+    """
+    Whether the forward of `model` searches the ids for the pad token and scores one token of each row.
+
+    Read class by class, for as long as a forward calls the one of its superclass.
+    """
+    for cls in type(model).__mro__:
+        if "forward" in vars(cls):
+            code = inspect.unwrap(vars(cls)["forward"]).__code__
+            if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
+                return True
+            if "__class__" not in code.co_freevars:
+                return False  # without `__class__` it cannot call `super().forward`
+    return False
+
+
+# Kernels, and copies of functions
+
+
+def kernel_parameters(function: Callable | nn.Module) -> frozenset[str]:
+    """
+    Parameters of the kernel that a function of transformers calls; empty if it is computed by transformers, in torch.
+
+    Where the package `kernels` is installed, such a function is a module whose forward calls the kernel. `kernelize`
+    can put a kernel of the Hub into that module at any time, so nothing is cached for modules, only for functions.
+
+    Raises:
+        PaddingRemovalError: If the parameters cannot be read: then it is unknown whether the kernel keeps rows apart.
+    """
+    if not isinstance(function, nn.Module):
+        return _kernel_parameters(function)
+    forward = inspect.unwrap(getattr(function.forward, "__func__", function.forward))
+    # transformers' forward of such a module is a closure over the function that it calls, `func`.
+    inner = inspect.getclosurevars(forward).nonlocals.get("func") if inspect.isfunction(forward) else None
+    return _kernel_parameters(inner or function.forward)
+
+
+@cache
+def _kernel_parameters(function: Callable) -> frozenset[str]:
+    inner = function
+    while inspect.isfunction(inner):
+        # transformers' decorator of such functions holds the parameters of the kernel that it chose in its closure.
+        closure = inspect.getclosurevars(inner).nonlocals
+        if "is_new_implementation" in closure:
+            return frozenset(closure["applicable_params"] if closure["is_new_implementation"] else ())
+        wrapped = getattr(inner, "__wrapped__", None)
+        if wrapped is None:
+            break
+        inner = wrapped
+    if inspect.isfunction(inner) and inner.__module__.startswith("transformers"):
+        return frozenset()
+    # The code, not the signature: a wrapper may claim the signature of the function that it wraps.
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if set(names) <= {"self"}:
+        raise PaddingRemovalError(
+            f"The arguments of {function!r} cannot be read, so it is unknown whether it keeps packed rows apart. Set "
+            "`use_kernels=False` (or the environment's USE_HUB_KERNELS=NO), or train with `padding_free=False`."
+        )
+    return frozenset(names)
+
+
+def with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
+    """
+    A copy of `function`, and of the functions that it wraps, with other values for the globals in `replaced`.
+
+    The copy belongs to one call, so other models and threads keep their globals. Patching the module that defines the
+    function would change all its models.
+    """
+    inner = getattr(function, "__wrapped__", None)
+    if inner is None:
+        return _copy(function, replaced)
+    # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
+    cell = CellType(with_globals(inner, replaced))
+    return _copy(function, {}, tuple(cell if _holds(old, inner) else old for old in function.__closure__ or ()))
+
+
+def with_global(method: Callable, name: str, value: object) -> Callable:
+    """A copy of a method with another value for one global that it uses; unchanged if it uses no such global."""
+    if not isinstance(method, MethodType) or name not in method.__func__.__code__.co_names:
+        return method
+    return MethodType(_copy(method.__func__, {name: value}), method.__self__)
+
+
+def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> FunctionType:
+    names = {**function.__globals__, **replaced} if replaced else function.__globals__
+    cells = closure or function.__closure__
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__  # which `FunctionType` does not take
+    return copy
+
+
+def _holds(cell: CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # an empty cell
+        return False
+
+
+def without_checkpointing(cls: type[nn.Module]) -> Callable:
+    """The forward of a layer without its gradient checkpointing."""
+    forward = cls.forward
+    while forward.__code__.co_name == "forward_with_checkpointing":
+        forward = inspect.getattr_static(forward, "__wrapped__")
+    return forward

@@ -1,0 +1,170 @@
+"""The forwards of a comparison: packed, padded, and each row alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ..context import within
+from ..errors import PaddingRemovalError
+from ..handle import PaddingRemoval
+from ..model.older import supports
+from ..model.pipelines import by_name, pipeline_in
+from .gradients import gradient_obstacle, with_gradient
+from .sample import Sample
+from .scores import logits_of, logits_of_packed, scores_of
+
+
+__all__ = ["Forwards", "Outcome", "Scores", "without_hooks"]
+
+EXACT_WEIGHTS = 2**31
+"""Bytes of weights in float64 up to which rows alone are computed in float64."""
+
+
+class Scores(NamedTuple):
+    """The scores `(n,)` of a forward, and their gradient `(distinct ids, H)`, if it was computed."""
+
+    values: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The packed and the padded forward, and a padded one with another attention function: it differs by rounding."""
+
+    packed: Scores
+    padded: Scores
+    other_padded: Scores | None  # `None` where the tolerance is not measured
+    packed_tokens: int
+    size: float  # the largest logit
+    gradient_obstacle: str = ""  # empty if gradients were compared, or not requested
+
+
+@dataclass(eq=False)
+class Forwards:
+    """Forwards of a model on a sample; with `measures` each padded one also with another attention function."""
+
+    model: nn.Module
+    sample: Sample
+    handle: PaddingRemoval
+    measures: bool
+    size: float = field(default=0.0, init=False)
+
+    def compute(self, gradients: bool) -> Outcome:
+        """Packed and padded, with their gradients if these are requested and can be computed."""
+        images = "all rows of a batch with images would have to be kept for them" if self.sample.has_images else None
+        obstacle = images or gradient_obstacle(self.model)
+        if gradients and obstacle is None:
+            try:
+                return self._packed_and_padded(gradients=True)
+            except PaddingRemovalError:
+                raise
+            except (RuntimeError, NotImplementedError) as error:  # a layer without a backward
+                obstacle = str(error).partition("\n")[0]
+                self.handle.stats.reset()
+        outcome = self._packed_and_padded(gradients=False)
+        return replace(outcome, gradient_obstacle=(obstacle or "") if gradients else "")
+
+    def _packed_and_padded(self, gradients: bool) -> Outcome:
+        packed = self._run(self._packed, gradients)
+        if packed.gradient is not None and self.handle.context_parallel is not None:
+            # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
+            packed = packed._replace(gradient=self.handle.context_parallel.all_reduce_mean(packed.gradient))
+        padded, other = self._twice(partial(self._scores, self.sample, by_name(self.model)), gradients)
+        return Outcome(packed, padded, other, self.handle.stats.packed_tokens, self.size)
+
+    def alone(self, gradients: bool) -> tuple[Scores, Scores | None, torch.dtype | None]:
+        """
+        Each row by itself; the same again, which differs by rounding; and the dtype, `None` for that of the model.
+
+        In float64 and again in the model's dtype, if rounding is not measured by another attention function, the
+        weights are few, and the code of the model admits it: they are replaced in the call, and the model stays.
+        """
+        own = partial(self._of_each_row, by_name(self.model))
+        if self.measures or (exact := _in_float64(self.model)) is None:
+            return *self._twice(own, gradients), None
+        with self.handle.disabled():
+            rows = self._run(own, gradients)
+            try:
+                return self._run(partial(self._of_each_row, exact), gradients), rows, torch.float64
+            except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without float64
+                return rows, None, None
+
+    def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of the packed forward, and of each row alone in the dtype of the model."""
+        packed = self._packed()
+        with self.handle.disabled():
+            return packed, self._of_each_row(by_name(self.model))
+
+    def _packed(self) -> torch.Tensor:
+        sample = self.sample
+        if not sample.is_packed:
+            return self._scores(sample, by_name(self.model))
+        return scores_of(
+            logits_of_packed(self.model, sample.ids, sample.mask), sample.ids, sample.mask, sample.columns
+        )
+
+    def _of_each_row(self, call: Callable[..., Any]) -> torch.Tensor:
+        return torch.cat([self._scores(row, call) for row in self.sample.rows()])
+
+    def _scores(self, sample: Sample, call: Callable[..., Any]) -> torch.Tensor:
+        logits = logits_of(call(**sample.inputs))
+        if logits.numel():
+            self.size = max(self.size, *(bound.abs().item() for bound in logits.detach().aminmax()))
+        return scores_of(logits, sample.ids, sample.mask, sample.columns)
+
+    def _twice(self, score: Callable[[], torch.Tensor], gradients: bool) -> tuple[Scores, Scores | None]:
+        """The scores without padding removal; if rounding is measured, with another attention function as well."""
+        with self.handle.disabled():
+            scores, other = self._run(score, gradients), None
+            if self.measures and (attention := _other_attention(self.handle)) is not None:
+                with within(attention=attention):
+                    other = self._run(score, gradients)
+        return scores, other
+
+    def _run(self, score: Callable[[], torch.Tensor], gradients: bool) -> Scores:
+        if not gradients:
+            return Scores(score(), None)
+        return Scores(*with_gradient(self.handle.anatomy.pretrained, self.sample.ids, score))
+
+
+def _other_attention(handle: PaddingRemoval) -> str | None:
+    """Another attention function with the same results as the decoder's, if there is one."""
+    if handle.decoder.config._attn_implementation != "eager":
+        return "eager"
+    return "sdpa" if supports(type(handle.anatomy.pretrained), "sdpa") else None
+
+
+def _in_float64(model: nn.Module) -> Callable[..., Any] | None:
+    """The forward of `model` with its weights in float64; `None` if these are too many, or compressed."""
+    if pipeline_in(model) is not None:  # takes a dictionary
+        return None
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+    if sum(tensor.numel() for tensor in tensors.values()) * 8 > EXACT_WEIGHTS:
+        return None
+    if any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters()):
+        return None
+    exact = {name: x.detach().double() if x.is_floating_point() else x for name, x in tensors.items()}
+    return lambda **inputs: functional_call(model, exact, (), inputs)
+
+
+@contextlib.contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """A block in which no forward hook of a module runs: one of the user's may count its calls."""
+    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) if table]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
