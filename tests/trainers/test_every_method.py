@@ -73,7 +73,7 @@ def test_a_run_and_an_evaluation_are_trls(name, mode, make):
             stats = handle.stats
             assert [stats.padded_tokens, stats.real_tokens, stats.packed_tokens] == expected
     else:
-        assert len({len(c) for c in ours.completions}) > 5
+        assert len({len(c) for c in ours.completions}) > 4
 
 
 SET_UPS = [
