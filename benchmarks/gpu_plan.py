@@ -50,9 +50,6 @@ def plan_of(*, toy: bool = False, backend: str | None = "inductor") -> list[Cell
         _cell("dpo", "0.5b", "bfloat16", 8, COMPILED, seconds=90),
         _cell("dpo", "0.5b", "bfloat16", 64, COMPILED, checkpointing=True, seconds=110),
         _cell("dpo", "7b", "bfloat16", 64, UNCOMPILED, lora=16, checkpointing=True, seconds=180),
-        _cell("dpo", "0.5b", "autocast", 8, UNCOMPILED, liger=True, seconds=50),
-        _cell("sft", "0.5b", "autocast", 16, UNCOMPILED, liger=True, seconds=50),
-        _cell("dpo", "7b", "bfloat16", 8, UNCOMPILED, lora=16, liger=True, seconds=90),
         _cell("dpo", "0.5b", "autocast", 4, UNCOMPILED, lengths="4096/512", checkpointing=True, seconds=60),
         _cell("sft", "7b", "bfloat16", 16, UNCOMPILED, lora=16, checkpointing=True, seconds=90),
         _cell("grpo", "7b", "bfloat16", 8, UNCOMPILED, lora=16, checkpointing=True, seconds=110),
@@ -60,6 +57,10 @@ def plan_of(*, toy: bool = False, backend: str | None = "inductor") -> list[Cell
         _cell("dpo", "0.5b", "autocast", 32, UNCOMPILED, checkpointing=True, seconds=55),
         _cell("sft", "0.5b", "bfloat16", 16, UNCOMPILED, seconds=45),
         _cell("grpo", "0.5b", "bfloat16", 8, UNCOMPILED, seconds=45),
+        # Last, because Liger replaces functions of transformers for the rest of the process.
+        _cell("dpo", "0.5b", "autocast", 8, UNCOMPILED, liger=True, seconds=50),
+        _cell("sft", "0.5b", "autocast", 16, UNCOMPILED, liger=True, seconds=50),
+        _cell("dpo", "7b", "bfloat16", 8, UNCOMPILED, lora=16, liger=True, seconds=90),
         _cell("grpo", "0.5b", "autocast", 8, UNCOMPILED, liger=True, seconds=50),
     ]
     cells = [_compiled_with(cell, backend) for cell in cells]

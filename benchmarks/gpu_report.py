@@ -146,6 +146,8 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     missing = [name for name in cell.needs if find_spec(name) is None]
     if missing:
         return {"status": f"not measured: {', '.join(missing)} is not installed"}
+    if settings.liger and settings.device == "cpu":
+        return {"status": "not measured: Liger's kernels need a GPU"}
     if seconds_left <= cell.seconds:
         return {"status": OUT_OF_TIME}
     # On a slow device a cell ends at its deadline with fewer steps, so that others have time left.

@@ -228,7 +228,7 @@ def check_pip(words: list[str]) -> None:
     for word in words:
         if word == "--group":
             assert next(words) in PROJECT["dependency-groups"]
-        elif word in ("-e", "-r"):
+        elif word in ("-e", "-r", "-c"):
             target = re.fullmatch(r"([^\[]+)(?:\[([\w,]+)\])?", next(words))
             assert (ROOT / target[1]).exists(), target[1]
             assert {*(target[2] or "").split(",")} - {""} <= extras, target[2]

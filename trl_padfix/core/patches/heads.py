@@ -46,7 +46,7 @@ class LMHeadPatch(BatchPatch):
     """
     Runs a fused LM head on the labelled positions of a batch only.
 
-    Without Triton TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.10) scores every padded
+    Without Triton TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.15) scores every padded
     position. It also takes `shift_labels`, labels that need no shift. The patch passes the labelled positions as one
     row with `shift_labels`. It scatters the values of the row into `(B, L - 1)`, zero elsewhere, which is the shape
     that the fused head returns for the batch.
