@@ -35,7 +35,8 @@ import transformers  # noqa: E402
 
 # One thread, because the tensors are tiny; `nox -s machines` sets both to see that no test depends on them.
 torch.set_num_threads(int(os.environ.get("TRL_PADFIX_THREADS", "1")))
-torch.set_float32_matmul_precision(os.environ.get("TRL_PADFIX_MATMUL", "highest"))
+if precision := os.environ.get("TRL_PADFIX_MATMUL"):  # once it is set, torch reads its other settings differently
+    torch.set_float32_matmul_precision(precision)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()

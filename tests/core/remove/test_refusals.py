@@ -155,6 +155,7 @@ def test_virtual_tokens_are_packed(config, name, sharing):
         with leaking_layouts():
             wrong = check_parity(model, {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
             assert not wrong.ok
+        assert {p.dtype for p in model.parameters()} == {torch.float32}  # rows alone were computed in float64
 
 
 def test_an_attention_that_was_changed_after_attachment_is_refused():

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..model.older import supports
-from ..model.pipelines import by_name, pipeline_in
+from ..model.pipelines import by_name
 from .gradients import gradient_obstacle, with_gradient
 from .sample import Sample
 from .scores import logits_of, logits_of_packed, scores_of
@@ -86,15 +85,16 @@ class Forwards:
         Each row by itself; the same again, which differs by rounding; and the dtype, `None` for that of the model.
 
         In float64 and again in the model's dtype, if rounding is not measured by another attention function, the
-        weights are few, and the code of the model admits it: they are replaced in the call, and the model stays.
+        weights are few, and the code of the model admits it.
         """
         own = partial(self._of_each_row, by_name(self.model))
-        if self.measures or (exact := _in_float64(self.model)) is None:
+        if self.measures or not _fits_float64(self.model):
             return *self._twice(own, gradients), None
         with self.handle.disabled():
             rows = self._run(own, gradients)
             try:
-                return self._run(partial(self._of_each_row, exact), gradients), rows, torch.float64
+                with _in_float64(self.model):
+                    return self._run(own, gradients), rows, torch.float64
             except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without float64
                 return rows, None, None
 
@@ -143,17 +143,25 @@ def _other_attention(handle: PaddingRemoval) -> str | None:
     return "sdpa" if supports(type(handle.anatomy.pretrained), "sdpa") else None
 
 
-def _in_float64(model: nn.Module) -> Callable[..., Any] | None:
-    """The forward of `model` with its weights in float64; `None` if these are too many, or compressed."""
-    if pipeline_in(model) is not None:  # takes a dictionary
-        return None
-    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
-    if sum(tensor.numel() for tensor in tensors.values()) * 8 > EXACT_WEIGHTS:
-        return None
-    if any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters()):
-        return None
-    exact = {name: x.detach().double() if x.is_floating_point() else x for name, x in tensors.items()}
-    return lambda **inputs: functional_call(model, exact, (), inputs)
+@contextlib.contextmanager
+def _in_float64(model: nn.Module) -> Iterator[None]:
+    """A block in which the weights of `model` are in float64. Modules that share a weight share it there, too."""
+    tensors = [x for x in chain(model.parameters(), model.buffers()) if x.is_floating_point()]
+    saved = [x.data for x in tensors]
+    try:
+        for x in tensors:
+            x.data = x.data.double()
+        yield
+    finally:
+        for x, data in zip(tensors, saved, strict=True):
+            x.data = data
+
+
+def _fits_float64(model: nn.Module) -> bool:
+    """Whether the weights of `model` are few enough for [`_in_float64`], and not compressed."""
+    weights = [*model.parameters(), *model.buffers()]
+    compressed = any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters())
+    return not compressed and sum(x.numel() for x in weights) * 8 <= EXACT_WEIGHTS
 
 
 @contextlib.contextmanager
