@@ -6,6 +6,7 @@ A case of a method is a configuration, and further arguments of its trainer, mad
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -97,7 +98,7 @@ def make_trainer(library: Any, kind: str, folder: Any, trainer_class: type | Non
     trls = [c for c in trainer_class.__mro__ if c.__module__.startswith("trl.")]  # the first may pass all on
     own = {name: given.pop(name) for c in trls for name in signature(c).parameters if name in given}
     if kind in ONLINE and "model" not in own:
-        own["model"] = load_policy(save_policy(Path(folder) / "policy"))
+        own["model"] = load_policy(save_policy(Path(tempfile.mkdtemp()) / "policy"))
     without = {"eval_dataset", *(["ref_model"] if own.get("peft_config") else [])}
     own |= {name: make() for name, make in DEFAULTS.get(kind, {}).items() if name not in own.keys() | without}
     if "args" not in own:
