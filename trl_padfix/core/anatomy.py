@@ -11,7 +11,7 @@ from torch import nn
 from .mixers.mixers import WHOLE, Mixers
 from .model.find import find_decoder, find_multimodal, find_pretrained
 from .model.inspection import pools_by_token_id
-from .model.positions import Numbering, length_dependent_ropes, position_embeddings
+from .model.positions import length_dependent_ropes, position_embeddings
 
 
 if TYPE_CHECKING:
@@ -69,11 +69,6 @@ class Anatomy:
     def whole_rows(self) -> str:
         """Why the decoder itself runs on whole rows; empty if its layers run packed."""
         return next((mixer.why for mixer in self.mixers.mixers if mixer.mode == WHOLE), "")
-
-    @cached_property
-    def numbering(self) -> Numbering:
-        """How the decoder numbers tokens that come without positions."""
-        return Numbering.of(self.decoder)
 
     @cached_property
     def position_tables(self) -> list[nn.Embedding]:

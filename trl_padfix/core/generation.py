@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from .model.find import find_decoder, find_pretrained
 from .model.inspection import parameters_of, takes
@@ -146,7 +146,14 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
             call.setdefault("output_router_logits", False)
         output = model.generate(**call)
     removed = columns - call[main].shape[1]
-    return output if removed == 0 or main != "input_ids" else _with_columns(output, removed, call, model)
+    if removed == 0 or main != "input_ids":
+        return output
+    # The padding columns that aligning removed: callers cut off the prompts at column `L`.
+    pad = next((p for p in (call.get("pad_token_id"), model.generation_config.pad_token_id) if p is not None), 0)
+    if isinstance(output, torch.Tensor):
+        return nn.functional.pad(output, (removed, 0), value=pad)
+    output["sequences"] = nn.functional.pad(output["sequences"], (removed, 0), value=pad)
+    return output
 
 
 def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
@@ -167,19 +174,9 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
     if empty:
         raise ValueError(f"Prompts {empty} of the batch hold no real token: there is nothing to continue. Drop them.")
     # Ids and mask come first, as in the signature of `left_align`; the union keeps their places.
-    tensors = {main: ids, "attention_mask": mask} | {
-        n: v for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]
-    }
+    tensors = {main: ids, "attention_mask": mask}
+    tensors |= {n: v for n, v in call.items() if isinstance(v, torch.Tensor) and v.shape[:2] == ids.shape[:2]}
     return dict(zip(tensors, left_align(*tensors.values()), strict=True))
-
-
-def _with_columns(output: Any, count: int, call: dict[str, Any], model: PreTrainedModel) -> Any:
-    """Sequences with the `count` padding columns that aligning removed: callers cut off the prompts at column `L`."""
-    pad = next((p for p in (call.get("pad_token_id"), model.generation_config.pad_token_id) if p is not None), 0)
-    if isinstance(output, torch.Tensor):
-        return nn.functional.pad(output, (count, 0), value=pad)
-    output["sequences"] = nn.functional.pad(output["sequences"], (count, 0), value=pad)
-    return output
 
 
 def _refuse_counted_columns(model: nn.Module) -> None:
@@ -233,10 +230,8 @@ def _positions(config: PretrainedConfig) -> int | None:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode until the block ends; then each module returns to its earlier mode."""
     # Per module: `model.train()` would also switch modules that the user keeps in evaluation mode.
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -97,11 +97,6 @@ class PaddingStats:
             self.forwards += 1
             self.shared_forwards += computed < layout.real_tokens
 
-    def add_padded(self) -> None:
-        """Count one forward that could not be packed."""
-        with _counting:
-            self.padded_forwards += 1
-
     def reset(self) -> None:
         """Set all counts to zero."""
         self.__init__()
@@ -195,10 +190,6 @@ class PaddingRemoval(Attachment):
         """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
         self.packs_padded = False
 
-    def without_context_parallel(self) -> AbstractContextManager[None]:
-        """Compute whole packed rows on each process until the block ends."""
-        return self._temporarily(context_parallel=None)
-
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""
         if self.stats.padded_forwards:
@@ -223,13 +214,8 @@ class PaddingRemoval(Attachment):
 
     def transformed(self) -> AbstractContextManager[None]:
         """Compute the one forward of a block padded, since `torch.func` hides the values of its tensors."""
-        if not self.enabled:
-            return nullcontext()
-        return self.padded("tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from")
-
-    def strictly(self) -> AbstractContextManager[None]:
-        """Raise an error for each call of a block that cannot be packed."""
-        return self._temporarily(strict=True)
+        reason = "tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from"
+        return self.padded(reason) if self.enabled else nullcontext()
 
     def accept_hooks(self) -> None:
         """Pack calls although hooks were registered on modules of the decoder since attachment."""
@@ -252,7 +238,8 @@ class PaddingRemoval(Attachment):
             raise error
         if decision is not None:
             decision.obstacle = error.kind, str(error)  # not the error, whose traceback holds tensors
-        self.stats.add_padded()
+        with _counting:
+            self.stats.padded_forwards += 1
         self.say_once(
             f"A call of {type(self.decoder).__name__} is computed padded, as without padding removal: its numbers are "
             f"those of the model itself, and no work is saved. {error} `handle.stats.padded_forwards` counts such "
@@ -271,27 +258,13 @@ class PaddingRemoval(Attachment):
                 )
             )
 
-    def report_unshared(self, reason: str | None) -> None:
-        """Warn once that the rows of a call share no prefixes for this `reason`; an error if `strict`."""
-        if reason is None:
-            return
-        if self.strict:
-            raise UnpackableCallError("prefix sharing", reason)
-        self.say_once(f"Padding is removed from a call, and no prefix is shared. {reason}", "prefix sharing")
-
     @property
     def has_changed(self) -> bool:
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
         return self.changes is not None and self.changes.has_changed
 
     @contextmanager
-    def separate_stats(self) -> Iterator[PaddingStats]:
-        """Count the forwards of a block apart from those of the user; yields the counts of the block."""
-        with self._temporarily(stats=PaddingStats()):
-            yield self.stats
-
-    @contextmanager
-    def _temporarily(self, **values: Any) -> Iterator[None]:
+    def temporarily(self, **values: Any) -> Iterator[None]:
         """Set attributes until the block ends."""
         saved = {name: vars(self)[name] for name in values}
         vars(self).update(values)
@@ -329,7 +302,7 @@ class PaddingRemoval(Attachment):
 
     def _forget(self, call: int) -> None:
         self._recomputable.discard(call)
-        if self._removed:
+        if self.is_removed:
             self.remove()
 
     def record_decision(self, tokens: torch.Tensor, decision: Decision) -> None:

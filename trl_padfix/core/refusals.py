@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["batch_obstacle", "check_call", "encoder_obstacle", "prefix_sharing_obstacle", "refusal"]
+__all__ = ["batch_obstacle", "check_call", "encoder_obstacle", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,16 +198,6 @@ def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
         if value not in (causal, None, "vision") and is_in_source(decoder, name):
             return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""
-
-
-def prefix_sharing_obstacle(anatomy: Anatomy) -> str | None:
-    """Why prefixes cannot be shared in a model whose padding can be removed; `None` if they can."""
-    if anatomy.whole_rows:
-        return (
-            f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it is given whole rows and has no tokens that "
-            "several rows could share"
-        )
-    return None
 
 
 def _adapter_obstacle(config: Any) -> str | None:

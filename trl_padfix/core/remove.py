@@ -31,7 +31,7 @@ from .model.positions import Numbering
 from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
-from .refusals import prefix_sharing_obstacle, refusal
+from .refusals import refusal
 from .switch import OFF, is_off
 
 
@@ -168,8 +168,12 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
 
 def _possible_sharing(anatomy: Anatomy, prefix_sharing: PrefixSharing) -> PrefixSharing:
     """`prefix_sharing`, or `False` for `"auto"` and a model that cannot share; an error if `True` cannot be had."""
-    if not prefix_sharing or not (why := prefix_sharing_obstacle(anatomy)):
+    if not prefix_sharing or not anatomy.whole_rows:
         return prefix_sharing
+    why = (
+        f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it is given whole rows and has no tokens that "
+        "several rows could share"
+    )
     if prefix_sharing != "auto":
         raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
     logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")

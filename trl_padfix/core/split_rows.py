@@ -8,7 +8,6 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
 from .mixers.primitives import LEFT_OUT, primitives_of
-from .model.positions import position_embeddings
 from .parallel.collectives import Group
 from .parallel.mixers import CONTEXT_PARALLEL
 
@@ -80,6 +79,6 @@ def _obstacle(handle: PaddingRemoval) -> str | None:
             return (
                 f"`{mixer.name}` ({type(mixer.module).__name__}) calls {sorted(unsupported)}, which need all channels"
             )
-    if position_embeddings(handle.decoder):
+    if handle.anatomy.position_tables:
         return "its positional embedding numbers the tokens that it gets, here only the local ones"
     return None

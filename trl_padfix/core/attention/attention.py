@@ -41,15 +41,9 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 
 __all__ = [
-    "ViewPatch",
-    "attends_within_tokens",
-    "implementation_obstacle",
-    "is_causal",
-    "names_attention",
-    "packed_attention",
-    "register_packed_attention",
-    "uses_attention_interface",
-]
+    "ViewPatch", "attends_within_tokens", "implementation_obstacle", "is_causal", "names_attention",
+    "packed_attention", "register_packed_attention", "uses_attention_interface",
+]  # fmt: skip
 
 
 # Arguments of attention functions that the layout already accounts for. They are removed before the call.
@@ -96,11 +90,8 @@ def attends_within_tokens(module: nn.Module) -> bool:
 
 def names_attention(module: nn.Module) -> bool:
     """Whether a module reads the name of the attention from its config: to attend, or to make masks for its layers."""
-    if uses_attention_interface(module):
-        return True
-    if not isinstance(module, PreTrainedModel):
-        return False
-    return any(name.startswith("create_") and "mask" in name for name in names_in(type(module).forward))
+    names = names_in(type(module).forward) if isinstance(module, PreTrainedModel) else ()
+    return uses_attention_interface(module) or any(n.startswith("create_") and "mask" in n for n in names)
 
 
 def implementation_obstacle(implementation: str) -> str | None:
@@ -171,8 +162,7 @@ def packed_attention(
     if unknown := [k for k, v in kwargs.items() if k not in _SUPPORTED_KWARGS and isinstance(v, torch.Tensor)]:
         raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
     mask_spec = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
-    for ignored in _IGNORED:
-        kwargs.pop(ignored, None)
+    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
     # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}

@@ -29,17 +29,9 @@ from .varlen import torch_varlen_is_complete
 
 
 __all__ = [
-    "Backend",
-    "Implementation",
-    "Machine",
-    "Workload",
-    "assess",
-    "best_backend",
-    "list_backends",
-    "model_class",
-    "require_usable",
-    "spread",
-]
+    "Backend", "Implementation", "Machine", "Workload", "assess", "best_backend", "list_backends", "model_class",
+    "require_usable", "spread",
+]  # fmt: skip
 
 Implementation = str | dict[str, Any]
 """A name, or a name for each sub-config of a vision model (`text_config`, `vision_config`, ...)."""
@@ -193,7 +185,10 @@ def assess(name: str, workload: Workload) -> Backend:
     elif name == "sdpa":
         backend = _sdpa(workload)
     elif name == "flex_attention":
-        backend = _flex(workload)
+        obstacles = _unsupported(workload, "flex_attn")
+        if workload.machine.device == "cpu":
+            obstacles.append("it has no backward pass on CPU")
+        backend = Backend(name, tuple(obstacles), "torch's FlexAttention, compiled")
     elif name == "eager":
         backend = Backend(name, note="the model's own matrix products: memory grows with the square of the length")
     elif name in ALL_ATTENTION_FUNCTIONS.valid_keys():
@@ -309,7 +304,10 @@ def _hub_kernel(name: str, workload: Workload) -> Backend:
     obstacles = _flash_obstacles(name, workload, capability) if "flash" in repository else []
     if missing := _package_obstacle(_KERNELS):
         obstacles.append(missing)
-    cached = _is_cached(repository)
+    # Hub repositories of kernels are cached as type `kernels` or `models`, depending on the version of `kernels`.
+    cache_directory = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    folders = ("--".join([kind, *repository.split("/")]) for kind in ("kernels", "models"))
+    cached = any((cache_directory / folder / "snapshots").exists() for folder in folders)
     if not cached and constants.HF_HUB_OFFLINE:
         obstacles.append("it is not in the local cache, and the Hub is switched off (`HF_HUB_OFFLINE`)")
     note = "a Hub kernel" + ("" if cached else ", downloaded when it is first loaded")
@@ -326,13 +324,6 @@ def _sdpa(workload: Workload) -> Backend:
     varlen = "torch's own variable-length FlashAttention"
     packed = f"row by row ({varlen} needs {needs})" if needs else f"on {varlen}"
     return Backend("sdpa", tuple(obstacles), f"torch's scaled-dot-product attention, packed batches {packed}")
-
-
-def _flex(workload: Workload) -> Backend:
-    obstacles = _unsupported(workload, "flex_attn")
-    if workload.machine.device == "cpu":
-        obstacles.append("it has no backward pass on CPU")
-    return Backend("flex_attention", tuple(obstacles), "torch's FlexAttention, compiled")
 
 
 def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int]) -> list[str]:
@@ -389,10 +380,3 @@ def _import_obstacle(module: str) -> str | None:
     except (ImportError, OSError) as error:
         return f"it is installed and cannot be imported ({str(error).splitlines()[0]}): it was built for another torch"
     return None
-
-
-def _is_cached(repository: str) -> bool:
-    # Hub repositories of kernels are cached as type `kernels` or `models`, depending on the version of `kernels`.
-    cache_directory = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
-    folders = ("--".join([kind, *repository.split("/")]) for kind in ("kernels", "models"))
-    return any((cache_directory / folder / "snapshots").exists() for folder in folders)

@@ -106,8 +106,7 @@ def compile_layers(
     for name, layer in handle.mixers.layers.items():
         if not any(uses_attention_interface(m) for m in layer.modules()):
             continue
-        reason = _obstacle(layer, handle.decoder)
-        if reason is not None:
+        if (reason := _obstacle(layer, handle.decoder)) is not None:
             uncompiled[name] = reason
             continue
         # One compiled function for each kind of layer: the window is a constant of its graph.
@@ -181,25 +180,20 @@ def attend_compiled(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _attend_segments(query, key, value, segments, scale)
+        """Attention over segments in one call, on `(T, heads, D)`."""
+        cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
+        if segments.keys is not None:
+            key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
+        if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
+            longest = segments.longest_query, segments.longest_key
+            return torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
+        window = -1 if segments.window is None else segments.window
+        return attend_segments(query, key, value, *cu_seqlens, scale, window)
 
     states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if segments.exchange is None:
         return attend(*states).unsqueeze(0), None
     return exchange_around(attend, states, segments.exchange).unsqueeze(0), None
-
-
-def _attend_segments(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, scale: float
-) -> torch.Tensor:
-    """Attention over segments in one call, on `(T, heads, D)`."""
-    cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
-    if segments.keys is not None:
-        key, value = GatherKeys.apply(key, *segments.keys), GatherKeys.apply(value, *segments.keys)
-    if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
-        longest = segments.longest_query, segments.longest_key
-        return torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
-    return attend_segments(query, key, value, *cu_seqlens, scale, -1 if segments.window is None else segments.window)
 
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
@@ -211,10 +205,11 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
         else:
             exchange = cp_layout.exchange
     mask_spec = PackedMask() if mask is None else mask
-    if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal or call.prepared is not None:
+    # With prefix states the layer reads keys and values of other forwards, or records its own.
+    if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal:
         return None
-    if call.prefix_states is not None:
-        return None  # the layer reads keys and values of other forwards, or records its own
+    if call.prepared is not None or call.prefix_states is not None:
+        return None
     # Windows and chunks as long as the longest row hide nothing.
     span = max(layout.spans)
     window = mask_spec.window if mask_spec.window is not None and mask_spec.window < span else None
@@ -257,8 +252,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
         patch = vars(module).get("forward")
         if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
             return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
-    attentions = [m for m in layer.modules() if uses_attention_interface(m)]
-    if any(config_of(m) is None for m in attentions):
+    if any(config_of(m) is None for m in layer.modules() if uses_attention_interface(m)):
         return "an attention module has no config, in which the name of compiled attention could be set"
     parameter = next(layer.parameters(), None)
     if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():

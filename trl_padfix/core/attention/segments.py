@@ -9,7 +9,7 @@ for each segment that reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -21,46 +21,12 @@ from ..layout.layout import Layout
 
 
 __all__ = [
-    "GatherKeys",
-    "attend_by_segment",
-    "gather_keys",
-    "in_attention_dtype",
-    "query_blocks",
-    "sum_by_token",
+    "GatherKeys", "attend_by_segment", "gather_keys", "in_attention_dtype", "query_blocks", "sum_by_token",
     "visible_keys",
-]
+]  # fmt: skip
 
 QUERIES_PER_BLOCK = 1024
 """Queries of a masked block: a mask has at most `QUERIES_PER_BLOCK * keys` elements."""
-
-
-class SegmentPlan(NamedTuple):
-    """
-    How one segment is computed.
-
-    Attributes:
-        window (`int`, *optional*): Keys that a query sees at most, its own included; `None` without a window.
-        chunk (`int`, *optional*): Size of the chunks that the row is cut into; `None` without chunks.
-        pad_queries (`int`, *optional*): Dummy queries to prepend, so that queries and keys are equally many and `sdpa`
-            needs no mask; `None` if the segment is computed in masked blocks.
-    """
-
-    window: int | None
-    chunk: int | None
-    pad_queries: int | None
-
-    @classmethod
-    def of(
-        cls, queries: int, keys: int, span: int, window: int | None, chunk: int | None, *, may_skip_mask: bool
-    ) -> SegmentPlan:
-        """The plan for a segment of `queries` tokens with `keys` keys, whose row spans `span` columns."""
-        # A window or chunk at least as long as the row hides nothing: the cheaper way without a mask stays open.
-        window = window if window is not None and window < span else None
-        chunk = chunk if chunk is not None and chunk < span else None
-        # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of
-        # a row is shared, completing it with dummy queries is faster than a mask.
-        can_skip_mask = may_skip_mask and keys <= 2 * queries and window is None and chunk is None
-        return cls(window, chunk, keys - queries if can_skip_mask else None)
 
 
 def attend_by_segment(
@@ -101,16 +67,21 @@ def attend_by_segment(
     Returns:
         `torch.Tensor` of shape `(1, T, N, D)`.
     """
-    window, chunk = kwargs.get("sliding_window"), kwargs.get("attention_chunk_size")
-    may_skip_mask = masks is None and not is_eager
-    plans = [
-        SegmentPlan.of(*sizes, window, chunk, may_skip_mask=may_skip_mask)
-        for sizes in zip(layout.queries.lengths, layout.keys.lengths, layout.spans, strict=True)
+    # A window or chunk at least as long as a row hides nothing: the cheaper way without a mask stays open.
+    windows, chunks = (
+        [limit if limit is not None and limit < span else None for span in layout.spans]
+        for limit in (kwargs.get("sliding_window"), kwargs.get("attention_chunk_size"))
+    )
+    # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
+    # row is shared, completing it with dummy queries is faster than a mask: their number, or `None` for masked blocks.
+    pad_queries = [
+        k - q if masks is None and not is_eager and k <= 2 * q and window is None and chunk is None else None
+        for q, k, window, chunk in zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True)
     ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
-        plans,
-        _pad_queries(query, layout, [plan.pad_queries or 0 for plan in plans]),
+        zip(pad_queries, windows, chunks, strict=True),
+        _pad_queries(query, layout, [n or 0 for n in pad_queries]),
         gather_keys(key, layout).split(layout.keys.lengths, dim=2),
         gather_keys(value, layout).split(layout.keys.lengths, dim=2),
         layout.positions.split(layout.queries.lengths),
@@ -125,20 +96,20 @@ def attend_by_segment(
     uses_kernel = is_plain_sdpa and has_kernel and masks is None
     outputs = []
     for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
-        if (n := plan.pad_queries) is not None:
+        n, window, chunk = plan
+        if n is not None:
             row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
             outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
         if uses_kernel:
-            places = positions, positions_k, plan.window, plan.chunk
-            states = segment_query, segment_key, segment_value
-            outputs.append(CausalAttention.apply(*states, *places, kwargs.get("scaling")).transpose(1, 2))
+            states = segment_query, segment_key, segment_value, positions, positions_k
+            outputs.append(CausalAttention.apply(*states, window, chunk, kwargs.get("scaling")).transpose(1, 2))
             continue
-        for q, k in query_blocks(len(positions), len(positions_k), plan.window):
+        for q, k in query_blocks(len(positions), len(positions_k), window):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
             states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
             if masks is None:
-                mask = visible_keys(positions[q], positions_k[k], plan.window, plan.chunk)
+                mask = visible_keys(positions[q], positions_k[k], window, chunk)
             else:
                 mask = masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
@@ -289,11 +260,7 @@ class GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        states: torch.Tensor,
-        index: torch.Tensor,
-        order: torch.Tensor | None,
-        offsets: torch.Tensor | None,
+        ctx: Any, states: torch.Tensor, index: torch.Tensor, order: torch.Tensor | None, offsets: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.order, ctx.offsets = order, offsets
         return states.index_select(0, index)

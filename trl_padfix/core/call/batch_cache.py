@@ -82,9 +82,6 @@ class BatchCache:
     copies: list[tuple[TensorVersion, torch.Tensor]] = field(default_factory=list)
     layouts: list[tuple[Hashable, list[TensorVersion], Layout]] = field(default_factory=list)
 
-    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return next((copy for version, copy in self.copies if version.matches(tensor)), None)
-
 
 def batch_cache() -> AbstractContextManager[None]:
     """A block whose forwards share what they read from the same tensors."""
@@ -99,10 +96,9 @@ def cache_of_call() -> AbstractContextManager[None]:
 def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     """The values of tensors on the host. The host waits once for all of them that were not read before."""
     cache = context().batch_cache or BatchCache()
-    found: dict[int, Any] = {
-        id(x): x if x.device.type == "cpu" else cache.copy_of(x) for x in tensors if x is not None
-    }
-    missing = {id(x): x for x in tensors if x is not None and found[id(x)] is None}.values()
+    found: dict[int, Any] = {id(x): x for x in tensors if x is not None and x.device.type == "cpu"}
+    found |= {id(x): copy for version, copy in cache.copies for x in tensors if x is not None and version.matches(x)}
+    missing = {id(x): x for x in tensors if x is not None and id(x) not in found}.values()
     if whole := [x for x in missing if not x.is_floating_point()]:
         # One copy, since each is a wait.
         values = torch.cat([x.flatten().to(torch.int64) for x in whole]).cpu().split([x.numel() for x in whole])

@@ -138,8 +138,10 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     # `positions` show where the sequences of a packed batch begin, so they cannot hold other keys as well.
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
         return "shared"
-    if handle.prefix_sharing is True:
-        handle.report_unshared(obstacle)
+    if handle.prefix_sharing is True and obstacle is not None:
+        if handle.strict:
+            raise UnpackableCallError("prefix sharing", obstacle)
+        handle.say_once(f"Padding is removed from a call, and no prefix is shared. {obstacle}", "prefix sharing")
     return "plain"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,7 +71,11 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
     """
     Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of those of earlier trainers.
     """
-    modules, attachment = list(_modules_of(find_pretrained(model))), Attachment()
+    pretrained, attachment = find_pretrained(model), Attachment()
+    decoder = find_decoder(pretrained)
+    # What computes a padded batch: the model, what turns images into embeddings, the decoder.
+    parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
+    modules = dict.fromkeys(part for part in parts if part is not None)
     for module in modules:
         patch = vars(module).get("forward")
         while isinstance(patch, ForwardPatch):
@@ -80,9 +83,3 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
                 patch.attachment.remove()
             patch = patch.below
     return attachment.attach(RunnerPatch(module, attachment) for module in modules)
-
-
-def _modules_of(model: Any) -> Iterable[nn.Module]:
-    """The modules that compute a padded batch: the model, what turns images into embeddings, the decoder."""
-    decoder = find_decoder(model)
-    return {id(m): m for m in (model, find_multimodal(model, decoder), decoder) if m is not None}.values()

@@ -191,11 +191,6 @@ class Layout:
             return order, torch.searchsorted(tokens, torch.arange(len(self.indexed_positions), device=tokens.device))
 
     @property
-    def gathered_keys(self) -> int:
-        """Keys that each attention layer gathers."""
-        return 0 if self.key_index is None else self.key_index.numel()
-
-    @property
     def is_trivial(self) -> bool:
         """Whether the batch has neither padding nor shared prefixes, so that packing would change nothing."""
         if self.filler is not None:
@@ -210,7 +205,8 @@ class Layout:
 
         A gathered key costs little, but a layer gathers all keys of a row, however short its shared prefix is.
         """
-        return (self.real_tokens - self.packed_tokens) * GATHERED_KEYS_PER_TOKEN >= self.gathered_keys
+        gathered_keys = 0 if self.key_index is None else self.key_index.numel()
+        return (self.real_tokens - self.packed_tokens) * GATHERED_KEYS_PER_TOKEN >= gathered_keys
 
     def to(self, device: torch.device | str) -> Layout:
         """The same layout with its index maps on `device`."""

@@ -181,7 +181,10 @@ def plan_shared_prefixes(
         drafts = _union_over_processes(drafts, gather)
     if not drafts:
         return None
-    _recompute_dependents(drafts)
+    for n, draft in enumerate(drafts):
+        # A prefix may read a recomputed one before it that ends with the same micro-batch. Only if both are computed
+        # again do gradients flow through both.
+        draft.recompute |= any(other.recompute and other.last_user == draft.last_user for other in drafts[:n])
     owner = _prefix_of_token(tree.tokens, drafts)
     prefixes: dict[int, SharedPrefix] = {}
     for n, draft in enumerate(drafts):
@@ -226,16 +229,6 @@ def _union_over_processes(drafts: list[_PrefixDraft], gather: Callable[[list], l
     # The order of `find_shared_prefixes`.
     all_users = sorted(union, key=lambda users: (users[0], -users[1]))
     return [_PrefixDraft(*users, tokens.get(users, NO_TOKENS), union[users]) for users in all_users]
-
-
-def _recompute_dependents(drafts: list[_PrefixDraft]) -> None:
-    """
-    Recompute each prefix that ends with the same micro-batch as a recomputed prefix before it.
-
-    Such a prefix may read the recomputed one. Only if both are computed again do gradients flow through both.
-    """
-    for n, draft in enumerate(drafts):
-        draft.recompute |= any(other.recompute and other.last_user == draft.last_user for other in drafts[:n])
 
 
 class _StepPrefixTree:

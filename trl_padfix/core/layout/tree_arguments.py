@@ -90,8 +90,19 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     ```
     """
     names = [name for name in _TENSORS if tree.get(name) is not None]
-    on_host = _to_host([*(tree[name] for name in names), *keys])
-    paths = _leaf_paths(dict(zip(names, on_host, strict=False)), tokens)  # the keys come after the named tensors
+    device = tree["tree_cu_seqlens_q"].device
+    tensors = [x.flatten().to(device=device, dtype=torch.int64) for x in (*(tree[name] for name in names), *keys)]
+    on_host = torch.cat(tensors).cpu().split([len(x) for x in tensors])  # in one copy: one synchronisation
+    named = dict(zip(names, on_host, strict=False))  # the keys come after the named tensors
+    cu_q, path_index, cu_k = _paths(named, tokens)
+    parent = _parents_of_tokens(cu_q, path_index, cu_k)
+    _check_segment_parents(named, cu_q, parent)
+    # A leaf is a segment whose last token no path continues. The paths to the leaves are the rows that the tree was
+    # made of; a row that is equal to another one, or its beginning, has no leaf of its own.
+    has_child = torch.zeros(tokens + 1, dtype=torch.bool)
+    has_child[parent] = True  # a root has the parent -1, which sets the additional last entry
+    leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
+    paths = [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
     # Without keys a token is identified by its place in the row: the tree is kept as it is.
@@ -107,41 +118,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
         source=source,
         packed_index=token_R[path_layout.packed_index],
     )
-    return layout.to(tree["tree_cu_seqlens_q"].device)
-
-
-def _leaf_paths(tree: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """
-    The path from the root to each leaf, as indices of tokens in the row: the rows that a tree was made of.
-
-    Args:
-        tree (`Mapping[str, torch.Tensor]`):
-            The `tree_*` tensors of a call, on the host.
-        tokens (`int`):
-            Tokens of the row.
-
-    Returns:
-        `list` of `torch.Tensor`, one per leaf. Rows that are equal, or the beginning of another one, have no leaf of
-        their own.
-
-    Raises:
-        ValueError: If the arguments describe no tree of `tokens` tokens.
-    """
-    cu_q, path_index, cu_k = _paths(tree, tokens)
-    parent = _parents_of_tokens(cu_q, path_index, cu_k)
-    _check_segment_parents(tree, cu_q, parent)
-    # A leaf is a segment whose last token no path continues.
-    has_child = torch.zeros(tokens + 1, dtype=torch.bool)
-    has_child[parent] = True  # a root has the parent -1, which sets the additional last entry
-    leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
-    return [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
-
-
-def _to_host(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The tensors as flat vectors on the host, in one copy: one synchronisation."""
-    device = tensors[0].device
-    block = torch.cat([x.flatten().to(device=device, dtype=torch.int64) for x in tensors]).cpu()
-    return block.split([x.numel() for x in tensors])
+    return layout.to(device)
 
 
 def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

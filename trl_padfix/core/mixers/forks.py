@@ -151,12 +151,9 @@ class NodeTree:
         self.padded = Scan.of([[padded_block(block) for block in level] for level in levels], T, self.device)
         self.varlen = Scan.of([[varlen_block([*chain(*level)])] for level in levels], T, self.device)
         state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
-        self._fork_states = torch.tensor(
-            # A dtype, because a tensor of an empty list would be float32.
-            [state_after[fork] for fork in self.fork_tokens or []],
-            dtype=torch.int64,
-            device=self.device,
-        )
+        fork_states = [state_after[fork] for fork in self.fork_tokens or []]
+        # A dtype, because a tensor of an empty list would be float32.
+        self._fork_states = torch.tensor(fork_states, dtype=torch.int64, device=self.device)
         self._left_context: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     @property
@@ -244,7 +241,10 @@ class NodeTree:
         """
         scan = self.varlen if is_varlen else self.padded
         sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
-        outputs, states = [], self._initial_states(key)
+        outputs, states = [], []
+        if self.num_prefix_states:  # the prefix states and the state of zeros, in the order of their numbers
+            prefix_states = self.prefix_states.initial_states(key)
+            states = [prefix_states, torch.zeros_like(prefix_states[:1])]
         for depth, level in enumerate(scan.levels, start=1):
             is_last = depth == len(scan.levels) and self.fork_tokens is None  # no node continues from this level
             computed_states: Any = torch.cat(states) if states else None
@@ -259,13 +259,6 @@ class NodeTree:
         if self.fork_tokens is not None:
             self.prefix_states.record(key, torch.cat(states).index_select(0, self._fork_states))
         return torch.cat(outputs).index_select(0, scan.packed_index).unsqueeze(0)
-
-    def _initial_states(self, key: Hashable) -> list[torch.Tensor]:
-        """The prefix states and the state of zeros, in the order of their numbers; empty without prefix states."""
-        if not self.num_prefix_states:
-            return []
-        prefix_states = self.prefix_states.initial_states(key)
-        return [prefix_states, torch.zeros_like(prefix_states[:1])]
 
 
 def tree_of(call: PackedCall) -> NodeTree:

@@ -37,21 +37,9 @@ __all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers", "marks_cross_
 PACKED, FORKED, ROWS, WHOLE = "packed", "forked", "rows", "whole rows"
 
 _MIXING = {
-    "alibi",
-    "attention_mask",
-    "attn_mask",
-    "cache",
-    "cache_params",
-    "cache_position",
-    "conv_mask",
-    "layer_past",
-    "mask",
-    "past_key_value",
-    "past_key_values",
-    "position_bias",
-    "position_embeddings",
-    "state",
-}
+    "alibi", "attention_mask", "attn_mask", "cache", "cache_params", "cache_position", "conv_mask", "layer_past",
+    "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings", "state",
+}  # fmt: skip
 """Names of arguments by which a module is known to be a mixer."""
 
 _TOWERS = ("vision", "visual", "image", "audio", "embed_tokens_extend")
@@ -141,18 +129,14 @@ class Mixers:
         for module in on_rows:
             # `indices` are columns that an earlier mixer selected: their number is the same only in one bucket.
             yield RowsPatch(module, handle, any("indices" in name for name in _parameters(module)))
-        if not self._needs_layers():
-            return
+        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.in_mode(PACKED))]
+        if len(self.in_mode(PACKED)) == len(self.mixers) and all(map(hands_arguments_on, reached)):
+            return  # the layout reaches each mixer in the keyword arguments of its layer
         layers = dict.fromkeys(self.layers.values())  # without duplicates: some models use a layer in several places
         yield from (LayerPatch(layer, handle) for layer in layers)
         parts = dict.fromkeys(part for layer in layers for part in layer.modules() if part not in layers)
         checkpointed = (part for part in parts if isinstance(part, GradientCheckpointingLayer))
         yield from (LayerPatch(part, handle, is_layer=False) for part in checkpointed)
-
-    def _needs_layers(self) -> bool:
-        """Whether the layout cannot reach some mixer in the keyword arguments of its layer."""
-        reached = [self.decoder, *self.layers.values(), *(m.module for m in self.in_mode(PACKED))]
-        return len(self.in_mode(PACKED)) < len(self.mixers) or not all(map(hands_arguments_on, reached))
 
 
 def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -137,12 +137,7 @@ def _delta_rule(original: Callable, call: PackedCall, keys: Keys) -> Callable:
     tree, is_varlen = tree_of(call), "cu_seqlens" in kernel_parameters(original)
 
     def chunk(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        **kwargs: Any,
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         options = {k: v for k, v in kwargs.items() if k in ("use_qk_l2norm_in_kernel", "chunk_size", "scale")}
 

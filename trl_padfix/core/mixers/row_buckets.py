@@ -31,15 +31,9 @@ from ..model.patching import Attachment, ForwardPatch
 
 
 __all__ = [
-    "RowBuckets",
-    "RowsPatch",
-    "bucket_by_length",
-    "calls_of_layers",
-    "needs_whole_rows",
-    "over_whole_rows",
-    "row_buckets",
-    "rows_of",
-]
+    "RowBuckets", "RowsPatch", "bucket_by_length", "calls_of_layers", "needs_whole_rows", "over_whole_rows",
+    "row_buckets", "rows_of",
+]  # fmt: skip
 
 
 MAX_BUCKET_PADDING = 1.125
@@ -76,11 +70,8 @@ class RowBuckets:
         or one bucket for each length (`by_length`), which has no overhang.
         """
         device, lengths = layout.packed_index.device, list(layout.keys.lengths)
-        groups = (
-            [list(range(len(lengths)))]
-            if one_bucket
-            else bucket_by_length(lengths, 1 if by_length else MAX_BUCKET_PADDING)
-        )
+        groups = bucket_by_length(lengths, 1 if by_length else MAX_BUCKET_PADDING)
+        groups = [[*range(len(lengths))]] if one_bucket else groups
         last = torch.tensor(lengths)[:, None] - 1
         first = torch.tensor([0, *lengths[:-1]]).cumsum(0)[:, None]
         ends, begin = [0] * len(lengths), 0  # ends of the segments' rows in the concatenated outputs
@@ -241,8 +232,7 @@ def concat_outputs(outputs: list[Any], rows: RowBuckets) -> Any:
 
 def needs_whole_rows(decoder: nn.Module) -> str:
     """Why a decoder runs on whole rows; empty if it does not."""
-    prompt_length = getattr(decoder, "prompt_length", 0)
-    if prompt_length:
+    if prompt_length := getattr(decoder, "prompt_length", 0):
         return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
     if takes(decoder, "patch_lengths"):
         return "groups the tokens of a row into patches"

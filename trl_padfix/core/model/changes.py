@@ -132,11 +132,8 @@ class ModuleChanges:
         self._read_modules()
         # Wrappers (LoRA's, FSDP's, those of checkpointing) keep the patched modules, and so do no harm.
         changed = self.patched.difference(self.modules)
-        changed |= {
-            m
-            for m in set(self.modules) - self.known
-            if type(m) in self.types or package_of(type(m)) not in _HARMLESS_MODULES
-        }
+        added = set(self.modules) - self.known
+        changed |= {m for m in added if type(m) in self.types or package_of(type(m)) not in _HARMLESS_MODULES}
         if changed:
             module, self.modules = next(iter(changed)), []  # compare again in the next call
             raise UnpackableCallError(

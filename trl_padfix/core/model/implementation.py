@@ -25,7 +25,11 @@ def set_attention(model: nn.Module, implementation: dict[str, str] | str) -> lis
     # The parts of a vision model have configurations of their own, and several modules may share one.
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
     before = [(config, config._attn_implementation_internal) for config in configs]
-    if _runs_with(pretrained.config, implementation):
+    wanted = implementation
+    if isinstance(wanted, str):
+        wanted = dict.fromkeys(["", *pretrained.config.sub_configs], wanted)
+    parts = {name: getattr(pretrained.config, name) if name else pretrained.config for name in wanted}
+    if all(part is None or part._attn_implementation == wanted[name] for name, part in parts.items()):
         return before
     current = str(pretrained.config._attn_implementation)
     pretrained.set_attn_implementation(implementation)
@@ -44,10 +48,3 @@ def restore_attention(before: list[tuple[PretrainedConfig, str | None]]) -> None
     """Undo [`set_attention`], which returned `before`."""
     for config, name in before:
         config._attn_implementation_internal = name
-
-
-def _runs_with(config: PretrainedConfig, implementation: dict[str, str] | str) -> bool:
-    if isinstance(implementation, str):
-        implementation = dict.fromkeys(["", *config.sub_configs], implementation)
-    parts = {part: getattr(config, part) if part else config for part in implementation}
-    return all(part is None or part._attn_implementation == implementation[name] for name, part in parts.items())

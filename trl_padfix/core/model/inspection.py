@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -21,26 +21,10 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind",
-    "counts_columns",
-    "forward_of",
-    "global_in",
-    "hands_arguments_on",
-    "is_in_source",
-    "kernel_parameters",
-    "loaded_globals",
-    "name_of",
-    "names_in",
-    "package_of",
-    "parameters_of",
-    "pools_by_token_id",
-    "takes",
-    "takes_any_argument",
-    "variables_in",
-    "with_global",
-    "with_globals",
-    "without_checkpointing",
-]
+    "bind", "counts_columns", "forward_of", "global_in", "hands_arguments_on", "is_in_source", "kernel_parameters",
+    "loaded_globals", "name_of", "names_in", "package_of", "parameters_of", "pools_by_token_id", "takes",
+    "takes_any_argument", "variables_in", "with_global", "with_globals", "without_checkpointing",
+]  # fmt: skip
 
 
 # Signatures
@@ -76,7 +60,8 @@ def takes_any_argument(module: nn.Module) -> bool:
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
     # Python compiles each call with `*` or `**` to this instruction.
-    return takes_any_argument(module) and any(name == "CALL_FUNCTION_EX" for name, _ in _instructions(module))
+    names = [name for name, _ in _instructions(forward_of(module))]
+    return takes_any_argument(module) and "CALL_FUNCTION_EX" in names
 
 
 # Names
@@ -106,18 +91,14 @@ def global_in(module: nn.Module, name: str) -> Any:
 def loaded_globals(module: nn.Module) -> dict[str, Any]:
     """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
     forward = forward_of(module)
-    names = {argument for name, argument in _instructions(module) if name == "LOAD_GLOBAL"}
+    names = {argument for name, argument in _instructions(forward) if name == "LOAD_GLOBAL"}
     return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
 
 
-def _instructions(module: nn.Module) -> list[tuple[str, Any]]:
-    """The instructions of the forward of a module, each with its argument."""
-    return _instructions_of(forward_of(module).__code__)
-
-
 @cache
-def _instructions_of(code: CodeType) -> list[tuple[str, Any]]:
-    return [(i.opname, i.argval) for i in dis.get_instructions(code)]
+def _instructions(function: FunctionType) -> list[tuple[str, Any]]:
+    """The instructions of a function, each with its argument."""
+    return [(i.opname, i.argval) for i in dis.get_instructions(function.__code__)]
 
 
 def name_of(function: Any) -> str:
@@ -149,7 +130,7 @@ def counts_columns(module: nn.Module) -> bool:
         return True
     # It may also compute with `cache_position`: read an attribute of it, or call a global function with it. Passing it
     # on to the cache, which all modules do, does not count. Read from the instructions:
-    loads = " ".join(f"{name} {argument}" for name, argument in _instructions(module))
+    loads = " ".join(f"{name} {argument}" for name, argument in _instructions(forward_of(module)))
     # Python 3.13 loads two local variables in one instruction, with a tuple as argument.
     attribute = r"LOAD_FAST\w* (\('\w+', '|)cache_position'?\)? LOAD_(ATTR|METHOD)"
     function_call = r"LOAD_GLOBAL \S+ LOAD_FAST\w* (\('|)cache_position"

@@ -29,21 +29,10 @@ from .masks import PackedMask
 
 
 __all__ = [
-    "CACHES",
-    "REMOVABLE_WITH",
-    "checkpoints_in_forward",
-    "decoder_of",
-    "flash_arguments",
-    "has_cache",
-    "mask_of_rows",
-    "masks_of_decoder",
-    "older_attributes",
-    "register_mask_function",
-    "resume_packed_search",
-    "silence_packing_warning",
-    "spare_packed_search",
-    "supports",
-]
+    "CACHES", "REMOVABLE_WITH", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
+    "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search",
+    "silence_packing_warning", "spare_packed_search", "supports",
+]  # fmt: skip
 
 
 REMOVABLE_WITH = {

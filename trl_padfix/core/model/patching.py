@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Attachment",
-    "BatchPatch",
-    "Decision",
-    "ForwardPatch",
-    "beneath_patches",
-    "in_backward",
-    "running_decision",
-]
+    "Attachment", "BatchPatch", "Decision", "ForwardPatch", "beneath_patches", "in_backward", "running_decision",
+]  # fmt: skip
 
 
 class Attachment:
@@ -40,7 +34,7 @@ class Attachment:
         self.owned_by_trainer = False  # see `hand_to_trainer`
         self._patches: list[ForwardPatch] = []
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
-        self._removed = False
+        self.is_removed = False  # by its owner, or by another trainer
         self.taken_over = False  # see `take_over`
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
@@ -75,7 +69,7 @@ class Attachment:
 
         Patches that gradient checkpointing still needs stay until the graph of the last packed forward is gone.
         """
-        self._removed = True
+        self.is_removed = True
         needed = [patch for patch in self._patches if self._recomputable and patch.serves_recomputation]
         for patch in reversed(self._patches):  # a module may have several: the outermost first
             if patch not in needed:
@@ -86,14 +80,9 @@ class Attachment:
         """Called while a forward of the model is compiled into one graph, in which no patch has effect."""
 
     @property
-    def is_removed(self) -> bool:
-        """Whether the attachment was removed, by its owner or by another trainer."""
-        return self._removed
-
-    @property
     def enabled(self) -> bool:
         """Whether calls of this thread are packed; see [`Attachment.disabled`]."""
-        return not self._removed and self not in context().disabled
+        return not self.is_removed and self not in context().disabled
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

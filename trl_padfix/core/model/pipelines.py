@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -54,20 +55,17 @@ def padding_reader(model: nn.Module) -> str | None:
     weight = next(pipeline[0].parameters())
     devices = [weight.device] if weight.device.type == "cuda" else []
     modules = list(pipeline)[1:]  # a list, because a slice of a pipeline is a new pipeline
-    modes = {part: part.training for module in modules for part in module.modules()}
-    buffers = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            for task, training in itertools.product(_tasks(modules), (False, True)):
-                for module in modules:
-                    module.train(training)
-                if reader := _first_difference(pipeline[0], modules, weight, task):
-                    return reader
-    finally:
-        for part, training in modes.items():
-            part.training = training
-        for buffer, saved in buffers.items():
-            buffer.copy_(saved)
+    with torch.no_grad(), torch.random.fork_rng(devices), ExitStack() as stack:
+        for module in modules:
+            for part in module.modules():
+                stack.callback(setattr, part, "training", part.training)
+            for buffer in module.buffers():
+                stack.callback(buffer.copy_, buffer.clone())
+        for task, training in itertools.product(_tasks(modules), (False, True)):
+            for module in modules:
+                module.train(training)
+            if reader := _first_difference(pipeline[0], modules, weight, task):
+                return reader
     return None
 
 

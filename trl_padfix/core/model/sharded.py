@@ -14,13 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
-__all__ = [
-    "differentiates_in_parts",
-    "gathered_head",
-    "gathers_in_parts",
-    "reset_gather_order",
-    "reshard_parameters",
-]
+__all__ = ["differentiates_in_parts", "gathered_head", "gathers_in_parts", "reset_gather_order", "reshard_parameters"]
 
 _UNITS = {"FSDPModule", "FullyShardedDataParallel"}
 
@@ -87,11 +81,8 @@ def gathered_head(model: PreTrainedModel, decoder: nn.Module) -> Iterator[None]:
         if torch.is_grad_enabled() and isinstance(head.weight, DTensor) and head.weight.requires_grad:
             head.unshard()
 
-    hook = decoder.register_forward_hook(gather)
-    try:
+    with decoder.register_forward_hook(gather):
         yield
-    finally:
-        hook.remove()
 
 
 def is_sharded(module: nn.Module) -> bool:

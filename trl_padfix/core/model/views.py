@@ -50,12 +50,8 @@ class ConfigView:
 @functools.cache
 def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of `cls` whose instances have the attributes `names` beside their `__dict__`."""
-
-    def override(name: str) -> property:
-        return property(lambda view: view.padfix_overrides[name])
-
     # Properties of a class win over the `__dict__` of an instance, and slots are stored outside of it.
-    body = {name: override(name) for name in names}
+    body: dict[str, Any] = {name: property(lambda view, name=name: view.padfix_overrides[name]) for name in names}
     body |= {"__slots__": ("padfix_overrides", "padfix_module"), "__module__": cls.__module__}
     view_class: Any = type(cls)(cls.__name__, (cls,), body)  # type: ignore[call-arg]
     if "forward" in vars(view_class) and "forward" not in names:

@@ -65,9 +65,7 @@ def attend_context_parallel(
 
 
 def exchange_around(
-    attend: Callable[..., torch.Tensor],
-    states: list[torch.Tensor],
-    exchange: Exchange | ContextParallelLayout,
+    attend: Callable[..., torch.Tensor], states: list[torch.Tensor], exchange: Exchange | ContextParallelLayout
 ) -> torch.Tensor:
     """
     Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.

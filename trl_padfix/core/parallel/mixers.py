@@ -56,7 +56,12 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         # The all-to-all takes tokens in front, `(t, channels, ...)`.
         states = {k: call[k][0].movedim(divided.token_dim - 1, 0) for k in divided.states}
         channels = max(x.shape[1] for x in states.values())
-        local_channels = _split_evenly(channels, cp_layout.group.size)
+        if channels < (processes := cp_layout.group.size):  # all processes raise the error, so none waits
+            raise PaddingRemovalError(
+                f"A recurrence with {channels} heads (or channels) cannot be shared by {processes} processes. Take "
+                "fewer of them (`cp_size`)."
+            )
+        local_channels = even_split(channels, processes)
         for k, x in states.items():
             if x.shape[1] < channels:  # one value per group of heads: repeated, so that a group can be divided
                 states[k] = x.repeat_interleave(channels // x.shape[1], dim=1)
@@ -76,18 +81,3 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         return (x, None) if isinstance(output, tuple) else x  # delta rules: no final state, as there is no cache
 
     return run_divided
-
-
-def _split_evenly(channels: int, processes: int) -> list[int]:
-    """
-    Number of heads or channels of each process.
-
-    Raises:
-        PaddingRemovalError: If there are fewer channels than processes. All processes raise it, so none waits.
-    """
-    if channels < processes:
-        raise PaddingRemovalError(
-            f"A recurrence with {channels} heads (or channels) cannot be shared by {processes} processes. Take fewer "
-            "of them (`cp_size`)."
-        )
-    return even_split(channels, processes)

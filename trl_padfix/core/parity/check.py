@@ -10,7 +10,7 @@ its mask differently or has a wrong backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..generation import evaluating
-from ..handle import PaddingRemoval
+from ..handle import PaddingRemoval, PaddingStats
 from ..model.pipelines import by_name
 from ..model.sharded import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..remove import attachment_of, remove_padding
@@ -26,7 +26,7 @@ from .forwards import Forwards, Outcome, Scores, without_hooks
 from .gradients import relative_difference
 from .limits import WIDEST_SCORE, gradient_limit, score_limits
 from .report import Distance, ParityReport
-from .sample import called_module, pooling_last_column, prepare, prepare_longest
+from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest
 from .scores import logits_of, scores_of, select_columns
 
 
@@ -112,24 +112,21 @@ def check_parity(
 
     ```
     """
-    with _comparing(model, bool(prefix_sharing)) as handle, contextlib.ExitStack() as stack:
+    with _comparing(model, batch, prepare, bool(prefix_sharing)) as (model, sample, handle):
         handle.accept_hooks()
-        model = called_module(model, batch, handle)
-        sample = prepare(model, batch, handle)
-        if handle.anatomy.pools_by_token_id:
-            sample = stack.enter_context(pooling_last_column(sample, handle.anatomy.pretrained))
         dtype = dtype or _precision(handle.decoder, sample.ids.device)
-        forwards = Forwards(model, sample, handle, measures=dtype not in WIDEST_SCORE)
+        forwards = Forwards(model, sample, handle, dtype)
         outcome = forwards.compute(gradients)
         reset_gather_order(handle.anatomy.pretrained, sample.ids)
-        has_long_row = handle.context_parallel is not None and not sample.is_packed
-        long_row = _compare_long_row(model, batch, handle) if has_long_row else None
-        report = _judge(outcome, long_row, forwards, dtype)
+        if handle.context_parallel is not None and not sample.is_packed:
+            packed = outcome.packed._replace(long_row=_compare_long_row(model, batch, handle))
+            outcome = replace(outcome, packed=packed)
+        report = _judge(outcome, forwards)
         if report.ok:
             return report
         if sample.has_images or differentiates_in_parts(model):
-            return _judge(outcome, long_row, forwards, dtype, widest=True)
-        return _ask_rows_alone(report, outcome, long_row, forwards)
+            return _judge(outcome, forwards, widest=True)
+        return _ask_rows_alone(report, outcome, forwards)
 
 
 def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityReport) -> Distance:
@@ -139,12 +136,8 @@ def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityRep
 
     No forward hook runs, dropout is off, nothing is counted, and no state of the model changes.
     """
-    with _comparing(model) as handle, without_hooks(model), contextlib.ExitStack() as stack:
-        model = called_module(model, batch, handle)
-        sample = prepare_longest(model, batch, handle)
-        if handle.anatomy.pools_by_token_id:
-            sample = stack.enter_context(pooling_last_column(sample, handle.anatomy.pretrained))
-        packed, alone = Forwards(model, sample, handle, measures=False).packed_and_alone()
+    with without_hooks(model), _comparing(model, batch, prepare_longest) as (called, sample, handle):
+        packed, alone = Forwards(called, sample, handle, report.dtype).packed_and_alone()
         difference = (packed - alone).abs()
         limits = report.mean_tolerance, report.maximum_tolerance
         if report.dtype in WIDEST_SCORE:
@@ -154,8 +147,14 @@ def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityRep
 
 
 @contextlib.contextmanager
-def _comparing(model: nn.Module, prefix_sharing: bool = False) -> Iterator[PaddingRemoval]:
-    """A block with the forwards of a comparison: without gradients by default, without dropout, not counted."""
+def _comparing(
+    model: nn.Module, batch: dict[str, Any], sample_of: Callable[..., Sample], prefix_sharing: bool = False
+) -> Iterator[tuple[nn.Module, Sample, PaddingRemoval]]:
+    """
+    A block with the forwards of a comparison: without gradients by default, without dropout, not counted.
+
+    Yields the module to call, the rows that `sample_of` chooses from the batch, and the handle.
+    """
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())
@@ -163,19 +162,21 @@ def _comparing(model: nn.Module, prefix_sharing: bool = False) -> Iterator[Paddi
         handle = attachment_of(model)
         if handle is None:
             handle = stack.enter_context(remove_padding(model, prefix_sharing=prefix_sharing))
-        stack.enter_context(handle.separate_stats())  # the comparison must not count among the user's forwards
         stack.enter_context(handle.reenabled())
-        # A reason why short rows cannot be packed holds in every step. Hooks are no reason: the comparison tests them.
-        stack.enter_context(handle.strictly())
-        yield handle
+        # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
+        # every step. Hooks are no reason: the comparison tests them.
+        stack.enter_context(handle.temporarily(stats=PaddingStats(), strict=True))
+        called = called_module(model, batch, handle)
+        sample = sample_of(called, batch, handle)
+        if handle.anatomy.pools_by_token_id:
+            sample = stack.enter_context(pooling_last_column(sample, handle.anatomy.pretrained))
+        yield called, sample, handle
 
 
-def _judge(
-    outcome: Outcome, long_row: torch.Tensor | None, forwards: Forwards, dtype: torch.dtype, widest: bool = False
-) -> ParityReport:
-    """Compare packed with padded; `long_row`, `(n,)`, are the differences of a long row."""
-    sample, handle, padded = forwards.sample, forwards.handle, outcome.padded
-    distance = _distance(outcome.packed, padded, outcome.other_padded, long_row, forwards, dtype, widest)
+def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> ParityReport:
+    """Compare packed with padded."""
+    handle, padded, long_row = forwards.handle, outcome.padded, outcome.packed.long_row
+    distance = _distance(outcome.packed, padded, outcome.other_padded, forwards, widest)
     obstacle, count = outcome.gradient_obstacle, outcome.packed.values.numel()
     if padded.gradient is not None and not padded.gradient.isfinite().all():
         obstacle = "those of the padded forward are not finite"
@@ -184,9 +185,9 @@ def _judge(
     return ParityReport(
         **vars(distance),
         compared=count and count + (0 if long_row is None else len(long_row)),
-        padded_tokens=sample.ids.numel(),
+        padded_tokens=forwards.sample.ids.numel(),
         packed_tokens=outcome.packed_tokens,
-        dtype=dtype,
+        dtype=forwards.dtype,
         implementation=handle.decoder.config._attn_implementation,
         prefix_sharing=bool(handle.prefix_sharing),
         finite=bool(padded.values.isfinite().all()),
@@ -196,38 +197,28 @@ def _judge(
     )
 
 
-def _ask_rows_alone(
-    report: ParityReport, outcome: Outcome, long_row: torch.Tensor | None, forwards: Forwards
-) -> ParityReport:
+def _ask_rows_alone(report: ParityReport, outcome: Outcome, forwards: Forwards) -> ParityReport:
     """The report with the differences of packed and of padded from each row alone."""
     alone, other, dtype = forwards.alone(gradients=outcome.padded.gradient is not None)
     if alone.values.shape != outcome.padded.values.shape:  # outputs of a module whose shape depends on the batch
-        return _judge(outcome, long_row, forwards, report.dtype, widest=True)
+        return _judge(outcome, forwards, widest=True)
     widest = other is None  # what the model amplifies was not measured
     return replace(
         report,
-        packed_from_alone=_distance(outcome.packed, alone, other, long_row, forwards, report.dtype, widest),
-        padded_from_alone=_distance(outcome.padded, alone, other, None, forwards, report.dtype, widest),
+        packed_from_alone=_distance(outcome.packed, alone, other, forwards, widest),
+        padded_from_alone=_distance(outcome.padded, alone, other, forwards, widest),
         alone_dtype=dtype or report.dtype,
         finite=bool(alone.values.isfinite().all()),
     )
 
 
-def _distance(
-    scores: Scores,
-    reference: Scores,
-    other: Scores | None,
-    long_row: torch.Tensor | None,
-    forwards: Forwards,
-    dtype: torch.dtype,
-    widest: bool,
-) -> Distance:
+def _distance(scores: Scores, reference: Scores, other: Scores | None, forwards: Forwards, widest: bool) -> Distance:
     """Differences from a reference, and their limits; an `other` reference differs from it by rounding only."""
     other = other or reference
     difference, rounding = _differences(scores, reference), _differences(other, reference)
-    if long_row is not None:
-        difference = torch.cat([difference, long_row])
-    handle = forwards.handle
+    if scores.long_row is not None:
+        difference = torch.cat([difference, scores.long_row])
+    handle, dtype = forwards.handle, forwards.dtype
     longest_sum = max((weight.shape[-1] for weight in handle.decoder.parameters() if weight.dim() > 1), default=1)
     sums: Any = {"terms": longest_sum, "depth": 8 * len(handle.mixers.mixers), "widest": widest}
     limits = score_limits(dtype, rounding, size=forwards.size, **sums)
@@ -245,10 +236,9 @@ def _differences(scores: Scores, reference: Scores) -> torch.Tensor:
 
 def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> torch.Tensor:
     """Differences `(n,)` of the scores of the longest row: distributed over the processes, and whole on each."""
-    padding_mask = batch.get("attention_mask")
-    padding_mask = torch.ones_like(batch["input_ids"]) if padding_mask is None else padding_mask
+    ids, padding_mask = padded_batch(batch)
     longest = padding_mask.sum(1).argmax()
-    row = batch["input_ids"][longest, padding_mask[longest].bool()][None, :LONG_ROW_TOKENS]
+    row = ids[longest, padding_mask[longest].bool()][None, :LONG_ROW_TOKENS]
     if row.shape[1] < 2:
         return row.new_zeros(0, dtype=torch.float32)
     mask = torch.ones_like(row)
@@ -258,7 +248,7 @@ def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRe
         return scores_of(logits_of(by_name(model)(**inputs)), row, mask, columns)
 
     distributed = scores()
-    with handle.without_context_parallel():
+    with handle.temporarily(context_parallel=None):
         return (distributed - scores()).abs()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ..handle import PaddingRemoval
 from ..model.older import supports
 from ..model.pipelines import by_name
 from .gradients import gradient_obstacle, with_gradient
+from .limits import WIDEST_SCORE
 from .sample import Sample
 from .scores import logits_of, logits_of_packed, scores_of
 
@@ -33,6 +34,7 @@ class Scores(NamedTuple):
 
     values: torch.Tensor
     gradient: torch.Tensor | None
+    long_row: torch.Tensor | None = None  # further differences, see `check._compare_long_row`
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +45,21 @@ class Outcome:
     padded: Scores
     other_padded: Scores | None  # `None` where the tolerance is not measured
     packed_tokens: int
-    size: float  # the largest logit
     gradient_obstacle: str = ""  # empty if gradients were compared, or not requested
 
 
 @dataclass(eq=False)
 class Forwards:
-    """Forwards of a model on a sample; with `measures` each padded one also with another attention function."""
+    """
+    Forwards of a model on a sample, whose `dtype` determines the tolerance.
+
+    In half precision rounding is measured: each padded forward also runs with another attention function.
+    """
 
     model: nn.Module
     sample: Sample
     handle: PaddingRemoval
-    measures: bool
+    dtype: torch.dtype
     size: float = field(default=0.0, init=False)
 
     def compute(self, gradients: bool) -> Outcome:
@@ -77,8 +82,8 @@ class Forwards:
         if packed.gradient is not None and self.handle.context_parallel is not None:
             # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
             packed = packed._replace(gradient=self.handle.context_parallel.all_reduce_mean(packed.gradient))
-        padded, other = self._twice(partial(self._scores, self.sample, by_name(self.model)), gradients)
-        return Outcome(packed, padded, other, self.handle.stats.packed_tokens, self.size)
+        padded, other = self._twice(partial(self._scores, self.sample), gradients)
+        return Outcome(packed, padded, other, self.handle.stats.packed_tokens)
 
     def alone(self, gradients: bool) -> tuple[Scores, Scores | None, torch.dtype | None]:
         """
@@ -87,14 +92,13 @@ class Forwards:
         In float64 and again in the model's dtype, if rounding is not measured by another attention function, the
         weights are few, and the code of the model admits it.
         """
-        own = partial(self._of_each_row, by_name(self.model))
-        if self.measures or not _fits_float64(self.model):
-            return *self._twice(own, gradients), None
+        if self.dtype not in WIDEST_SCORE or not _fits_float64(self.model):
+            return *self._twice(self._of_each_row, gradients), None
         with self.handle.disabled():
-            rows = self._run(own, gradients)
+            rows = self._run(self._of_each_row, gradients)
             try:
                 with _in_float64(self.model):
-                    return self._run(own, gradients), rows, torch.float64
+                    return self._run(self._of_each_row, gradients), rows, torch.float64
             except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without float64
                 return rows, None, None
 
@@ -102,21 +106,19 @@ class Forwards:
         """Scores of the packed forward, and of each row alone in the dtype of the model."""
         packed = self._packed()
         with self.handle.disabled():
-            return packed, self._of_each_row(by_name(self.model))
+            return packed, self._of_each_row()
 
     def _packed(self) -> torch.Tensor:
-        sample = self.sample
-        if not sample.is_packed:
-            return self._scores(sample, by_name(self.model))
-        return scores_of(
-            logits_of_packed(self.model, sample.ids, sample.mask), sample.ids, sample.mask, sample.columns
-        )
+        ids, mask = self.sample.ids, self.sample.mask
+        if not self.sample.is_packed:
+            return self._scores(self.sample)
+        return scores_of(logits_of_packed(self.model, ids, mask), ids, mask, self.sample.columns)
 
-    def _of_each_row(self, call: Callable[..., Any]) -> torch.Tensor:
-        return torch.cat([self._scores(row, call) for row in self.sample.rows()])
+    def _of_each_row(self) -> torch.Tensor:
+        return torch.cat([self._scores(row) for row in self.sample.rows()])
 
-    def _scores(self, sample: Sample, call: Callable[..., Any]) -> torch.Tensor:
-        logits = logits_of(call(**sample.inputs))
+    def _scores(self, sample: Sample) -> torch.Tensor:
+        logits = logits_of(by_name(self.model)(**sample.inputs))
         if logits.numel():
             self.size = max(self.size, *(bound.abs().item() for bound in logits.detach().aminmax()))
         return scores_of(logits, sample.ids, sample.mask, sample.columns)
@@ -125,7 +127,7 @@ class Forwards:
         """The scores without padding removal; if rounding is measured, with another attention function as well."""
         with self.handle.disabled():
             scores, other = self._run(score, gradients), None
-            if self.measures and (attention := _other_attention(self.handle)) is not None:
+            if self.dtype not in WIDEST_SCORE and (attention := _other_attention(self.handle)) is not None:
                 with within(attention=attention):
                     other = self._run(score, gradients)
         return scores, other
@@ -146,15 +148,12 @@ def _other_attention(handle: PaddingRemoval) -> str | None:
 @contextlib.contextmanager
 def _in_float64(model: nn.Module) -> Iterator[None]:
     """A block in which the weights of `model` are in float64. Modules that share a weight share it there, too."""
-    tensors = [x for x in chain(model.parameters(), model.buffers()) if x.is_floating_point()]
-    saved = [x.data for x in tensors]
-    try:
-        for x in tensors:
-            x.data = x.data.double()
+    with contextlib.ExitStack() as stack:
+        for x in chain(model.parameters(), model.buffers()):
+            if x.is_floating_point():
+                stack.callback(setattr, x, "data", x.data)
+                x.data = x.data.double()
         yield
-    finally:
-        for x, data in zip(tensors, saved, strict=True):
-            x.data = data
 
 
 def _fits_float64(model: nn.Module) -> bool:
@@ -167,12 +166,9 @@ def _fits_float64(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """A block in which no forward hook of a module runs: one of the user's may count its calls."""
-    tables = [table for m in model.modules() for table in (m._forward_hooks, m._forward_pre_hooks) if table]
-    saved = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                stack.callback(table.update, dict(table))
+                table.clear()
         yield
-    finally:
-        for table, hooks in zip(tables, saved, strict=True):
-            table.update(hooks)

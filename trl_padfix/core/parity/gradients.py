@@ -51,13 +51,9 @@ def with_gradient(
         embedded.append((embedded_ids, leaf))
         return leaf.clone()  # some models write into their embeddings, which torch forbids for a leaf
 
-    hook = model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True)
-    try:
-        with torch.enable_grad():
-            scores = score()
-            gradients = torch.autograd.grad(scores.sum(), [leaf for _, leaf in embedded])
-    finally:
-        hook.remove()
+    with model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True), torch.enable_grad():
+        scores = score()
+        gradients = torch.autograd.grad(scores.sum(), [leaf for _, leaf in embedded])
     distinct = ids.unique()  # sorted
     dtype = torch.promote_types(scores.dtype, torch.float32)
     total = distinct.new_zeros(len(distinct), gradients[0].shape[-1], dtype=dtype)

@@ -13,14 +13,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..handle import PaddingRemoval
-from ..layout.build import padding_free_layout
+from ..layout.build import packed_layout, padding_free_layout
 from ..model.pipelines import pipeline_in
 from ..refusals import batch_obstacle
-from .scores import select_columns, unpack_batch, with_padding
+from .scores import select_columns
 from .snippets import longest_pair, short_snippets
 
 
-__all__ = ["Sample", "called_module", "longest_row", "pooling_last_column", "prepare", "prepare_longest"]
+__all__ = [
+    "Sample", "called_module", "longest_row", "padded_batch", "pooling_last_column", "prepare", "prepare_longest",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +77,12 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
     """Choose the rows and columns to compare."""
     given = {name: value for name, value in batch.items() if name != "labels"}
     if not _is_packed(given) and len(given) > 2 and handle.multimodal is not None:
-        inputs, columns = select_columns(with_padding(_with_mask(given)), handle.anatomy.pretrained)
+        # One more column of padding, so that there is something to remove.
+        shape = batch["input_ids"].shape
+        padded = {k: torch.nn.functional.pad(v, (0, 1)) for k, v in _with_mask(given).items() if _has_shape(v, shape)}
+        inputs, columns = select_columns(given | padded, handle.anatomy.pretrained)
         return Sample(inputs, columns, has_images=True)
-    ids, mask = _padded(given)
+    ids, mask = padded_batch(given)
     layout = padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
     # Rows with masked tokens that no packed forward of this model serves are computed padded: compared without these.
     has_holes = batch_obstacle(layout, False, handle.mixers) is None
@@ -88,7 +93,7 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
 
 def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
     """The longest row of a batch behind another one, and up to `MAX_COLUMNS` columns of them to compare."""
-    ids, mask = longest_pair(*_padded(batch))
+    ids, mask = longest_pair(*padded_batch(batch))
     inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, batch, ids, mask)
     selected, columns = select_columns(inputs, handle.anatomy.pretrained)
     return Sample(inputs if _is_users(model) else selected, columns, _is_packed(batch))
@@ -112,10 +117,13 @@ def _with_mask(batch: dict[str, Any]) -> dict[str, Any]:
     return batch if has_mask else batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
-def _padded(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `(B, L)` of a batch, packed or padded."""
+def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask `(B, L)` of a batch; the sequences of a packed batch are its rows."""
     if _is_packed(batch):
-        return unpack_batch(batch)
+        layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
+        rows = batch["input_ids"].flatten().split(layout.queries.lengths)
+        pad = torch.nn.utils.rnn.pad_sequence
+        return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
     return batch["input_ids"], _with_mask(batch)["attention_mask"]
 
 

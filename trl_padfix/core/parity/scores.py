@@ -10,22 +10,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..layout.build import packed_layout
 from ..model.pipelines import by_name
 
 
-__all__ = ["logits_of", "logits_of_packed", "scores_of", "select_columns", "unpack_batch", "with_padding"]
+__all__ = ["logits_of", "logits_of_packed", "scores_of", "select_columns"]
 
 MAX_COLUMNS = 64
 """Compared columns of a batch with images, or of a long row: logits of all columns would take too much memory."""
-
-
-def unpack_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences of a packed batch, as padded ids and mask, both `(sequences, L)`."""
-    layout = packed_layout(batch["position_ids"], cu_seqlens=batch.get("cu_seq_lens_q"))
-    rows = batch["input_ids"].flatten().split(layout.queries.lengths)
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(rows, batch_first=True), pad([torch.ones_like(row) for row in rows], batch_first=True)
 
 
 def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -48,13 +39,6 @@ def logits_of(output: Any) -> torch.Tensor:
     # Not the loss, which is one number: a difference in one token hardly shows in it.
     tensors = [x for x in (output if values is None else values.values()) if isinstance(x, torch.Tensor)]
     return max((x for x in tensors if x.is_floating_point()), key=torch.Tensor.numel)
-
-
-def with_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """A batch with images and one more column of padding, so that there is something to remove."""
-    shape = batch["input_ids"].shape
-    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.shape[-2:] == shape}
-    return {**batch, **{k: torch.nn.functional.pad(v, (0, 1)) for k, v in tensors.items()}}
 
 
 def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:

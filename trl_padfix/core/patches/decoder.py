@@ -34,6 +34,7 @@ from ..mixers.row_buckets import calls_of_layers, over_whole_rows
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes, takes_any_argument
 from ..model.older import has_cache, older_attributes
 from ..model.patching import BatchPatch, ForwardPatch
+from ..model.positions import Numbering
 from ..model.sharded import gathers_in_parts
 from ..parallel.layout import ContextParallelLayout
 from ..refusals import check_call
@@ -60,7 +61,7 @@ class DecoderPatch(BatchPatch):
 
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
-        self.numbering = attachment.anatomy.numbering
+        self.numbering = Numbering.of(module)
         self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
         self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
@@ -86,8 +87,13 @@ class DecoderPatch(BatchPatch):
         try:
             return self._packed_or_padded(inputs, outer, unchanged)
         except IndexError as error:
-            _explain_ids_beyond_the_vocabulary(error, self.module, inputs.ids)
-            raise
+            rows = self.module.get_input_embeddings().num_embeddings
+            if inputs.ids is None or int(inputs.ids.max()) < rows:
+                raise
+            raise ValueError(
+                f"The batch holds token id {int(inputs.ids.max())}, and the embedding of {type(self.module).__name__} "
+                f"has {rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
+            ) from error
 
     def _packed_or_padded(self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any]) -> Any:
         """The output for `inputs` within the call `outer` of the model; `unchanged` is the call of the caller."""
@@ -265,26 +271,14 @@ class NumberingPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
-        mask = call.get("attention_mask")
-        if has_cache(call) or call.get("position_ids") is not None:
-            return self.wrapped(*args, **kwargs)
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        mask: Any = call.get("attention_mask")
+        has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        if not has_mask or has_cache(call) or call.get("position_ids") is not None:
             return self.wrapped(*args, **kwargs)
         column = torch.arange(mask.shape[1], device=mask.device)
         # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
         call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
         return self.wrapped(**call)
-
-
-def _explain_ids_beyond_the_vocabulary(error: IndexError, decoder: PreTrainedModel, ids: torch.Tensor | None) -> None:
-    """Raise a `ValueError` in place of an `IndexError` that comes from an id without an embedding."""
-    embedding: Any = decoder.get_input_embeddings()
-    rows = embedding.num_embeddings
-    if ids is not None and int(ids.max()) >= rows:
-        raise ValueError(
-            f"The batch holds token id {int(ids.max())}, and the embedding of {type(decoder).__name__} has {rows} "
-            "rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
-        ) from error
 
 
 def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layout: Layout) -> dict[str, Any]:

@@ -63,14 +63,15 @@ class LMHeadPatch(BatchPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
-            if _labels_follow_padding(self.attachment, call):
+            mask = _mask_of(self.attachment, call)
+            if mask is not None and follow_padding(call["labels"], mask):
                 with self.attachment.padded(SCORED_FROM_PADDING):
                     return self.wrapped(*args, **kwargs)
-            outer = ModelCall(
-                self.attachment.decoder,
-                model_arguments=_row_arguments(call),
-                selects_columns=isinstance(call.get("logits_to_keep"), torch.Tensor),
-            )
+            # Some models do not pass the arguments that describe their rows, and `use_cache`, to their decoder.
+            names = ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")
+            row_arguments = {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
+            selects_columns = isinstance(call.get("logits_to_keep"), torch.Tensor)
+            outer = ModelCall(self.attachment.decoder, model_arguments=row_arguments, selects_columns=selects_columns)
             if kwargs.get("fused_lm_head"):
                 return self._with_fused_head(outer, call, args, kwargs)
             with within(model=outer):
@@ -145,22 +146,9 @@ def _mask_of(attachment: PaddingRemoval, call: dict[str, Any]) -> torch.Tensor |
     if not has_both or mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device:
         return None
     # The decoder will read these as well: the host waits once for all of them.
-    on_host(
-        labels, mask, *(x for x in (call.get("input_ids"), call.get("position_ids")) if isinstance(x, torch.Tensor))
-    )
+    others = call.get("input_ids"), call.get("position_ids")
+    on_host(labels, mask, *(x for x in others if isinstance(x, torch.Tensor)))
     return mask
-
-
-def _labels_follow_padding(attachment: PaddingRemoval, call: dict[str, Any]) -> bool:
-    """Whether a model predicts labels of a call from padding."""
-    mask = _mask_of(attachment, call)
-    return mask is not None and follow_padding(call["labels"], mask)
-
-
-def _row_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that describe the rows of a model, and `use_cache`: some models do not pass them to their decoder."""
-    names = ("attention_mask", "position_ids", "cu_seq_lens_q", "use_cache")
-    return {k: v for k, v in call.items() if k in names or k.startswith("tree_")}
 
 
 class LocalLabels:
@@ -225,16 +213,12 @@ class TokenLabelsPatch(BatchPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():
-            if (mask := _mask_of(self.attachment, call)) is None or not _are_hidden(call["labels"], mask):
-                return self.wrapped(*args, **kwargs)
-            with self.attachment.padded(SCORED_AT_PADDING):
-                return self.wrapped(*args, **kwargs)
-
-
-def _are_hidden(labels: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether a token that the mask hides has a label."""
-    labels, mask = on_host(labels, mask)
-    return bool(((labels != -100) & (mask == 0)).any())
+            if (mask := _mask_of(self.attachment, call)) is not None:
+                labels, mask = on_host(call["labels"], mask)
+                if ((labels != -100) & (mask == 0)).any():  # the mask hides a token with a label
+                    with self.attachment.padded(SCORED_AT_PADDING):
+                        return self.wrapped(*args, **kwargs)
+            return self.wrapped(*args, **kwargs)
 
 
 class PoolingPatch(BatchPatch):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..call.arguments import padded_output
@@ -35,9 +35,7 @@ __all__ = ["MultimodalPatch", "TowerPatch", "towers"]
 
 def towers(multimodal: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
     """The modules of a multimodal module that compute features of images or sound: vision towers, projectors."""
-    children = [
-        m for m in multimodal.children() if not isinstance(m, nn.Embedding) and any(True for _ in m.parameters())
-    ]
+    children = [m for m in multimodal.children() if not isinstance(m, nn.Embedding) and [*m.parameters()]]
     head = multimodal.get_output_embeddings()
     return [m for m in children if m is not head and all(part is not decoder for part in m.modules())]
 
@@ -86,7 +84,8 @@ class TowerPatch(ForwardPatch):
         if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], call.doubled_features):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
-        output = _doubled(self.wrapped(*map(_first_half, args), **half_kwargs))
+        half = self.wrapped(*map(_first_half, args), **half_kwargs)
+        output = tree_map_only(torch.Tensor, lambda x: torch.cat([x, x]), half)
         # Weak references: the projector that runs next recognises these features; the list must not keep them alive.
         features = [x for x in tensors_in(output) if not x.is_inference()]
         call.doubled_features.extend((weakref.ref(x), x._version) for x in features)
@@ -105,9 +104,8 @@ class TowerPatch(ForwardPatch):
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
         unknown = [v.detach() for v in tensors if not _is_one_of(doubled_features, v)]
-        if not unknown:
-            return True
-        return bool(torch.stack([(first == second).all() for first, second in (v.chunk(2) for v in unknown)]).all())
+        equal = [(first == second).all() for first, second in (v.chunk(2) for v in unknown)]
+        return not equal or bool(torch.stack(equal).all())
 
 
 def _is_one_of(features: list[tuple[weakref.ref[torch.Tensor], int]], x: torch.Tensor) -> bool:
@@ -121,10 +119,6 @@ def _is_one_of(features: list[tuple[weakref.ref[torch.Tensor], int]], x: torch.T
 
 def _first_half(value: Any) -> Any:
     return value.chunk(2)[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else value
-
-
-def _doubled(output: Any) -> Any:
-    return tree_map(lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) else x, output)
 
 
 def _are_close(a: Any, b: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
 from ...core.model.find import find_pretrained
+from ...core.model.inspection import parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
 from ...core.parity.check import check_longest_row, check_parity
@@ -163,17 +163,18 @@ class Parity(Part):
         failed: Exception | None = None
         for batch, is_packed in zip(step.batches, self._will_pack(step.batches), strict=True):
             if is_packed:
-                images = padding.task.parity_inputs(step.inputs, batch)
-                labels = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}}
-                inputs = labels | batch | _multimodal(padding.handle.multimodal, images)
+                inputs = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}} | batch
+                if (multimodal := padding.handle.multimodal) is not None:
+                    # Its arguments beside ids, mask and labels: pixels, grids, token types.
+                    names = parameters_of(multimodal.forward).keys() - {"input_ids", "attention_mask", "labels"}
+                    images = padding.task.parity_inputs(step.inputs, batch)
+                    inputs |= {name: value for name, value in images.items() if name in names}
                 try:
                     self.compare(step.mode, step.model, inputs)
-                except ParityError as error:
-                    if self.trainer.accelerator.num_processes == 1:
+                except (ParityError, ValueError) as error:
+                    if isinstance(error, ParityError) and self.trainer.accelerator.num_processes == 1:
                         raise
-                    failed = failed or error  # the others wait for the forwards of this process
-                except ValueError as error:
-                    failed = failed or error
+                    failed = failed or error  # other processes wait for the forwards of this one
         if failed is None:
             self.print_reports(step.mode)
         return failed
@@ -299,29 +300,10 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-def module_called_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
-    """
-    The module that a training calls with the arguments of the transformers model in `model`.
-
-    That is the transformers model itself, or the PEFT model around it. PEFT before 0.21 calls only the `forward` of
-    the inner model, so that hooks of the inner model never run.
-    """
-    modules = (m for m in model.modules() if hasattr(m, "get_base_model"))
-    return next(modules, None) or find_pretrained(model)
-
-
 def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors in a call of `module` by parameter name. For use in a forward hook."""
-    arguments = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    arguments = dict(zip(parameters_of(module.forward), args, strict=False)) | kwargs
     return {k: v.detach() for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-
-
-def _multimodal(multimodal: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Arguments of a multimodal model's forward beside ids, mask and labels: pixels, grids, token types."""
-    if multimodal is None:
-        return {}
-    names = inspect.signature(multimodal.forward).parameters.keys() - {"input_ids", "attention_mask", "labels"}
-    return {name: value for name, value in inputs.items() if name in names}
 
 
 @contextlib.contextmanager
@@ -340,16 +322,16 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[
         if not has_cache(kwargs) and will_pack(handle, tensors):
             call.update(outer | tensors)
 
-    recording, called = Attachment(), module_called_by_trainer(model)
+    recording = Attachment()
+    # A training calls the transformers model, or the PEFT model around it. PEFT before 0.21 calls only the `forward`
+    # of the inner model, so that hooks of the inner model never run.
+    called = next((m for m in model.modules() if hasattr(m, "get_base_model")), None) or find_pretrained(model)
     around = [_Recorder(model, recording, keep_labels)] if model is not called else []
     # A hook, because ms-swift embeds images in another one, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
     hook = called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
-    try:
-        with recording.attach([*around, _Recorder(called, recording, keep)]):
-            yield call
-    finally:
-        hook.remove()
+    with hook, recording.attach([*around, _Recorder(called, recording, keep)]):
+        yield call
 
 
 class _Recorder(ForwardPatch):
