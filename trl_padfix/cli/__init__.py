@@ -9,18 +9,10 @@ from importlib.util import find_spec
 
 __all__ = ["disable_telemetry", "main", "require_extra"]
 
-NEEDED = ("typer", "rich", "matplotlib")
-"""Packages of the extra `cli`."""
-
-_TELEMETRY_OFF = {
-    "HF_HUB_DISABLE_TELEMETRY": "1",  # TRL's trainers report their class when they are built
-    "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # `datasets` counts uses of its builders, for local files too
-}
-
 
 def require_extra() -> None:
     """End the process with one line if the extra `cli` is not installed."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
+    missing = [name for name in ("typer", "rich", "matplotlib") if find_spec(name) is None]
     if missing:
         sys.exit(
             f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings: "
@@ -34,8 +26,8 @@ def disable_telemetry() -> None:
 
     Both libraries read these variables at import, so call it before.
     """
-    for name, value in _TELEMETRY_OFF.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL's trainers report their class when they are built
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")  # `datasets` counts uses of its builders, also of files
 
 
 def main() -> None:

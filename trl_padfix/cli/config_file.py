@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,22 +64,14 @@ def check_names(
     known |= {"config", "accelerate_config", "env"}
     flags = [word.split("=")[0] for word in words if word.startswith("--")]
     # argparse accepts the beginning of a flag.
-    unknown = [(flag, name_of(flag)) for flag in flags if not _begins(name_of(flag), known)]
+    unknown = [(flag, name_of(flag)) for flag in flags if not any(name.startswith(name_of(flag)) for name in known)]
     unknown += [(f"{config}, line {line}: {key}", key) for key, line in keys.items() if key not in known]
-    if not unknown:
-        return
-    lines = [f"  {place}{f' ({GONE[name]})' if name in GONE else ''}" for place, name in unknown]
-    raise ValueError(
-        "\n".join(
-            [f"neither a field of `trl-padfix {method}` (`--help` lists them) nor of `accelerate launch`:", *lines]
-        )
-    )
+    if unknown:
+        first = f"neither a field of `trl-padfix {method}` (`--help` lists them) nor of `accelerate launch`:"
+        lines = [f"  {place}{f' ({GONE[name]})' if name in GONE else ''}" for place, name in unknown]
+        raise ValueError("\n".join([first, *lines]))
 
 
 def name_of(flag: str) -> str:
     """The name of the field that a flag sets."""
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _begins(name: str, known: Iterable[str]) -> bool:
-    return any(other.startswith(name) for other in known)

@@ -174,12 +174,9 @@ def _check_paths(arguments: Any) -> None:
 
 def _config_of(args: Sequence[str]) -> str | None:
     """The path of the YAML in the flags."""
-    if "--config" not in args:
-        return None
-    following = args[args.index("--config") + 1 :]
-    if not following:
+    if args[-1] == "--config":
         raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
-    return following[0]
+    return args[args.index("--config") + 1] if "--config" in args else None
 
 
 def main(method: str, args: Sequence[str]) -> None:
@@ -207,7 +204,7 @@ def main(method: str, args: Sequence[str]) -> None:
         try:
             _script(method).main(*parsed)
         except _DryRunEnd as end:
-            if not end.is_right:
+            if not end.args[0]:
                 sys.exit(1)
         except KeyError as error:
             field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
@@ -234,10 +231,7 @@ def _tiny_model(shape: str, script: Any, training: Any, model: Any, data: Any) -
 
 
 class _DryRunEnd(Exception):  # noqa: N818
-    """Leaves TRL's script after a dry run."""
-
-    def __init__(self, is_right: bool):
-        self.is_right = is_right
+    """Leaves TRL's script after a dry run; its argument tells whether packed and padded agree."""
 
 
 def _checked(trainer_class: type) -> Callable[..., Any]:

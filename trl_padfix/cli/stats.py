@@ -70,13 +70,7 @@ def stats(
         dropped = len(lengths) - len(kept)
         typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {dropped:,}.")
     typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))
-    found = {
-        "data": data,
-        "rows": len(lengths),
-        "lengths": figures,
-        "truncated": truncated,
-        "verdict": asdict(verdict),
-    }
-    write_json(json, found)
+    counts = {"data": data, "rows": len(lengths), "lengths": figures, "truncated": truncated}
+    write_json(json, counts | {"verdict": asdict(verdict)})
     if plot is not None:
         draw(kept, plot, batch_size=batch_size)

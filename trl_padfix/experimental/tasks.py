@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.batching.row_order import RowOrder
 from ..trainers.checks.arguments import require_columns, require_teacher
-from ..trainers.data.collators import SidedCollator
+from ..trainers.data.collators import CompletionMixin
 from ..trainers.distributed import datasets_of
 from ..trainers.methods.grpo import GRPOTask
 from ..trainers.methods.online import OnlineTask, OnlineTrainer
@@ -40,16 +39,12 @@ class ExperimentalTrainer(PaddingFreeMixin):
 
     part_classes = tuple(part for part in PARTS if part is not RowOrder)  # TRL decides which rows are in a step
 
-    def split_forwards(self) -> contextlib.AbstractContextManager[None]:
-        """A block with forwards outside of `observe_step`, which the budget splits, too."""
-        return self.padding.budget.split_forwards()
-
 
 class SelfDistillingTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
 
     def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self.split_forwards():
+        with self.padding.budget.split_forwards():
             return super()._compute_rollout_logps(*args, **kwargs)
 
 
@@ -101,15 +96,6 @@ class GMPOTask(GRPOTask):
         return None if uses_entropy else OnlineTask.chunk_weight(self, chunk, batch, num_items)
 
 
-class TripleCollator(SidedCollator):
-    """In front of TRL's collator for pairs with a reference answer."""
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
-        self.refuse_empty(examples)
-        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
-
-
 class TripleTask(Task):
     """Batches of `N` examples have `3 * N` rows: chosen completions, then rejected ones, then reference answers."""
 
@@ -135,7 +121,7 @@ class A2POTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] whose log-probabilities are computed before the loss."""
 
     def _get_sequence_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self.split_forwards():
+        with self.padding.budget.split_forwards():
             return super()._get_sequence_logps(*args, **kwargs)
 
 
@@ -144,7 +130,7 @@ class OnlineDPOTrainer(ExperimentalTrainer):
 
     def _forward(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
-            with self.split_forwards():
+            with self.padding.budget.split_forwards():
                 return super()._forward(model, *args, **kwargs)
         with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`
             return super()._forward(model, *args, **kwargs)
@@ -168,9 +154,7 @@ EXPERIMENTS = {
     "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
     "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
     "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
-    "gmpo": Experiment(
-        "GMPO", OnlineTrainer, GMPOTask, (ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig)
-    ),
+    "gmpo": Experiment("GMPO", OnlineTrainer, GMPOTask, (ReferenceAttentionConfig, *FORWARDS)),
     "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
     "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
@@ -178,7 +162,7 @@ EXPERIMENTS = {
     "sdft": Experiment("SDFT", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
     "sdpo": Experiment("SDPO", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
     "tpo": Experiment(
-        "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), TripleCollator
+        "TPO", ExperimentalTrainer, TripleTask, (AttentionConfig, ForwardBudgetConfig, PaddingConfig), CompletionMixin
     ),
 }
 """By the name of TRL's module."""

@@ -286,14 +286,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._counters[mode].add(new.real, new, self._trainer)
         self._counted = counts
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._trainer is None or logs is None:
             return
         metrics = report_of(self._counters, "eval" if self._is_evaluating else "train")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState
 
 
-__all__ = ["PaddingRemoval", "PadfixCallback"]
+__all__ = ["PadfixCallback"]
 
 
 class PadfixCallback(PaddingRemovalCallback):
@@ -64,9 +64,6 @@ class PadfixCallback(PaddingRemovalCallback):
             )
         self.attach(self._new_trainer)
 
-
-PaddingRemoval = PadfixCallback
-"""Former name, which plug-in files of users import."""
 
 for suffix, prefix_sharing in {"": False, "_sharing": True, "_auto": "auto"}.items():
     for ending, checks in {"": True, "_unchecked": False}.items():

@@ -55,16 +55,11 @@ VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
 """Chat template for messages whose content is a list of texts and images."""
 
 
-def _shape(*sizes: int) -> dict[str, int]:
-    names = ("layers", "hidden_size", "heads", "kv_heads", "intermediate_size", "vocab_size")
-    return dict(zip(names, sizes, strict=True))
-
-
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": _shape(2, 128, 4, 2, 352, 2048),
-    "small": _shape(6, 512, 8, 2, 1408, 8192),
-    "0.5b": _shape(24, 896, 14, 2, 4864, 151936),
-    "7b": _shape(28, 3584, 28, 4, 18944, 152064),
+    "tiny": dict(layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=352, vocab_size=2048),
+    "small": dict(layers=6, hidden_size=512, heads=8, kv_heads=2, intermediate_size=1408, vocab_size=8192),
+    "0.5b": dict(layers=24, hidden_size=896, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936),
+    "7b": dict(layers=28, hidden_size=3584, heads=28, kv_heads=4, intermediate_size=18944, vocab_size=152064),
 }
 """Shapes of Qwen2: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
 

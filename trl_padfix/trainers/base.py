@@ -358,10 +358,7 @@ def _place_of(unknown: list[str], config: object) -> str:
 
 T = TypeVar("T", bound=Trainer)
 
-ANY_TRAINERS = (
-    "padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token",
-    "attn_implementation"
-)  # fmt: skip
+ANY_TRAINERS = ("padding_free", "prefix_sharing", "parity_check", "strict", "pool_last_token", "attn_implementation")
 """Settings that do not depend on the rows of a trainer."""
 
 

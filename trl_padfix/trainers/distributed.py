@@ -25,22 +25,10 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "check_launch",
-    "data_replicas",
-    "datasets_of",
-    "is_fsdp2",
-    "is_sharded",
-    "is_zero_3",
-    "local_metrics_only",
-    "max_over_processes",
-    "models_of",
-    "named_models_of",
-    "raise_on_all",
-    "refuse_whole_rows",
-    "splitting_parallelism",
-    "sync_gradients_in_last",
-    "trains_on_images",
-]
+    "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero_3", "local_metrics_only",
+    "max_over_processes", "models_of", "named_models_of", "raise_on_all", "refuse_whole_rows", "splitting_parallelism",
+    "sync_gradients_in_last", "trains_on_images",
+]  # fmt: skip
 
 
 def named_models_of(trainer: PaddingFreeTrainer) -> dict[str, Any]:
@@ -112,11 +100,8 @@ def _check_heads(model: PreTrainedModel) -> None:
     if size == 1:
         return
     config = model.config.get_text_config()
-    cut = {
-        name.rpartition(".")[2]
-        for name, style in (getattr(model, "_tp_plan", None) or {}).items()
-        if style == "colwise"
-    }
+    plan = getattr(model, "_tp_plan", None) or {}
+    cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
     for projection, name in _HEADS.items():
         heads = getattr(config, name, None) or size
         if projection in cut and heads % size:
@@ -151,9 +136,8 @@ def _size_at_load(model: torch.nn.Module, name: str) -> int:
 
 def is_fsdp2(trainer: PaddingFreeTrainer) -> bool:
     """Whether FSDP2 shards all models, which accelerate has wrapped or transformers has loaded so."""
-    if getattr(trainer.accelerator, "is_fsdp2", False):
-        return True
-    return all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+    is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+    return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
 def is_sharded(trainer: PaddingFreeTrainer) -> bool:
@@ -161,9 +145,8 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     Whether processes with other rows meet in every forward, and not only at the end of the step: FSDP, ZeRO-3, and
     models that transformers has loaded so, with experts of several processes, too.
     """
-    if trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator):
-        return True
-    return any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+    is_loaded_so = any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
+    return is_loaded_so or trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator)
 
 
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:

@@ -140,8 +140,7 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     """The fields of TRL that matter most, and ours that are not at their defaults."""
     args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
     ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
-    theirs = {field.name: getattr(args, field.name) for field in fields(args) if field.name in TRAINING}
-    shown = ours | {name: theirs[name] for name in TRAINING if name in theirs}
+    shown = ours | {name: getattr(args, name) for name in TRAINING if hasattr(args, name)}
     return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 

@@ -39,14 +39,7 @@ else:
         words = ("forward", "short")
 
 
-__all__ = [
-    "Implementation",
-    "Lengths",
-    "ParityCheck",
-    "Sharing",
-    "help_from_docstring",
-    "parse_implementation",
-]
+__all__ = ["Implementation", "Lengths", "ParityCheck", "Sharing", "help_from_docstring", "parse_implementation"]
 
 Configuration = TypeVar("Configuration", bound=type)
 

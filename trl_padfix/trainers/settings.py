@@ -17,22 +17,10 @@ from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_im
 
 
 __all__ = [
-    "AttentionConfig",
-    "BudgetConfig",
-    "EvaluationConfig",
-    "ForwardBudgetConfig",
-    "PackingConfig",
-    "PaddingConfig",
-    "ReferenceAttentionConfig",
-    "Settings",
-    "TeacherAttentionConfig",
-    "check_field_types",
-    "check_generation_settings",
-    "check_grouping",
-    "check_packing",
-    "check_token_budget",
-    "trls_configuration",
-]
+    "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
+    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_generation_settings",
+    "check_grouping", "check_packing", "check_token_budget", "trls_configuration",
+]  # fmt: skip
 
 COMPUTED = {
     "padding_free": False,
@@ -70,6 +58,8 @@ class AttentionConfig:
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         turn_off(self)
         self.attn_implementation = parse_implementation(attn_implementation)
+        for name in (f.name for f in fields(self) if f.name.endswith("_attn_implementation")):
+            setattr(self, name, parse_implementation(getattr(self, name)))
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,20 +72,12 @@ class ReferenceAttentionConfig(AttentionConfig):
 
     ref_attn_implementation: dict[str, Any] | str | None = None
 
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        self.ref_attn_implementation = parse_implementation(self.ref_attn_implementation)
-        super().__post_init__(attn_implementation)
-
 
 @dataclass
 class TeacherAttentionConfig(AttentionConfig):
     """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
 
     teacher_attn_implementation: dict[str, Any] | str | None = None
-
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        self.teacher_attn_implementation = parse_implementation(self.teacher_attn_implementation)
-        super().__post_init__(attn_implementation)
 
 
 @dataclass
@@ -255,9 +237,7 @@ def check_packing(settings: Settings) -> None:
         if value and not settings.padding_free:
             raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
     budget = settings.max_tokens_per_batch
-    if multiple is None or not isinstance(budget, int):
-        return
-    if (length := packed_length(budget, multiple)) != budget:
+    if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(
             f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
             f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "

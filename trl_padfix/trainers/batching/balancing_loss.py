@@ -14,12 +14,7 @@ from transformers.models.mixtral import modeling_mixtral
 from ...core.model.find import find_decoder
 
 
-__all__ = [
-    "RouterLogits",
-    "balancing_loss",
-    "check_balancing_loss",
-    "record_router_logits",
-]
+__all__ = ["RouterLogits", "balancing_loss", "check_balancing_loss", "record_router_logits"]
 
 RouterLogits = tuple[torch.Tensor, ...] | None
 """Router logits of a forward, layer by layer, `(B * L, experts)` each."""

@@ -16,13 +16,7 @@ from ...core.layout.shared_prefixes import KV_MEMORY_FRACTION, MIN_SAVED_TOKENS
 from .token_costs import RowCosts
 
 
-__all__ = [
-    "halve_largest",
-    "pack_by_budget",
-    "pack_depth_first",
-    "partition_equal_rows",
-    "split_by_length",
-]
+__all__ = ["halve_largest", "pack_by_budget", "pack_depth_first", "partition_equal_rows", "split_by_length"]
 
 
 class RowGroup(NamedTuple):
@@ -83,10 +77,8 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
     shared = costs.shared_by_all
     rest = costs.without_shared(shared)
     total, shortest = rest.total(), max(int(rest.tokens.min()), 1)
-    room_if_kept, room_if_recomputed = budget - shared, budget - shared * KV_MEMORY_FRACTION
-    count_if_kept, count_if_recomputed = (
-        -(-total // max(room, shortest)) for room in (room_if_kept, room_if_recomputed)
-    )
+    room_if_kept, room_if_recomputed = rooms = (budget - shared, budget - shared * KV_MEMORY_FRACTION)
+    count_if_kept, count_if_recomputed = (-(-total // max(room, shortest)) for room in rooms)
     # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each part less
     # saves about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer than these has no forward of its
     # own (`find_shared_prefixes`): each part computes it, with its activations.

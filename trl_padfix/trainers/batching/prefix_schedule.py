@@ -31,15 +31,9 @@ from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
-from ..checks.activation_checkpointing import checkpointing_kwargs
 
 
-__all__ = [
-    "ChunkRunner",
-    "PrefixSchedule",
-    "shares_across_parts",
-    "sharing_obstacle",
-]
+__all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
 
 logger = get_logger(__name__)
 
@@ -175,14 +169,9 @@ class ChunkRunner:
         """
         # Positions distinguish tokens as well; the plan compared ids only. A checkpoint of a user around the model
         # would compute the chunk again without the states of its prefixes.
-        belongs = (
-            self.plan is not None
-            and self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
-            and call.get("position_ids") is None
-            and packs_now(model)
-            and not _is_checkpointed()
-        )
-        if not belongs or self.plan is None:
+        is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
+        is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model) and not _is_checkpointed()
+        if self.plan is None or not is_chunk:
             return None
         kind = model, torch.is_grad_enabled()
         key = id(model), torch.is_grad_enabled(), self.calls[kind]
@@ -268,8 +257,10 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     is_reentrant = [
         not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions if f is not None
     ]
-    if (kwargs := checkpointing_kwargs(args)) is not None:
-        is_reentrant.append(kwargs.get("use_reentrant"))
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name, and the older one
+        if (is_on := getattr(args, name, None)) is not None:
+            is_reentrant.append(is_on and (getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant"))
+            break
     if any(is_reentrant):
         return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"
     return None

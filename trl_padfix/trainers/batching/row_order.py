@@ -209,9 +209,8 @@ class RowOrder(Part):
     def _batches(self) -> Batches:
         args, trainer = self.trainer.args, self.trainer
         processes = trainer.accelerator.num_processes // data_replicas(trainer)
-        if args.accelerator_config.split_batches:
-            return Batches(trainer._train_batch_size // processes, processes, args.gradient_accumulation_steps)
-        return Batches(trainer._train_batch_size, processes, args.gradient_accumulation_steps)
+        size = trainer._train_batch_size // (processes if args.accelerator_config.split_batches else 1)
+        return Batches(size, processes, args.gradient_accumulation_steps)
 
     def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
         """Token costs of rows."""

@@ -69,7 +69,6 @@ class _Split(NamedTuple):
     cut: Callable[[dict[str, Any]], list[dict[str, Any]]]
     plan: PrefixPlan | None = None
     images: ImageCounts | None = None
-    is_planned_together: bool = False
 
 
 class TokenBudget(Part):
@@ -270,7 +269,7 @@ class TokenBudget(Part):
             split = None
         if split is None or (split.count == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
-        runner = ChunkRunner(split.count, split.plan, with_head=split.is_planned_together)
+        runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
@@ -304,7 +303,7 @@ class TokenBudget(Part):
             return None
         rows = splitter.split(ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images)
         cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
-        return _Split(len(rows.rows), cut, rows.plan, images, self._shards)
+        return _Split(len(rows.rows), cut, rows.plan, images)
 
     def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = self.trainer.padding.task.padded_batches(batch)[0]

@@ -21,15 +21,8 @@ from ..data.columns import lists
 
 
 __all__ = [
-    "RowCosts",
-    "batch_costs",
-    "dataset_costs",
-    "prefix_costs",
-    "shared_prefix_lengths",
-    "sort_by_prefix",
-    "text_costs",
-    "truncated_tokens",
-]
+    "RowCosts", "batch_costs", "dataset_costs", "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
+]  # fmt: skip
 
 
 MIN_SHARED_FRACTION = 0.1
@@ -149,12 +142,6 @@ def sort_by_prefix(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(order, dtype=np.int64), np.array(common, dtype=np.int64)
 
 
-def shared_prefix_lengths(rows: Sequence[np.ndarray], other_rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Number of tokens that each row shares with its counterpart in `other_rows`, from the first one on, `(n,)`."""
-    pairs = zip(rows, other_rows, strict=True)
-    return np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in pairs], dtype=np.int64)
-
-
 def _key(ids: np.ndarray) -> bytes:
     return np.asarray(ids, dtype=">u4").tobytes()  # bytes of big-endian numbers sort like the numbers
 
@@ -227,5 +214,7 @@ def _shared_costs(begins: Sequence[Sequence[np.ndarray]], tokens: np.ndarray, sh
     """
     first, *others = begins
     for other in others:  # the sequences of a row share among themselves, too
-        tokens = tokens - np.minimum(shared_prefix_lengths(first, other), shareable)
+        pairs = zip(first, other, strict=True)
+        common = np.array([common_bytes(_key(a), _key(b)) // 4 for a, b in pairs], dtype=np.int64)
+        tokens = tokens - np.minimum(common, shareable)
     return prefix_costs(tokens, shareable, *sort_by_prefix(first))

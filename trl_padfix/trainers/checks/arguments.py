@@ -34,14 +34,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "check_arguments",
-    "check_vision",
-    "image_columns",
-    "require_columns",
-    "require_rows",
-    "require_teacher",
+    "check_arguments", "check_vision", "image_columns", "require_columns", "require_rows", "require_teacher",
     "rope_kind_beyond",
-]
+]  # fmt: skip
 
 logger = get_logger(__name__)
 

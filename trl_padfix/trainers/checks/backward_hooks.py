@@ -35,8 +35,6 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     optimizer = OptimizerNames(trainer.args.optim).value
     if "layerwise" in optimizer:
         return f"optim={optimizer!r}"
-    if not any(_has_hooks(parameter) for parameter in trainer.model.parameters()):
-        return None  # without the names, which take longer
     for name, parameter in trainer.model.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
             return f"the optimizer that steps in the backward of {name}"
@@ -49,11 +47,6 @@ def module_hook_names(model: nn.Module) -> list[str]:
     """The backward hooks of modules that a user has registered, by name."""
     hooks = [(name, m._backward_hooks, m._backward_pre_hooks) for name, m in model.named_modules()]
     return [f"{hook} of {name or type(model).__name__}" for name, *kinds in hooks for hook in _of_user(kinds)]
-
-
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return bool(hooks) or hasattr(parameter, "_in_backward_optimizers")
 
 
 def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:

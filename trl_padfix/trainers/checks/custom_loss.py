@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "custom_loss_name",
-    "custom_step_name",
-    "is_custom_collator",
-    "module_of",
-    "observe_loss",
-    "observe_user_loss",
+    "custom_loss_name", "custom_step_name", "is_custom_collator", "module_of", "observe_loss", "observe_user_loss",
     "observe_user_step",
-]
+]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
 """Modules whose losses are no user's: a task knows the reduction of its trainer's, or that it does not."""

@@ -152,8 +152,17 @@ class SidedCollator:
         return batch
 
 
+class CompletionMixin(SidedCollator):
+    """Checks and the padding side of prompts with completions; a mixin, in front of TRL's class."""
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        examples = self.without_unknown_ids(examples)
+        self.refuse_empty(examples)
+        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
+
+
 @dataclass
-class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference):
+class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreference):
     """
     TRL's collator for preference pairs, padding on the side you choose.
 
@@ -198,11 +207,6 @@ class DataCollatorForPreference(SidedCollator, trl_dpo.DataCollatorForPreference
 
     ```
     """
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
-        self.refuse_empty(examples)
-        return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))
 
 
 @dataclass

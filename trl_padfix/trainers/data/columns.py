@@ -17,19 +17,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "blank_texts",
-    "chunks",
-    "column_names",
-    "empty_lists",
-    "equal_rows",
-    "ids_outside",
-    "image_counts",
-    "list_lengths",
-    "lists",
-    "rows_of_only",
-    "untrained_rows",
-    "values",
-]
+    "blank_texts", "chunks", "column_names", "empty_lists", "equal_rows", "ids_outside", "image_counts",
+    "list_lengths", "lists", "rows_of_only", "untrained_rows", "values",
+]  # fmt: skip
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -76,9 +66,9 @@ def equal_rows(dataset: Dataset, left: str, right: str) -> list[int]:
     return [i for i, (a, b) in enumerate(pairs) if np.array_equal(a, b)]
 
 
-def untrained_rows(dataset: Dataset, column: str = "labels") -> list[int]:
+def untrained_rows(dataset: Dataset) -> list[int]:
     """Rows without a label to predict: all but the first, which is never predicted, are -100."""
-    return [i for i, labels in enumerate(lists(dataset, column)) if (labels[1:] == -100).all()]
+    return [i for i, labels in enumerate(lists(dataset, "labels")) if (labels[1:] == -100).all()]
 
 
 def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:

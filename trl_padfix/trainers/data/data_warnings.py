@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-__all__ = ["count_and_warn", "name_rows", "warn_or_raise", "worth_a_warning"]
+__all__ = ["count_and_warn", "name_rows", "warn_or_raise"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +29,11 @@ def warn_or_raise(message: str, strict: bool) -> None:
 
 def count_and_warn(counts: Counter[str], what: str, added: int = 1, example: str = "") -> None:
     """Add rows of a stream to `counts[what]`, and warn of their number at the first and at each power of 10."""
+    before = counts[what]
     counts[what] += added
-    if worth_a_warning(counts[what], added):
-        logger.warning(f"So far {counts[what]} {what}. {example}".rstrip())
-
-
-def worth_a_warning(count: int, added: int = 1) -> bool:
-    """Whether the count has reached 1, 10, 100, ... with the last `added`: a warning for each power of 10."""
-    before = count - added
     # One more digit than before means that a power of 10 lies between the two counts.
-    return before == 0 or len(str(before)) < len(str(count))
+    if before == 0 or len(str(before)) < len(str(counts[what])):
+        logger.warning(f"So far {counts[what]} {what}. {example}".rstrip())
 
 
 def name_rows(rows: Sequence[int], what: str = "row") -> str:

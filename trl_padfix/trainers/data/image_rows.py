@@ -13,18 +13,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 __all__ = [
-    "ImageCounts",
-    "are_cut_by_rows",
-    "count_images",
-    "find_images",
-    "has_pixels",
-    "image_names",
-    "image_tensors",
-    "numbered_images",
-    "select_rows",
-    "split_images",
-    "without_images",
-]
+    "ImageCounts", "are_cut_by_rows", "find_images", "has_pixels", "image_tensors", "numbered_images", "select_rows",
+    "split_images", "without_images",
+]  # fmt: skip
 
 ImageCounts = Mapping[str, Sequence[int]]
 """`num_images` of each row of a batch, and `num_tiles` where a processor cuts images, by TRL's names."""
@@ -34,14 +25,6 @@ _OF_IMAGES = ("pixel_", "image_", "spatial_shapes", "num_tiles")
 
 _WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
 """Arguments with one value per column, of which there may be as many as rows."""
-
-
-def count_images(example: object) -> int | None:
-    """Number of images of an example; `None` if it has no column of images."""
-    if not isinstance(example, Mapping) or not example.keys() & {"images", "image"}:
-        return None
-    images = example["images"] if "images" in example else example["image"]
-    return len(images) if isinstance(images, list | tuple) else int(images is not None)
 
 
 def numbered_images(values: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -106,15 +89,6 @@ def image_tensors(batch: Mapping[str, Any]) -> list[torch.Tensor]:
     return [v for v in batch.values() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 1]
 
 
-def image_names(batch: Mapping[str, Any]) -> list[str]:
-    """Names of pixel values, grids and pixel masks: tensors whose shape is not that of ids, `(B, L)`."""
-    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 1}
-    shapes_of_ids = {tuple(v.shape) for k, v in tensors.items() if k.endswith("input_ids")}
-    # The first two dimensions and the last two: values for each token may be `(B, L, ...)` or `(..., B, L)`.
-    shapes = {k: {tuple(v.shape[:2]), tuple(v.shape[-2:])} for k, v in tensors.items()}
-    return [k for k, v in tensors.items() if v.is_floating_point() or not shapes[k] & shapes_of_ids]
-
-
 def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | None) -> dict[str, Any] | None:
     """
     The batch of `count` rows with a list of images, an entry for each row, in place of the tensors of all images.
@@ -142,11 +116,7 @@ def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | Non
 
 
 def select_rows(
-    batch: Mapping[str, Any],
-    rows: torch.Tensor,
-    count: int,
-    counts: ImageCounts | None = None,
-    rows_per_item: int = 1,
+    batch: Mapping[str, Any], rows: torch.Tensor, count: int, counts: ImageCounts | None = None, rows_per_item: int = 1
 ) -> dict[str, Any]:
     """
     Some rows of a batch of `count`, with their images; values without an entry for each row are not cut.

@@ -136,15 +136,9 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
                 counts["no_pair"] += 1
                 continue
             counts["not_assistant"] += {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}
-            pairs.append(
-                {
-                    "prompt": messages[better][:shared],
-                    "chosen": chosen,
-                    "rejected": rejected,
-                    "margin": rewards[better] - rewards[worse],
-                    **{name: columns[name][better] for name in columns},
-                }
-            )
+            texts = {"prompt": messages[better][:shared], "chosen": chosen, "rejected": rejected}
+            of_task = {name: values[better] for name, values in columns.items()}
+            pairs.append(texts | {"margin": rewards[better] - rewards[worse]} | of_task)
     reasons = {
         "single": f"{counts['single']} of {len(trials)} tasks have one trial, so there is nothing to compare",
         "equal": f"the trials of {counts['equal']} tasks all have one reward",
@@ -252,19 +246,11 @@ class RecordedRollouts:
                 f"A task has {self.trials} trials, and a process was asked for {next(iter(wrong.values()))} of one. "
                 f"Set `num_generations={self.trials}`, and `per_device_train_batch_size` to a multiple of it."
             )
-        next_trial: Counter[str] = Counter()
-        rows = []
-        for name in prompts:  # TRL repeats the prompt of a group: the first time is trial 0, the second trial 1, ...
-            rows.append(self._tokens[name][next_trial[name]])
-            next_trial[name] += 1
-        prompt_ids, completion_ids, mask, rewards = (list(column) for column in zip(*rows, strict=True))
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "logprobs": None,
-            "env_mask": mask,
-            "recorded": rewards,
-        }
+        # TRL repeats the prompt of a group: the first time is trial 0, the second trial 1, ...
+        trials = {name: iter(self._tokens[name]) for name in counts}
+        columns = map(list, zip(*(next(trials[name]) for name in prompts), strict=True))
+        names = ("prompt_ids", "completion_ids", "env_mask", "recorded")
+        return {"logprobs": None, **dict(zip(names, columns, strict=True))}
 
     @staticmethod
     def rewards(completions: list[Any], recorded: list[float], **columns: Any) -> list[float]:

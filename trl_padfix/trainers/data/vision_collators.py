@@ -14,13 +14,9 @@ from .collators import SidedCollator, pad_left
 
 
 __all__ = [
-    "DataCollatorForVisionLanguageModeling",
-    "DataCollatorForVisionPreference",
-    "VisionCollator",
-    "count_placeholders",
-    "misplaced_message",
-    "to_padding_side_with_kl",
-]
+    "DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference", "VisionCollator", "count_placeholders",
+    "misplaced_message", "to_padding_side_with_kl",
+]  # fmt: skip
 _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type_ids", "mm_token_type_ids")
 """Tensors of a batch with a value for each token, `(B, L)`."""
 

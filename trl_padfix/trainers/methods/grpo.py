@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
 
 from .online import OnlineTask, OnlineTrainer, trained_tokens
-
-
-if TYPE_CHECKING:
-    pass
 
 
 __all__ = ["GRPOTrainer"]
@@ -43,8 +39,8 @@ class GRPOTask(OnlineTask):
 
     def loss_is_row_sum(self) -> bool:
         trainer = self.trainer
-        has_bonus = trainer._entropy_bonus_enabled
-        return trainer.loss_type != "bnpo" and not has_bonus and trainer.top_entropy_quantile == 1.0
+        uses_entropy = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1
+        return trainer.loss_type != "bnpo" and not uses_entropy
 
 
 class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):

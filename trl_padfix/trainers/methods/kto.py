@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import trl
@@ -21,10 +21,6 @@ from ..data.columns import column_names, values
 from ..data.vision_collators import VisionCollator, to_padding_side_with_kl
 from ..task import Task
 from ..temporary_attributes import temporarily_set
-
-
-if TYPE_CHECKING:
-    pass
 
 
 __all__ = ["DataCollatorForUnpairedPreference", "KTOTrainer"]

@@ -7,8 +7,8 @@ These scoring forwards are packed. Generation stays as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sized
-from itertools import accumulate
+from collections.abc import Sized
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,8 @@ from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
-from ..base import PaddingFreeMixin
-from ..batching.token_budget import TokenBudget
+from ..base import PARTS, PaddingFreeMixin
+from ..batching.row_order import RowOrder
 from ..checks.arguments import require_columns
 from ..data.columns import blank_texts, column_names
 from ..data.data_warnings import warn_or_raise
@@ -27,12 +27,8 @@ from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
 from ..distributed import datasets_of
-from ..metrics.token_counts import TokenCounts
-from ..parts.attention_choice import AttentionChoice
-from ..parts.checkpoints import WholeCheckpoints
-from ..parts.context_parallel import ContextParallel
-from ..parts.packing import RemovePadding
-from ..parts.parity import Parity
+from ..metrics.exact_eval_means import ExactMeans
+from ..parts.generation import Generation
 from ..parts.part import entered
 from ..task import Task
 
@@ -138,10 +134,7 @@ class OnlineTrainer(PaddingFreeMixin):
     """[`PaddingFreeMixin`] for a TRL trainer that generates its completions: a mixin in front of TRL's class."""
 
     task_class = OnlineTask
-    part_classes = (
-        AttentionChoice, RemovePadding, ContextParallel, Parity,
-        TokenBudget, TokenCounts, WholeCheckpoints,
-    )  # fmt: skip
+    part_classes = tuple(part for part in PARTS if part not in (ExactMeans, RowOrder, Generation))
 
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         tokenized = super()._tokenize_prompts(prompts)
@@ -174,11 +167,11 @@ class OnlineTrainer(PaddingFreeMixin):
                 model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
             )
 
-    @contextlib.contextmanager
-    def scoring(self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None) -> Iterator[None]:
+    def scoring(
+        self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None
+    ) -> contextlib.AbstractContextManager[None]:
         """A block with a scoring forward, which the token budget splits."""
-        with self.padding.budget.split_forwards(ids, mask, images=images):
-            yield
+        return self.padding.budget.split_forwards(ids, mask, images=images)
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         for part in self.padding.parts:
@@ -240,7 +233,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
                 columns[name] = torch.cat([b[name] for b in step])[order].split(rows)
             elif isinstance(value, list):
                 entries = [v for b in step for v in b[name]]
-                columns[name] = _split([entries[i] for i in order.tolist()], rows)
+                moved = iter([entries[i] for i in order.tolist()])
+                columns[name] = [list(islice(moved, count)) for count in rows]
             else:
                 columns[name] = [b[name] for b in step]
         regrouped = ({name: values[i] for name, values in columns.items()} for i in range(len(step)))
@@ -251,13 +245,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Sized)
-            or (isinstance(value, torch.Tensor) and not value.dim())
-        ):
-            continue
-        if isinstance(value, dict) or len(value) != count:
+        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
+        if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "
                 f"{len(value)} values belong to a row, and {remedy}"
@@ -272,8 +261,3 @@ def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
     sums = [row.double().sum() for row in pixels]
     # Reinterpret the bits as integers, so that they fit beside the token ids and compare exactly.
     return torch.stack(sums).view(torch.int64).to(ids)[:, None]
-
-
-def _split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
-    ends = accumulate(sizes)
-    return [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -56,18 +56,16 @@ class RewardTask(PairTask):
         side = getattr(self.trainer.data_collator, "padding_side", "right")
         if side == "right" or handle is None or handle.pool_last_token:
             return
+        pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
         for name, dataset in datasets_of(self.trainer).items():
             for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
-                rows = rows_of_only(dataset, column, self._pad_token_id())
+                rows = rows_of_only(dataset, column, pad_token_id)
                 if len(rows):
                     raise ValueError(
                         f"`{column}` of pair {rows[0]} of the {name} dataset is nothing but pad tokens: padded "
                         "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
                         "its own, set `pool_last_token=True`, or pad right."
                     )
-
-    def _pad_token_id(self) -> int:
-        return find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
 
     def model_for_loss(self, model: torch.nn.Module) -> Any:
         def forward(margin: Any = None, **inputs: Any) -> Any:

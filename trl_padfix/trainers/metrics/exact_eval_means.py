@@ -84,12 +84,12 @@ class ExactMeans(Part):
         with local_metrics_only(accelerator):
             yield
         new = {name: values[-1] for name, values in metrics.items() if len(values) > lengths.get(name, 0)}
-        metric_names = sorted(new)
-        names = ["loss", *metric_names]
+        names = ["loss", *sorted(new)]
         # A process without rows of its own computed a batch of duplicates; its weights are 0.
         weights = step.has_rows * torch.stack([items.get(name, items["loss"]) for name in names]).float()
-        new_values = weights.new_tensor([new[name] for name in metric_names])
-        values = torch.cat([step.loss.detach().float().reshape(1), new_values])
+        new_values = weights.new_tensor([new[name] for name in names[1:]])
+        loss = step.result[0] if isinstance(step.result, tuple) else step.result
+        values = torch.cat([loss.detach().float().reshape(1), new_values])
         # `where`, because a metric without items may be NaN, and NaN * 0 is NaN.
         totals = torch.stack([torch.where(weights > 0, values * weights, 0.0), weights], dim=1)
         if accelerator.num_processes > 1:

@@ -101,16 +101,9 @@ class AttentionChoice(Part):
 
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
-    fields = {
-        "": settings.attn_implementation,
-        "ref_": settings.ref_attn_implementation,
-        "teacher_": settings.teacher_attn_implementation,
-    }
-    ours = parse_implementation(fields[prefix])
-    is_reference = prefix == "ref_"  # it has no `model_init_kwargs` of its own
-    theirs = (
-        None if is_reference else parse_implementation(model_init_kwargs(config, prefix).get("attn_implementation"))
-    )
+    ours = parse_implementation(getattr(settings, f"{prefix}attn_implementation"))
+    kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has none of its own
+    theirs = parse_implementation(kwargs.get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
             f"`{prefix}attn_implementation={ours!r}` and `{prefix}model_init_kwargs={{'attn_implementation': "

@@ -132,7 +132,7 @@ class ContextParallel(Part):
                 # Not all: an outer block of this kind has taken one process of each group already, or `gather` is
                 # switched off, because the metrics of a micro-batch stay local.
                 is_all = len(gathered) == processes * (len(x) if x.dim() else 1) if gathered.dim() else False
-                return _first_of_each_group(gathered, processes, size) if is_all else gathered
+                return gathered.unflatten(0, (processes, -1))[::size].flatten(0, 1) if is_all else gathered
 
             return recursively_apply(first_of_each, values)
 
@@ -217,8 +217,3 @@ def _check_sizes(config: TrainingArguments) -> None:
             f"{parallelism.total_size} processes, and {config.world_size} were launched. `dp_shard_size` is their "
             "number divided by `cp_size`."
         )
-
-
-def _first_of_each_group(x: torch.Tensor, processes: int, size: int) -> torch.Tensor:
-    """The part of a gathered tensor, `(processes * n, ...)`, that comes from the first process of each group."""
-    return x.unflatten(0, (processes, -1))[::size].flatten(0, 1)

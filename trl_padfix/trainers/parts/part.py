@@ -63,10 +63,6 @@ class Step:
         """Ids and mask of each forward of the policy."""
         return self.padded_batches(self.inputs)
 
-    @property
-    def loss(self) -> Any:
-        return self.result[0] if isinstance(self.result, tuple) else self.result
-
 
 @dataclass
 class Evaluation:
