@@ -135,9 +135,9 @@ def _like(model: Any, more: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _forget_lengths(model: torch.nn.Module, frequencies: dict[str, torch.Tensor]) -> None:
     """Dynamic rotary embeddings keep the frequencies of the longest row that they have met."""
     for name, module in model.named_modules():
-        if hasattr(module, "max_seq_len_cached"):
+        if (kept := frequencies.get(f"{name}.inv_freq")) is not None and hasattr(module, "max_seq_len_cached"):
             module.max_seq_len_cached = module.original_max_seq_len
-            module.inv_freq = frequencies[f"{name}.inv_freq"].clone()
+            module.inv_freq = kept.clone()
 
 
 DEVIATIONS = 8

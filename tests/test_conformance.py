@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from kit.trainer_runs import break_mode
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from zoo import families
 
 import conformance.cases
 from conformance.adapter import NotRun, backward
 from conformance.adapters.in_trl_padfix import ADAPTERS, RemovePadding
-from conformance.arbiter import CONTROL, Step
+from conformance.arbiter import CONTROL, IGNORED, Row, Step
 from conformance.cases import CASES
 from conformance.families import VOCABULARY
 from conformance.leaks import LEAKS
@@ -64,6 +65,15 @@ def test_the_page_has_the_figures_of_the_report() -> None:
 class OfLogits(RemovePadding):
     """The loss of next tokens from the logits: some models (BART) expect labels that are shifted already."""
 
+    def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
+        (batch,) = batches
+        columns = [[torch.tensor(x) for x in (row.ids, row.labels, [1] * len(row.ids))] for row in batch]
+        ids, labels, mask = (
+            pad_sequence(list(column), batch_first=True, padding_value=value)
+            for column, value in zip(zip(*columns, strict=True), (0, IGNORED, 0), strict=True)
+        )
+        return self.padded_step(model, ids, mask, labels=labels)
+
     def padded_step(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor) -> Step:
         with remove_padding(model, prefix_sharing=self.prefix_sharing):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
@@ -72,9 +82,9 @@ class OfLogits(RemovePadding):
 
 
 def build_family(family: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model of the families' table, with a vocabulary for the rows of the cases and a head of its own."""
+    """A model of the families' table without dropout, with a vocabulary for the rows of the cases and its own head."""
     model_type, given = families.VARIANTS.get(family, (family, {}))
-    return families.build_type(model_type, {**given, "tie_word_embeddings": False, **changes}, attention).train()
+    return families.build_type(model_type, {**given, "tie_word_embeddings": False, **changes}, attention).eval()
 
 
 RECORD = json.loads((Path(__file__).parent / "core" / "families.json").read_text())
