@@ -37,9 +37,9 @@ class Part:
 
 
 PARTS = [
-    Part("layouts", "layouts against a brute-force oracle", 10_000, 40),
-    Part("calls", "model x configuration x call against the padded computation", 1_000, 3),
-    Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 20, 0),
+    Part("layouts", "layouts against a brute-force oracle", 2_000, 40),
+    Part("calls", "model x configuration x call against the padded computation", 100, 3),
+    Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 3, 0),
 ]
 
 

@@ -99,7 +99,7 @@ def test_experts_are_balanced_over_the_tokens_of_the_batch():
 # Linear attention, state-space scans (with gradients of states and without), convolutions; rows with ALiBi and an
 # indexer; layers that do not hand keyword arguments down.
 FAMILIES = ["qwen3_5_text", "mamba2", "lfm2", "bloom"]
-OTHERS = ["jamba", "zamba2", "glm_moe_dsa", "stablelm"]
+OTHERS = ["zamba2", "glm_moe_dsa"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_filler_touches_no_state_of_a_row(family, sharing):
         assert 0 < handle.stats.filler_tokens < 32
 
 
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"]))
+@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], ["qwen2_5_vl", "gemma3"]))
 def test_images_are_exact(family):
     vision = build_vision(family)
     expected, gradients = alone_with_images(vision, ROWS_WITH_IMAGES)

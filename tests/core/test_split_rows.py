@@ -11,7 +11,6 @@ import pytest
 import torch
 from kit.cells import slow_but
 from kit.processes import ROOT, run_processes
-from kit.split_runs import MODELS
 from zoo.families import build as build_family
 from zoo.models import build
 
@@ -44,8 +43,8 @@ def misses(case: dict[str, Any]) -> list[str]:
     ("processes", "models"),
     [
         (2, FIRST),
-        pytest.param(2, [name for name in MODELS if name not in FIRST], marks=pytest.mark.matrix),
-        pytest.param(4, ["qwen2-8-heads", *FIRST[1:], "bamba-mamba2"], marks=pytest.mark.matrix),
+        pytest.param(2, ["gemma2-softcap", "qwen3-moe", "qwen3-tied"], marks=pytest.mark.matrix),
+        pytest.param(4, ["qwen2-8-heads", "bamba-mamba2"], marks=pytest.mark.matrix),
     ],
 )
 def test_every_process_gets_what_the_padded_computation_gives(processes, models):
@@ -81,9 +80,8 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
 @pytest.mark.parametrize(
     ("processes", "models"),
     [
-        (2, ["qwen2", "qwen3_5_text"]),
-        pytest.param(2, ["gpt_oss", "mistral"], marks=pytest.mark.matrix),
-        pytest.param(3, ["qwen2", "qwen3_5_text"], marks=pytest.mark.matrix),
+        (2, ["qwen2", "gpt_oss"]),
+        (3, ["qwen3_5_text"]),
     ],
 )
 def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processes, models):
@@ -100,23 +98,15 @@ def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processe
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", slow_but(["prefixes"], ["prefixes", "exit"]))
-def test_a_prefix_of_another_process_and_a_missing_factor_are_seen(broken):
-    cases = launched(2, ["qwen2"], broken, run="split_prefixes")
+def test_a_prefix_of_another_process_is_seen():
+    cases = launched(2, ["qwen2"], "prefixes", run="split_prefixes")
     assert max(case["gradients"] for case in cases) > 0.01
-    assert (max(case["values"] for case in cases) > 0.01) is (broken == "prefixes")
+    assert max(case["values"] for case in cases) > 0.01
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "families"),
-    [
-        (2, ["qwen3_vl", "gemma3"]),
-        pytest.param(2, ["qwen2_vl", "llava", "qwen3_5"], marks=pytest.mark.matrix),
-        pytest.param(4, ["qwen3_vl", "gemma3"], marks=pytest.mark.matrix),
-    ],
-)
+@pytest.mark.parametrize(("processes", "families"), [(2, ["qwen3_vl", "gemma3"]), (4, ["qwen3_vl"])])
 def test_rows_with_images_are_split(processes, families):
     """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""
     cases = launched(processes, families, run="split_images")
@@ -131,11 +121,11 @@ def test_rows_with_images_are_split(processes, families):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", slow_but(["exit"], ["exit", "cp_layout"]))
-def test_a_missing_factor_and_a_wrong_slice_of_images_are_seen(broken):
-    cases = [case for case in launched(2, ["qwen3_vl"], broken, run="split_images") if case["case"][1] == "long"]
+def test_a_wrong_slice_of_images_is_seen():
+    found = launched(2, ["qwen3_vl"], "cp_layout", run="split_images")
+    cases = [case for case in found if case["case"][1] == "long"]
     assert min(case["gradients"] for case in cases) > 0.01
-    assert (min(case["logits"] for case in cases) > 0.01) is (broken == "cp_layout")
+    assert min(case["logits"] for case in cases) > 0.01
 
 
 def layout_of(*rows: list[int]) -> Any:

@@ -100,7 +100,7 @@ def test_layers_that_are_not_handed_the_layout_are_recomputed_with_it_or_padded(
             scores_of(model)(ids, mask)
 
 
-@pytest.mark.parametrize(("name", "implementation"), slow_but(CASES[:1], CASES[::3]))
+@pytest.mark.parametrize(("name", "implementation"), CASES[:1])
 def test_negative_control_rows_that_see_each_other_fail(name, implementation):
     model = build(name, implementation)
     ids, mask = pad(ROWS, "right")
@@ -110,9 +110,7 @@ def test_negative_control_rows_that_see_each_other_fail(name, implementation):
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 
 
-@pytest.mark.parametrize(
-    ("name", "implementation", "sharing"), slow_but([(*CASES[0], True)], by_turns(CASES[::2], [True, False]))
-)
+@pytest.mark.parametrize(("name", "implementation", "sharing"), [(*CASES[0], True), (*CASES[4], False)])
 def test_check_parity_passes(name, implementation, sharing):
     ids, mask = pad(ROWS, "mixed")
     batch = {"input_ids": ids, "attention_mask": mask}
@@ -167,7 +165,7 @@ def test_generation_and_a_second_model_are_left_alone():
     assert torch.equal(model(ids, attention_mask=mask).logits, logits)
 
 
-@pytest.mark.parametrize("implementation", slow_but(["flash_attention_2"], ["sdpa", "eager", "flash_attention_2"]))
+@pytest.mark.parametrize("implementation", slow_but(["flash_attention_2"], ["sdpa", "flash_attention_2"]))
 def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation):
     """transformers 4.52 gives it to all layers with `sdpa` and `eager`; FlashAttention and later versions do not."""
     model = build("qwen2", implementation, use_sliding_window=True, sliding_window=4, max_window_layers=1)
@@ -184,10 +182,8 @@ def test_a_window_of_some_layers_is_what_the_version_makes_of_it(implementation)
 
 HYBRIDS = {
     "mamba": "exact",
-    "falcon_mamba": "exact",
     "bamba": "exact",
     "bloom": "exact",
-    "falcon": "exact",
     "lfm2": "exact",
     "qwen3_next": "exact",
     "llama4_text": "exact",
@@ -196,7 +192,9 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.parametrize(("family", "expected"), slow_but([*HYBRIDS.items()][1::3], HYBRIDS.items()))
+@pytest.mark.parametrize(
+    ("family", "expected"), slow_but([("bamba", "exact"), ("qwen3_next", "exact")], HYBRIDS.items())
+)
 def test_layers_that_one_packed_row_cannot_serve_are_exact_or_refused(family, expected):
     if family not in families():
         pytest.skip("not in this version of transformers")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.cells import by_turns, slow_but
 from kit.rollouts import (
     VOCABULARY,
     build_samples,
@@ -31,8 +32,8 @@ from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_paddin
 from trl_padfix.core.layout.tree_arguments import tree_arguments_in, tree_layout
 
 
-FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5_text", "bamba", "lfm2", "falcon_h1", "mamba2"]
-"""Windows, sinks with experts, gated delta nets, Mamba 2 alone and beside attention, short convolutions."""
+FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_5_text", "bamba", "lfm2", "mamba2"]
+"""Windows, sinks with experts, gated delta nets, Mamba 2 beside attention and alone, short convolutions."""
 
 
 LOSS, GRADIENTS = (tolerance(1, terms=64, depth=depth) for depth in (24, 48))
@@ -64,8 +65,10 @@ def policy(family: str) -> Any:
     return model.train()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("family", ["qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES)])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    slow_but([("qwen2", True)], [("qwen2", True), *by_turns(FAMILIES, [False, True])]),
+)
 def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
     model = policy(family)
     samples = sampled_by(model, build_samples())
@@ -85,7 +88,7 @@ def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 3])
 def test_a_tree_moves_a_delta_net_no_more_than_left_padding_does(seed):
     # A delta net computes chunks of 64 tokens, which begin elsewhere in a tree and behind left padding: another order
     # of sums. The samples of seed 3 miss 1e-5: a tree moves their gradients by 2.1e-5, and 17 columns of padding move

@@ -129,10 +129,7 @@ def test_rows_divided_otherwise_are_compared_by_all_of_them():
 
 CELLS = {
     "pairs": ("lengths:24/6", {}),
-    "pairs under autocast": ("lengths:24/6", {"dtype": "autocast"}),
     "a hybrid": ("lengths:24/6", {"shape": "hybrid-tiny"}),
-    "a tree of pairs": ("tree:2x2/24/8", {"pairs": 4, "shuffle": False}),
-    "rows": ("lengths:24/6", {"trainer": "sft"}),
     "a tree of rows": ("tree:2x2/24/8", {"trainer": "sft", "pairs": 4, "shuffle": False}),
     "completions": (None, {"trainer": "grpo", "pairs": 1, "generations": 3, "prompt_length": 12}),
 }
