@@ -93,7 +93,7 @@ def test_masks_that_cannot_be_aligned_are_refused():
 
 @pytest.mark.parametrize(
     ("name", "implementation", "side"),
-    by_turns(SUPPORTED[::3], SIDES),
+    by_turns(SUPPORTED[::4], SIDES),
 )
 def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     model = build(name, implementation)
@@ -103,7 +103,7 @@ def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     assert len(set(map(tuple, expected.tolist()))) > 3  # the prompts matter
 
 
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED[::9])
+@pytest.mark.parametrize(("name", "implementation"), SUPPORTED[:1])
 def test_right_padded_generation_without_the_package_gives_other_tokens(name, implementation):
     # Router logits are for a balancing loss, on which a batch in generation fails; `generate` leaves them out.
     model = build(name, implementation, **({"output_router_logits": False} if name == "qwen3_moe" else {}))
@@ -126,19 +126,17 @@ def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sha
         assert handle.enabled
 
 
-@pytest.mark.parametrize(("side", "merged"), [("right", False), ("left", True)])
-def test_lora_merged_or_not_continues_as_alone(side, merged):
-    ids, mask = batch(side)
+def test_lora_merged_or_not_continues_as_alone():
+    ids, mask = batch("right")
     torch.manual_seed(0)
     base = build("qwen2")
     without = alone(base, ids, mask)
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False)).eval()
     unmerged = alone(model, ids, mask)
-    if merged:
-        model.merge_adapter()
-    found = continued(model, ids, mask)
-    assert torch.equal(found, unmerged)
-    assert not torch.equal(found, without)
+    for merge in (lambda: None, model.merge_adapter):
+        merge()
+        assert torch.equal(continued(model, ids, mask), unmerged)
+    assert not torch.equal(unmerged, without)
 
 
 @pytest.mark.parametrize(("name", "side"), [("llava", "left"), ("qwen2_5_vl", "right")])

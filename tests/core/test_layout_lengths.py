@@ -52,7 +52,7 @@ def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
 
 
 @pytest.mark.parametrize(
-    ("name", "side", "sharing"), by_turns(["qwen2", "mistral", "gpt2", "llama4"], ["left", "holes"], [True, False])
+    ("name", "side", "sharing"), by_turns(["mistral", "gpt2", "llama4"], ["left", "holes"], [True, False])
 )
 def test_log_probabilities_and_gradients_are_those_of_padding(name, side, sharing):
     model = build(name)

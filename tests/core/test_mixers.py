@@ -38,8 +38,6 @@ from zoo.family_outcomes import (
 )
 
 from trl_padfix import (
-    PaddingRemovalError,
-    check_parity,
     prefix_sharing_layout,
     remove_padding,
 )
@@ -227,8 +225,8 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_a_model_that_is_attached_again_before_backward_runs_in_the_same_ways(family):
+def test_a_model_that_is_attached_again_before_backward_runs_in_the_same_ways():
+    family = "qwen3_5_text"
     model = without_dropout(build(family)).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with remove_padding(model, prefix_sharing=True):
@@ -255,13 +253,6 @@ def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypat
     assert_gradients_close(gradients, expected[1], terms=64, depth=2 * 150)
     with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
         assert largest(batched(model, "right"), expected[0]) >= LEAK
-
-
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["lfm2", "bloom", "zamba2"], [False, True]))
-def test_a_leak_would_be_seen(family, sharing):
-    model = build(family)
-    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
-        assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
@@ -322,9 +313,7 @@ def test_merged_levels_spare_launches_on_a_gpu(gpu, monkeypatch):
 
 
 # The decoder of BLOOM is not given positions, from which packed rows are recognised.
-@pytest.mark.parametrize(
-    ("family", "sharing"), by_turns(["qwen3_5_text", "mamba2", "lfm2", "glm_moe_dsa"], [True, False])
-)
+@pytest.mark.parametrize(("family", "sharing"), [("qwen3_5_text", True), ("mamba2", False), ("glm_moe_dsa", False)])
 def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
     model, sequences = build(family), rows()
     positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
@@ -337,18 +326,17 @@ def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
 
 
 # PEFT refuses the linear layers of Mamba 2.
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen3_5_text", "bloom"], [True, False]))
-def test_adapters_get_the_gradients_of_rows_computed_alone(family, sharing):
+def test_adapters_get_the_gradients_of_rows_computed_alone():
     settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
-    model = get_peft_model(without_dropout(build(family)), settings).eval()
+    model = get_peft_model(without_dropout(build("qwen3_5_text")), settings).eval()
     expected = alone(model)
-    with remove_padding(model, prefix_sharing=sharing):
+    with remove_padding(model, prefix_sharing=True):
         logps = batched(model, "left")
         assert_exact(logps, gradients_of(model, weighted(logps)), expected)
 
 
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["mamba2", "bloom"], [True, False]))
+@pytest.mark.parametrize(("family", "sharing"), [("mamba2", True), ("bloom", False)])
 def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sharing):
     model, (ids, mask) = build(family), padded("right")
     call = {"input_ids": ids, "attention_mask": mask, "use_cache": False, "output_hidden_states": True}
@@ -362,9 +350,8 @@ def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sh
         assert_close(state[real], own[real], terms=64, depth=64)  # of a delta net, whose chunks begin elsewhere
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
-def test_two_threads_may_run_one_model(family):
-    model, found = build(family), {}
+def test_two_threads_may_run_one_model():
+    model, found = build("qwen3_5_text"), {}
     batches = [padded("left"), tuple(x[1:4] for x in padded("right"))]
 
     def scores(ids, mask):
@@ -390,44 +377,12 @@ def test_two_threads_may_run_one_model(family):
             assert_close(scores_of_thread, expected[i], terms=64, depth=24)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_a_copy_of_the_model_is_attached_by_itself(family):
-    model = build(family)
+def test_a_copy_of_the_model_is_attached_by_itself():
+    model = build("qwen3_5_text")
     with remove_padding(model, prefix_sharing=True):
         twin = copy.deepcopy(model)
     with torch.no_grad():
-        assert_close(batched(twin, "left"), reference(family)[0], terms=64, depth=24)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "bloom"])
-def test_a_hole_in_a_row_is_refused_with_the_reason(family):
-    ids, mask = padded("right")
-    mask[0, 4] = 0
-    model = build(family)
-    with remove_padding(model, strict=True) as handle:
-        with pytest.raises(
-            PaddingRemovalError, match=r"masked tokens between real ones, and `.*computes these masked tokens"
-        ):
-            model(ids, attention_mask=mask, use_cache=False)
-        with handle.disabled():
-            model(ids, attention_mask=mask, use_cache=False)
-
-
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen3_5_text", "bloom"], [True, False]))
-def test_the_parity_check_passes(family, sharing):
-    ids, mask = padded("right")
-    report = check_parity(build(family), {"input_ids": ids, "attention_mask": mask}, prefix_sharing=sharing)
-    assert report.ok
-    assert report.packed_tokens < report.padded_tokens
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text"])
-def test_generation_of_an_attached_model_is_that_of_the_model(family):
-    ids, mask = padded("left")
-    model, call = build(family), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, attention_mask=mask, **call)
-    with remove_padding(model):
-        assert torch.equal(model.generate(ids, attention_mask=mask, **call), expected)
+        assert_close(batched(twin, "left"), reference("qwen3_5_text")[0], terms=64, depth=24)
 
 
 def test_no_function_of_transformers_is_replaced_for_other_models():

@@ -31,7 +31,7 @@ import trl_padfix.core.patches.decoder
 from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
 
 
-EXACT = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "smolvlm", "idefics3"]
+EXACT = ["qwen2_5_vl", "qwen3_vl", "llava", "internvl", "smolvlm"]
 
 
 def assert_same(found: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dict]) -> None:
@@ -76,7 +76,7 @@ def test_rows_with_images_are_what_they_are_alone(family, side, sharing):
     assert not any("forward" in vars(module) for module in vision.model.modules())
 
 
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen2_5_vl", "llava", "gemma3"], [False, True]))
+@pytest.mark.parametrize(("family", "sharing"), [("qwen2_5_vl", False), ("gemma3", True)])
 def test_batches_of_text_alone_are_packed_too(family, sharing):
     vision = build_vision(family)
     expected = alone(vision, TEXT)[0]
@@ -88,7 +88,7 @@ def test_batches_of_text_alone_are_packed_too(family, sharing):
 
 @pytest.mark.parametrize(
     ("family", "implementation", "sharing"),
-    [("qwen2_5_vl", "eager", True), ("qwen3_vl", "flash_attention_2", True), ("llava", "flash_attention_2", False)],
+    [("qwen2_5_vl", "eager", True), ("qwen3_vl", "flash_attention_2", True)],
 )
 def test_every_attention_gives_the_same(family, implementation, sharing):
     expected = alone(build_vision(family), ROWS)
@@ -101,7 +101,7 @@ def test_every_attention_gives_the_same(family, implementation, sharing):
         assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["qwen3_vl", "llava", "gemma3"], [True, False]))
+@pytest.mark.parametrize(("family", "sharing"), [("qwen3_vl", True), ("gemma3", False)])
 def test_training_with_lora_and_gradient_checkpointing(family, sharing):
     vision = build_vision(family)
     torch.manual_seed(0)
@@ -136,9 +136,8 @@ def test_four_rows_of_positions_are_packed():
             assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl"])
-def test_positions_of_another_row_are_found_wrong(family, monkeypatch):
-    vision = build_vision(family)
+def test_positions_of_another_row_are_found_wrong(monkeypatch):
+    vision = build_vision("qwen2_5_vl")
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments.pack_arguments
     monkeypatch.setattr(

@@ -13,7 +13,6 @@ from kit.tolerance import assert_close
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
-    SHARING,
     assert_equal_where_real,
     logits_of,
     lora,
@@ -126,15 +125,14 @@ def test_all_hidden_states_are_laid_out_over_the_batch():
         assert (one[mask == 0] == 0).all()
 
 
-@SHARING
-def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch(sharing):
+def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch():
     ids, mask = batch("mixed")
     labels = ids.masked_fill(mask == 0, -100)
     labels[1::2].masked_fill_(padded_positions(mask)[1::2] == 0, -100)  # nothing stands before them but padding
     model = build("qwen3_moe")
     with torch.no_grad():
         expected = model(ids, mask, labels=labels)
-        with remove_padding(model, prefix_sharing=sharing):
+        with remove_padding(model, prefix_sharing=True):
             got = model(ids, mask, labels=labels)
 
     assert_close(got.aux_loss, expected.aux_loss, terms=64, depth=24)

@@ -38,12 +38,11 @@ def traces(model: transformers.PreTrainedModel) -> dict[str, Any]:
     return attributes | vars(model.config) | {"search": transformers.masking_utils.find_packed_sequence_indices}
 
 
-@pytest.mark.parametrize("times", [1, 20])
-def test_removing_restores_everything(mixed, times):
+def test_removing_restores_everything(mixed):
     model, ids, mask, logits = mixed
     before = copy.deepcopy(traces(model))
 
-    for _ in range(times):
+    for times in range(5):
         handle = remove_padding(model, prefix_sharing=True)
         if times == 1:
             logits_of(model, ids, mask)

@@ -213,9 +213,8 @@ def test_a_hook_that_is_packed_gives_other_numbers(where):
     assert (got - expected)[inputs["attention_mask"].bool()].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_labels_of_a_padded_call_are_those_of_the_caller(family):
-    model, inputs = build(family, "eager"), batch("left")
+def test_labels_of_a_padded_call_are_those_of_the_caller():
+    model, inputs = build("qwen2", "eager"), batch("left")
     call = inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
     expected = model(**call, output_attentions=True)
     with remove_padding(model, prefix_sharing=True) as handle:
