@@ -183,7 +183,7 @@ NIGHTLY = {
 }
 SLOW = ("-m", "slow or families")
 NIGHTLY_OPTIONS = {
-    7: ("-m", "campaign", "--campaign-seconds", "300"),  # for each of its tests
+    7: ("-m", "campaign"),
     8: ("-m", "kernels", *PROCESSES),
 }
 # They have CUDA extensions, which are not built.
