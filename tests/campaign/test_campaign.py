@@ -2,7 +2,8 @@
 Random draws of everything that is to survive: a few in each run of the tests, all of them with `pytest -m campaign`.
 
 The seed is printed, `--campaign-seed` sets it; no part draws for more than `--campaign-seconds`, and `--campaign-size
-10` takes ten times the draws. A draw that breaks prints a script that repeats it. `--campaign-write` writes tests/campaign/README.md.
+10` takes ten times the draws. A draw that breaks prints a script that repeats it. `--campaign-write` writes
+tests/campaign/README.md.
 """
 
 from __future__ import annotations

@@ -255,6 +255,13 @@ def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypat
         assert largest(batched(model, "right"), expected[0]) >= LEAK
 
 
+@pytest.mark.parametrize(("family", "sharing"), [("lfm2", False), ("zamba2", True)])
+def test_a_leak_would_be_seen(family, sharing):
+    model = build(family)
+    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
+        assert largest(batched(model, "right"), reference(family)[0]) >= LEAK
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
 def test_a_state_that_does_not_fork_would_be_seen(family):
     model = build(family)

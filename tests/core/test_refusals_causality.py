@@ -2,8 +2,8 @@
 A model whose tokens see later ones is refused, whichever setting makes it so; with the setting turned it is taken.
 
 A type of each attention with a causal switch is built in both positions. Whether it is causal is found out here in
-another way than in the package: the first tokens of a row alone are to have the logits that they have in
-the whole row.
+another way than in the package: the first tokens of a row alone are to have the logits that they have in the whole
+row.
 """
 
 from __future__ import annotations
