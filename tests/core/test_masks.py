@@ -88,7 +88,7 @@ def test_windows_and_chunks_that_only_the_mask_knows_are_kept(family, sharing):
             assert_close(batched(model, side), expected, terms=64, depth=16, control=wrong)
 
 
-@pytest.mark.parametrize(("family", "reentrant"), by_turns([*ONLY_IN_THE_MASK, "bart", "roberta"], [False, True]))
+@pytest.mark.parametrize(("family", "reentrant"), [("phimoe", True), (ONLY_IN_THE_MASK[2], False), ("bart", True)])
 def test_recomputation_has_the_same_mask_and_positions(family, reentrant):
     model = build(family)
     _, expected = alone(model)
