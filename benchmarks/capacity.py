@@ -34,7 +34,7 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 VARIANTS = ("trl", "padding-free", "sharing", "budget")
 
-SIZES = {"grpo": (128, 256, 384), "dpo": (4, 8), "sft": (512, 768, 1024)}
+SIZES = {"grpo": (512, 1024), "dpo": (4, 8), "sft": (512, 768, 1024)}
 """Sizes of the small steps."""
 
 GROUP = 8
