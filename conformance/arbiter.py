@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -65,6 +66,10 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def in_precision(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
     """A copy of a model in float64 or another precision, its experts one by one. What casts to float32 stays so."""
     copied = copy.deepcopy(model).to(dtype)
+    kept = "|".join(getattr(model, "_keep_in_fp32_modules_strict", None) or ["(?!)"])  # their inputs are cast, too
+    for name, tensor in [*copied.named_parameters(), *copied.named_buffers()]:
+        if re.search(rf"(^|\.)({kept})(\.|$)", name):
+            tensor.data = tensor.data.float()
     for module in copied.modules():
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
@@ -82,6 +87,8 @@ def alone(model: torch.nn.Module, rows: list[Row]) -> Step:
     computed once more: it says how much a model amplifies rounding (a delta net does).
     """
     exact, rounded = (_alone(in_precision(model, dtype), rows) for dtype in (torch.float64, torch.float32))
+    if math.isnan(exact.loss):  # BLT: the smallest number of float64 is -inf in its softmax, which is in float32
+        exact = rounded
     return exact._replace(rounding=_gradients_off(rounded, exact))
 
 
@@ -194,7 +201,9 @@ class Difference(NamedTuple):
 def difference(model: torch.nn.Module, got: Step, exact: Step) -> Difference:
     """Compare a step with the arbiter's. A sum is at most as long as the vocabulary, or the layer is wide."""
     config = model.config.get_text_config()
-    terms, sums = max(config.vocab_size, 4 * config.hidden_size), 8 * config.num_hidden_layers
+    parts = [config] if hasattr(config, "hidden_size") else [getattr(config, name) for name in config.sub_configs]
+    terms = max(config.vocab_size, *(4 * part.hidden_size for part in parts))
+    sums = 8 * sum(part.num_hidden_layers for part in parts)
     allowed = tolerance(1.0, terms=terms, depth=2 * sums)
     return Difference(
         abs(got.loss - exact.loss),
