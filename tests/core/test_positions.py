@@ -54,7 +54,7 @@ def test_a_model_that_calls_its_head_decoder_is_found():
     assert find_decoder(model) is model.model
 
 
-@pytest.mark.parametrize("family", ["bert", "bart", "big_bird", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "bart", "big_bird", "gpt2", "roformer"])
 def test_a_packed_row_may_have_more_tokens_than_the_model_has_positions(family):
     model, ids = build(family), torch.randint(3, 60, (4, 30), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(30) < torch.tensor([[30], [20], [25], [9]])).long()
