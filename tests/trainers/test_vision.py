@@ -7,7 +7,6 @@ The processors of some families need torchvision; their tests are skipped where 
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,10 +69,11 @@ def trls(kind: str, family: str) -> torch.Tensor:
 
 
 FAST = [("DPO", "prefix sharing, right"), ("SFT", "padding-free, left"), ("SFT", "padded, left")]
-CELLS = [  # each family in one of the fast cells, by turns
-    pytest.param(*param.values, *cell, marks=[*param.marks, *(MATRIX if cell != FAST[i % len(FAST)] else ())])
+NIGHTLY = [("SFT", "padding-free, left"), ("DPO", "prefix sharing, right"), ("DPO", "prefix sharing, right")]
+CELLS = [  # each family in a fast cell and in a slow one, by turns
+    pytest.param(*param.values, *cells[i % len(cells)], marks=[*param.marks, *marks])
     for i, param in enumerate(FAMILIES)
-    for cell in product(DATA, MODES)
+    for cells, marks in ((FAST, ()), (NIGHTLY, MATRIX))
 ]
 
 
