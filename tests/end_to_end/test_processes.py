@@ -34,8 +34,7 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
 STEPS = 4
 PAIR = ("prompt", "chosen", "rejected")
-COLUMNS = {"dpo": PAIR, "reward": PAIR, "sft": ("prompt", "completion"), "kto": ("prompt", "completion")}
-COLUMNS |= {"distillation": ("prompt",)}
+COLUMNS = {"dpo": PAIR, "sft": ("prompt", "completion"), "distillation": ("prompt",)}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
 COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
@@ -84,11 +83,7 @@ def material(tmp_path_factory) -> Path:
         pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
         for method, names in COLUMNS.items():
             (directory / method).mkdir(exist_ok=True)
-            rows = "".join(
-                json.dumps(dict(zip(names, pair, strict=False)) | ({"label": bool(n % 2)} if method == "kto" else {}))
-                + "\n"
-                for n, pair in enumerate(pairs)
-            )
+            rows = "".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in pairs)
             (directory / method / f"{split}.jsonl").write_text(rows)
     return directory
 
@@ -180,7 +175,8 @@ def test_rows_that_see_each_other_do_not(together, one_process):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("strategy", "method"), strategies([("fsdp2", "dpo"), ("zero3", "sft")], product(STRATEGIES, METRICS))
+    ("strategy", "method"),
+    strategies([("fsdp2", "dpo"), ("zero3", "sft")], zip(STRATEGIES, ["sft", "dpo", "dpo", "sft"], strict=True)),
 )
 def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, one_process, tmp_path):
     ours = together(method, strategy, *PACKED)
@@ -209,7 +205,7 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    strategies([("multi_gpu", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
+    strategies([("multi_gpu", CHECKPOINTS)], [("multi_gpu", CHECKPOINTS), ("fsdp2", LORA)]),
 )
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
     adapters = more == LORA
@@ -231,32 +227,25 @@ DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
-def test_distillation_in_two_processes_is_that_in_one(strategy, together, one_process, material):
+def test_distillation_in_two_processes_is_that_in_one(together, one_process, material):
     teacher = ("--teacher_model_name_or_path", str(material / "teacher"), "--max_completion_length", "12")
     greedy = (*teacher, "--top_k", "1")  # processes draw from generators of their own
-    ours, theirs = together("distillation", strategy, *PACKED[:4], *greedy), one_process("distillation", *greedy)
+    ours, theirs = together("distillation", "fsdp2", *PACKED[:4], *greedy), one_process("distillation", *greedy)
     assert_same(ours, theirs, *DISTILLED)
     assert_packed(ours)
-    if strategy == "multi_gpu":  # rows that see each other
-        unchecked = (*PACKED[:4], *greedy, "--parity_check", "false")
-        ours = together("distillation", strategy, *unchecked, env={"BROKEN_LAYOUT": "1"})
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(ours, theirs)
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
-SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins", "logps/chosen")}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft", "reward", "kto"]))
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft"]))
 def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, together, one_process, tmp_path):
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
     args, theirs = (*SPLIT, *rows), one_process(method, *rows)
     ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
-    assert_same(ours, theirs, *SHARED[method])
+    assert_same(ours, theirs, *METRICS[method])
     assert_packed(ours)
     assert_split([json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(2)])
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
