@@ -243,6 +243,18 @@ def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):
         remove_padding(model)
 
 
+def test_an_adapter_that_is_added_later_is_packed(tmp_path):
+    model = build_embedder(tmp_path, "mean", "left").eval()
+    without, _, _ = outputs(model)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        with_lora(model)
+        ours, gradients, _ = outputs(model)
+    assert (handle.stats.forwards, handle.stats.padded_forwards) == (1, 0)
+    theirs, their_gradients, _ = outputs(model)
+    assert_close(ours, theirs, **DEPTH, control=without)
+    assert (gradients - their_gradients).norm() <= tolerance(float(their_gradients.norm()), **DEPTH)
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
