@@ -49,13 +49,12 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 NOT_RUN = {
     r"pip install ": "brings packages from an index",
     r"(pytest|nox) ": "the tests, which CI runs",
-    r"(python recipes/\w+\.py|trl-padfix (dpo|sft|distillation)) .*_tiny\.yaml": "test_recipes.py",
-    r"python recipes/rollouts\.py \w+ --use_cpu": "trained in test_recipes.py",
-    r"accelerate launch .*train\.py": "test_guides.py",
-    r"(accelerate launch|python recipes/|trl-padfix) .*(Qwen|qwen|llama|hh_rlhf|rollouts\.jsonl )": "uses the Hub",
+    r"accelerate launch|python recipes/": "test_recipes.py and test_guides.py train with these scripts",
+    r"trl-padfix .*(Qwen|qwen|llama|rollouts\.jsonl )": "uses the Hub",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
-    r"python benchmarks/gpu|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
-    r"python (docs/\w+\.py|recipes/data/|tests/)": "writes files of the repository; `--check` is run by .ci/run",
+    r"python benchmarks/(gpu|layout_time)|torchrun|\w+=\S+ (python|torchrun)": "measures for minutes",
+    r"python (docs/\w+\.py|tests/)": "writes files of the repository; `--check` is run by .ci/run",
+    r"python conformance/": "test_conformance.py",
     r"python -m trl_padfix": "as `trl-padfix`; test_llamafactory.py runs the plug-in where its stack is",
 }
 
@@ -76,7 +75,13 @@ def is_run(command: str) -> bool:
     return not named and not any(re.match(pattern, command) for pattern in NOT_RUN)
 
 
+def kind_of(command: str) -> tuple[str, ...]:
+    """What a command does, without the sizes: of a kind one is run."""
+    return tuple(re.findall(r"stats|doctor|--(?:trainer|data|shape|plot|json|model)\b ?\w*|--expand-turns", command))
+
+
 RUN = {command: tiny for command in COMMANDS if is_run(tiny := filled(command, STAND_FOR, TINY))}
+ONE_OF_A_KIND = sorted({kind_of(tiny): tiny for tiny in RUN.values()}.values())
 FAST = ("doctor", "python benchmarks/bench.py --pairs 2 --warmup 1 --shape tiny")
 
 
@@ -131,11 +136,7 @@ def test_there_are_commands_and_none_is_left_out_in_vain():
 
 
 @pytest.mark.parametrize(
-    "command",
-    slow_but(
-        [c for c in sorted(set(RUN.values())) if c.removeprefix("trl-padfix ").startswith(FAST)],
-        sorted(set(RUN.values())),
-    ),
+    "command", slow_but([c for c in ONE_OF_A_KIND if c.removeprefix("trl-padfix ").startswith(FAST)], ONE_OF_A_KIND)
 )
 def test_a_command_runs(command, here, monkeypatch):
     run(command, here, monkeypatch)
