@@ -46,7 +46,7 @@ PEFT = {"0.17.0": "peft<0.18"}
 # The lowest transformers that TRL 1.10 admits.
 TRL_ADMITS = "transformers==4.56.2"
 
-TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
+TRAINERS = ("Reward", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
     "tests/test_versions.py",
     *(f"tests/core/test_{name}.py" for name in ("stacks", "heads_reward_models")),
