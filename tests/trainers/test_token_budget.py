@@ -212,16 +212,14 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["multi_gpu"], ["multi_gpu", "fsdp2"]))
-def test_two_processes_have_trls_numbers_on_images(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.budget_runs", "images")
+def test_two_processes_have_trls_numbers_on_images(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "images")
     for name, histories in found.items():
         if not name.endswith("chunks"):
             # The first accuracies are ties.
             theirs, whole, split = (figures(history, ("accuracies",)) for history in histories)
             assert_same(split, whole)
-            if strategy == "multi_gpu":
-                assert_same(split, theirs)
+            assert_same(split, theirs)
             assert max(found[f"{name}, chunks"], default=1) > 1
 
 
