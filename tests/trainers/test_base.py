@@ -70,7 +70,7 @@ def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
     return trainer, sum(computed)
 
 
-@pytest.mark.parametrize(("kind", "sharing"), zip(CLASSES, [False, True, False], strict=True))
+@pytest.mark.parametrize(("kind", "sharing"), list(zip(CLASSES, [False, True, False], strict=True)))
 def test_any_trainer_runs_without_padding_on_its_own_trajectory(kind, sharing, tmp_path):
     theirs, padded = train(tmp_path / "theirs", CLASSES[kind])
     checked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing)
