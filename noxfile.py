@@ -12,7 +12,6 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
     nox -s installed         these in empty environments of every Python that is here, and a training in each
-    nox -s browser           the site in headless Chromium
     nox -s readme            the commands of README.md, and those that they print
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
@@ -47,7 +46,7 @@ PEFT = {"0.17.0": "peft<0.18"}
 # The lowest transformers that TRL 1.10 admits.
 TRL_ADMITS = "transformers==4.56.2"
 
-TRAINERS = ("Reward", "KTO", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
+TRAINERS = ("Reward", "GRPO", "SFT")  # of which more than `test_every_method.py` is run
 STACKS = (
     "tests/test_versions.py",
     *(f"tests/core/test_{name}.py" for name in ("stacks", "heads_reward_models")),
@@ -312,13 +311,6 @@ def installed(session: nox.Session, what: str) -> None:
         script = str(ROOT / "tests/kit/first_training.py")
         pairs = str(ROOT / "recipes/data/preferences/train.jsonl")
         session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), pairs, env=offline)
-
-
-@nox.session
-def browser(session: nox.Session) -> None:
-    """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
-    install(session, "-e", f"{ROOT}[cli,trl,docs]", *TESTS, "playwright")
-    session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)
 
 
 @nox.session

@@ -86,7 +86,7 @@ def neighbours_are_edited(case: Case, adapter: Adapter, family: str) -> list[Dif
             step = adapter.step(model, [batch])
             losses.append(step.loss)
             off = difference(model, step, exact)
-            found.append(gradient_of_others(off, model, step, case.rows[i]))
+            found.append(gradient_of_others(off, model, step, exact, case.rows[i]))
         found.append(off._replace(loss=abs(losses[0] - losses[1]), gradient=0.0))
     return found
 
@@ -94,11 +94,12 @@ def neighbours_are_edited(case: Case, adapter: Adapter, family: str) -> list[Dif
 NOTHING = 1e-300  # not zero, by which one cannot divide
 
 
-def gradient_of_others(off: Difference, model: PreTrainedModel, step: Step, row: Row) -> Difference:
-    """The gradient of the embeddings of tokens that a row does not have: exactly zero, so nothing is allowed."""
+def gradient_of_others(off: Difference, model: PreTrainedModel, step: Step, exact: Step, row: Row) -> Difference:
+    """The gradient of embeddings that a row alone does not read: exactly zero, so nothing is allowed."""
     (name,) = (n for n, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-    foreign = step.gradients[name].clone()
-    foreign[row.ids] = 0
+    own = exact.gradients[name].any(-1)  # CPM-Ant begins each row with tokens of its own
+    own[row.ids] = True
+    foreign = step.gradients[name][~own]
     return off._replace(gradient=float(foreign.norm()), allowed=(off.allowed[0], NOTHING))
 
 

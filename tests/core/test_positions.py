@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit.observe import each_row_alone
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.families import build
 from zoo.model_numbers import gradients
-from zoo.models import batch
+from zoo.models import batch, real_logps
 from zoo.models import build as tiny
 
 from trl_padfix import check_parity, padding_free_layout, remove_padding
@@ -51,6 +52,17 @@ def test_a_row_is_the_same_wherever_it_stands(family, sharing):
 def test_a_model_that_calls_its_head_decoder_is_found():
     model = build("modernbert-decoder")
     assert find_decoder(model) is model.model
+
+
+@pytest.mark.parametrize("family", ["bert", "bart", "big_bird", "gpt2", "roformer"])
+def test_a_packed_row_may_have_more_tokens_than_the_model_has_positions(family):
+    model, ids = build(family), torch.randint(3, 60, (4, 30), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(30) < torch.tensor([[30], [20], [25], [9]])).long()
+    alone = each_row_alone(lambda row, ones: real_logps(model(row, use_cache=False).logits, row, ones), ids, mask)
+    with remove_padding(model) as handle:
+        packed = real_logps(model(ids, attention_mask=mask, use_cache=False).logits, ids, mask)
+    assert handle.stats.packed_tokens > model.config.max_position_embeddings
+    assert_close(packed, alone, terms=64, depth=16, control=packed.roll(1))
 
 
 def test_positions_that_go_on_give_other_numbers(monkeypatch):

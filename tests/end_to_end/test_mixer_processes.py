@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "bloom", "deepseek_v32"]
 CASES = [
-    *(f"{family},dpo,{mode}" for family in FAMILIES for mode in ("padding-free", "prefix sharing")),
+    *(f"{family},dpo,{('padding-free', 'prefix sharing')[i % 2]}" for i, family in enumerate(FAMILIES)),
     *("qwen3_5_text,sft,padding-free", "bloom,sft,padding-free"),
 ]
 ZERO_3 = {
@@ -105,14 +105,7 @@ def assert_same(ours: Path, logs: Any, theirs: tuple[torch.Tensor, dict[str, tor
     assert gradient_difference(added, expected) <= 1e-3
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "fsdp2",
-        pytest.param("multi_gpu", marks=pytest.mark.matrix),
-        pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED]),
-    ],
-)
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED])])
 def test_two_processes_give_the_trajectory_of_one(strategy, models, one_process, tmp_path):
     found = launch(strategy, CASES, models, tmp_path)
     for case in CASES:

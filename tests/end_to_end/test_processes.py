@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from kit.cells import MATRIX, slow_but
 from kit.commands import as_flags, logs_of
 from kit.processes import launched, trained
 from kit.split_runs import assert_split
+from kit.tolerance import tolerance
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
 
@@ -33,9 +33,10 @@ from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
 
 STEPS = 4
+ROUNDING = tolerance(1.0, terms=64, depth=2 * 8 * 2)
+"""Of two layers and their backward."""
 PAIR = ("prompt", "chosen", "rejected")
-COLUMNS = {"dpo": PAIR, "reward": PAIR, "sft": ("prompt", "completion"), "kto": ("prompt", "completion")}
-COLUMNS |= {"distillation": ("prompt",)}
+COLUMNS = {"dpo": PAIR, "sft": ("prompt", "completion"), "distillation": ("prompt",)}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
 COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
@@ -46,7 +47,7 @@ CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--p
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
 pytestmark = pytest.mark.slow
-STRATEGIES = ["multi_gpu", "fsdp2", "zero2", "zero3"]
+RESUMED = [("multi_gpu", "sft"), ("fsdp2", "dpo"), ("zero2", "dpo"), ("zero3", "sft")]
 
 
 def strategies(every_push: list[tuple], cells: Iterable[tuple]) -> list[Any]:
@@ -84,11 +85,7 @@ def material(tmp_path_factory) -> Path:
         pairs = [[draw.choice(prompts), words(draw, 1, 12), words(draw, 1, 12)] for _ in range(count)]
         for method, names in COLUMNS.items():
             (directory / method).mkdir(exist_ok=True)
-            rows = "".join(
-                json.dumps(dict(zip(names, pair, strict=False)) | ({"label": bool(n % 2)} if method == "kto" else {}))
-                + "\n"
-                for n, pair in enumerate(pairs)
-            )
+            rows = "".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in pairs)
             (directory / method / f"{split}.jsonl").write_text(rows)
     return directory
 
@@ -153,10 +150,10 @@ def together(material, tmp_path):
 
 
 def assert_same(ours: Run, theirs: Run, *metrics: str) -> None:
-    torch.testing.assert_close(ours.curve(*metrics), theirs.curve(*metrics), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.curve(*metrics), theirs.curve(*metrics), rtol=ROUNDING, atol=ROUNDING)
     assert ours.weights.keys() >= theirs.weights.keys()  # FSDP2 saves tied weights twice
     for name, weight in theirs.weights.items():
-        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.weights[name], weight, rtol=0, atol=ROUNDING)
 
 
 def assert_packed(run: Run) -> None:
@@ -180,7 +177,8 @@ def test_rows_that_see_each_other_do_not(together, one_process):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("strategy", "method"), strategies([("fsdp2", "dpo"), ("zero3", "sft")], product(STRATEGIES, METRICS))
+    ("strategy", "method"),
+    strategies([("fsdp2", "dpo"), ("zero3", "sft")], RESUMED),
 )
 def test_a_resumed_run_is_one_process_that_never_stopped(strategy, method, together, one_process, tmp_path):
     ours = together(method, strategy, *PACKED)
@@ -209,7 +207,7 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("strategy", "more"),
-    strategies([("multi_gpu", CHECKPOINTS)], product(["multi_gpu", "fsdp2"], [(), LORA, CHECKPOINTS])),
+    strategies([("multi_gpu", CHECKPOINTS)], [("multi_gpu", CHECKPOINTS), ("fsdp2", LORA)]),
 )
 def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
     adapters = more == LORA
@@ -231,32 +229,25 @@ DISTILLED = ("entropy", "completions/mean_length", "num_tokens")
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
-def test_distillation_in_two_processes_is_that_in_one(strategy, together, one_process, material):
+def test_distillation_in_two_processes_is_that_in_one(together, one_process, material):
     teacher = ("--teacher_model_name_or_path", str(material / "teacher"), "--max_completion_length", "12")
     greedy = (*teacher, "--top_k", "1")  # processes draw from generators of their own
-    ours, theirs = together("distillation", strategy, *PACKED[:4], *greedy), one_process("distillation", *greedy)
+    ours, theirs = together("distillation", "fsdp2", *PACKED[:4], *greedy), one_process("distillation", *greedy)
     assert_same(ours, theirs, *DISTILLED)
     assert_packed(ours)
-    if strategy == "multi_gpu":  # rows that see each other
-        unchecked = (*PACKED[:4], *greedy, "--parity_check", "false")
-        ours = together("distillation", strategy, *unchecked, env={"BROKEN_LAYOUT": "1"})
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(ours, theirs)
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
-SHARED = METRICS | {"reward": ("accuracy", "margin"), "kto": ("rewards/margins", "logps/chosen")}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft", "reward", "kto"]))
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft"]))
 def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, together, one_process, tmp_path):
     """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
     rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
     args, theirs = (*SPLIT, *rows), one_process(method, *rows)
     ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
-    assert_same(ours, theirs, *SHARED[method])
+    assert_same(ours, theirs, *METRICS[method])
     assert_packed(ours)
     assert_split([json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(2)])
     shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")

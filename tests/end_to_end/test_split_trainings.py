@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import MATRIX, slow_but
+from kit.cells import slow_but
 from kit.processes import launched, trained
 from kit.split_runs import assert_split
 from kit.split_trainings import LENGTH, REFUSED, TRAININGS, TWO_GROUPS, method_of, save_material, train
@@ -69,7 +69,7 @@ EVERY_PUSH = [
     "DPO, grouped",
     "SFT, budget, prefixes once",
     "SFT, accumulation",
-    "Reward",
+    "Reward, LoRA",
     "KTO, precomputed",
 ]
 
@@ -125,14 +125,7 @@ def test_what_cannot_be_split_stops_every_process_before_the_first_step(name, to
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("sizes", "says"),
-    [
-        ({"cp_size": 3}, "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by"),
-        pytest.param(
-            {"cp_size": 2, "dp_replicate_size": 2},
-            "Please set dp_shard_size > 1 and dp_replicate_size == 1",
-            marks=MATRIX,
-        ),
-    ],
+    [({"cp_size": 3}, "make 3 processes, and 2 were launched. `dp_shard_size` is their number divided by")],
 )
 def test_sizes_that_do_not_fit_are_an_error(sizes, says, tmp_path):
     done = launch(sizes, tmp_path, ["DPO"])

@@ -1,9 +1,8 @@
 """
 Recorded trajectories: every number that a trainer logs in ten steps and two evaluations stays what it was.
 
-`trajectories.json` holds, for each set-up (a trainer, a model, an accumulation), what TRL's own trainer logs without
-padding removed, and for each cell of a set-up the metrics in which our trainer logs something else, if any. A cell
-under a budget with accumulation has no such exceptions: it is compared with TRL's numbers.
+`trajectories.json` holds, for each trainer, what TRL's own logs without padding removed, and for each cell, a trainer
+in one of our modes, the metrics in which ours logs something else, if any.
 
 Run cells, or write the file:
 
@@ -13,7 +12,6 @@ Run cells, or write the file:
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import random
@@ -28,7 +26,6 @@ import pytest
 import torch
 import transformers
 import trl
-from kit import mixer_runs, vision_runs
 from kit.methods import DEFAULTS, make_trainer
 from kit.observe import entered_tokens
 from kit.trainer_runs import break_mode
@@ -50,62 +47,35 @@ SETTINGS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-class SetUp(NamedTuple):
-    """What TRL trains once: a trainer, a model (`"text"`, `"hybrid"`, `"images"`) and an accumulation."""
+class Cell(NamedTuple):
+    """A trainer in one of our modes."""
 
     kind: str
-    model: str = "text"
-    accumulation: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.model}{'-accumulated' * (self.accumulation > 1)}"
-
-
-class Cell(NamedTuple):
-    """A set-up in one of our modes."""
-
-    set_up: SetUp
     mode: str
     side: str
 
     @property
     def name(self) -> str:
-        return f"{self.set_up.name}-{self.mode}{f'-{self.side}' if self.side else ''}"
+        return f"{self.kind}-text-{self.mode}{f'-{self.side}' if self.side else ''}"
 
     @property
     def config(self) -> dict[str, Any]:
-        budget = {"max_tokens_per_batch": BUDGETS[self.set_up.kind]} if "budget" in self.mode else {}
-        if budget and self.set_up.model == "images":
-            budget = {"max_tokens_per_batch": 80}
+        budget = {"max_tokens_per_batch": BUDGETS[self.kind]} if "budget" in self.mode else {}
         own = {"padded": {}, "free": FREE, "sharing": FREE | {"prefix_sharing": True}}[self.mode.partition("-")[0]]
         return own | budget | ({"padding_side": self.side} if self.side else {})
 
-    @property
-    def is_target(self) -> bool:
-        """Whether TRL's numbers are asked for, whatever was logged when the file was made."""
-        return self.set_up.accumulation > 1 and "budget" in self.mode
 
-
-KINDS = list(BUDGETS)
-TEXT = [SetUp(kind) for kind in KINDS]
-ACCUMULATED = [SetUp(kind, accumulation=2) for kind in KINDS]
-OTHERS = [SetUp(kind, model) for model in ("hybrid", "images") for kind in ("DPO", "SFT")]
 MODES = ["padded", "free", "sharing", "free-budget", "sharing-budget"]
 
 
 def cells() -> list[Cell]:
-    """All modes on text, fewer elsewhere; each side of the padding meets every trainer and every mode."""
-    found = []
-    for i, set_up in enumerate([*TEXT, *ACCUMULATED, *OTHERS]):
-        modes = MODES if set_up in TEXT else ["free", "sharing", "sharing-budget"]
-        if set_up in ACCUMULATED:
-            modes = ["sharing", MODES[3 + i % 2]]
-        sides = ("left", "right") if i % 2 else ("right", "left")
-        for j, mode in enumerate(modes):
-            has_side = set_up.kind not in ONLINE and mode != "padded"
-            found.append(Cell(set_up, mode, sides[j % 2] if has_side else ""))
-    return found
+    """Each trainer in all modes, with the sides of the padding by turns."""
+    sides = ("right", "left")
+    return [
+        Cell(kind, mode, "" if kind in ONLINE or mode == "padded" else sides[(i + j) % 2])
+        for i, kind in enumerate(BUDGETS)
+        for j, mode in enumerate(MODES)
+    ]
 
 
 FAST = {
@@ -140,19 +110,10 @@ def drawing(library: Any, kind: str) -> type:
     return type(f"Drawing{kind}", (getattr(library, f"{kind}Trainer"),), {"_generate_single_turn": generate})
 
 
-def make(library: Any, set_up: SetUp, folder: Any, trainer_class: type | None = None, **config: Any) -> Any:
-    kind, given = set_up.kind, SETTINGS | {"gradient_accumulation_steps": set_up.accumulation} | config
-    rows = 8 if kind in ONLINE else 4
-    given["per_device_train_batch_size"] = rows if set_up.accumulation == 1 else rows // 2
-    given |= {"max_length": 32} if kind in ("DPO", "SFT", "Reward", "KTO") and set_up.model == "text" else {}
-    if set_up.model == "images":
-        data = vision_runs.build_pairs if kind == "DPO" else vision_runs.build_captions
-        given |= {"train_dataset": data(12, (2, 0, 1)), "eval_dataset": data(4, (2, 0, 1), seed=1)}
-        return vision_runs.make_vision_trainer(library, kind, "llava", folder, trainer_class=trainer_class, **given)
+def make(library: Any, kind: str, folder: Any, trainer_class: type | None = None, **config: Any) -> Any:
+    given = SETTINGS | {"per_device_train_batch_size": 8 if kind in ONLINE else 4} | config
+    given |= {} if kind in ONLINE else {"max_length": 32}
     given |= {"eval_dataset": DEFAULTS[kind]["eval_dataset"]()}
-    if set_up.model == "hybrid":
-        policy, reference = copy.deepcopy(mixer_runs.initial("qwen3_5_text"))
-        given |= {"model": policy.train()} | ({"ref_model": reference} if kind == "DPO" else {})
     trainer_class = trainer_class or (drawing(library, kind) if kind in ONLINE else None)
     return make_trainer(library, kind, folder, trainer_class, **given)
 
@@ -160,14 +121,14 @@ def make(library: Any, set_up: SetUp, folder: Any, trainer_class: type | None = 
 CLOCK = ("runtime", "_per_second", "step_time", "total_flos", "profiling/", "perf/")
 
 
-def trained(library: Any, set_up: SetUp, trainer_class: type | None = None, **config: Any) -> dict[str, list]:
+def trained(library: Any, kind: str, trainer_class: type | None = None, **config: Any) -> dict[str, list]:
     """Train: each metric's values, step after step; `None` where it was not logged, or is no number."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make(library, set_up, folder, trainer_class, **config)
+        trainer = make(library, kind, folder, trainer_class, **config)
         entered = entered_tokens(trainer.model)
         trainer.train()
     budget = config.get("max_tokens_per_batch")
-    assert not budget or set_up.model == "images" or max(entered) <= budget
+    assert not budget or max(entered) <= budget
     logs = trainer.state.log_history
     ends = {"eval_loss": [x for x in logs if "eval_loss" in x], "train_loss": [x for x in logs if "train_loss" in x]}
     steps = [x for x in logs if "loss" in x]
@@ -187,25 +148,18 @@ def rounded(value: float | None) -> float | None:
 # -- comparison
 
 
-def tolerances(name: str, values: list[float | None], set_up: SetUp) -> list[float]:
+def tolerances(values: list[float | None]) -> list[float]:
     """
     What rounding may change in the values of a metric, one for each.
 
-    A float32 operation errs by half of an epsilon. A layer is a chain of about 16 operations that pass errors on (2
-    norms, 7 products with sums of up to 64 terms, rotation, softmax, gate, 2 sums), and the states of a hybrid take
-    two more for each of up to 32 tokens. Forward and backward, a number of one step errs by at most twice as many
-    epsilons of its size: that of the metric, or 1, since metrics like margins are differences of log-probabilities,
-    times beta of 0.1, of which each is some tens. SGD with clipped gradients hands a step's error on to the weights of
-    the next: errors add up, step by step.
-
-    A hybrid divides by norms of states that begin near zero, and its gradient by their squares: in some batches of
-    these rows two sets of CPU kernels give TRL's gradient norm 5e-4 apart, 30 times the errors of the others. Its
-    losses are not.
+    A float32 operation errs by half of an epsilon. A layer is a chain of about 16 operations that pass errors on
+    (2 norms, 7 products with sums of up to 64 terms, rotation, softmax, gate, 2 sums). Forward and backward, a
+    number of one step errs by at most twice as many epsilons of its size: that of the metric, or 1, since metrics
+    like margins are differences of log-probabilities, times beta of 0.1, of which each is some tens. SGD with
+    clipped gradients hands a step's error on to the weights of the next: errors add up, step by step.
     """
     size = max([1.0, *(abs(value) for value in values if value is not None)])
-    operations = 16 * LAYERS + (2 * 32 if set_up.model == "hybrid" else 0)
-    limit, step = 2 * operations * torch.finfo(torch.float32).eps * size, STEPS / len(values)
-    limit *= 30 if set_up.model == "hybrid" and name == "grad_norm" else 1
+    limit, step = 2 * 16 * LAYERS * torch.finfo(torch.float32).eps * size, STEPS / len(values)
     return [limit * (1 + (i + 1) * step) for i in range(len(values))]
 
 
@@ -213,12 +167,12 @@ def is_ours(name: str) -> bool:
     return name.removeprefix("eval_").startswith(("padfix/", "perf/"))
 
 
-def distances(ours: dict[str, list], theirs: dict[str, list], set_up: SetUp) -> dict[str, float]:
+def distances(ours: dict[str, list], theirs: dict[str, list]) -> dict[str, float]:
     """The largest difference of each metric in tolerances; infinite where only one of both logs something."""
     ours, theirs = ({n: v for n, v in run.items() if not is_ours(n)} for run in (ours, theirs))
     found = dict.fromkeys(ours.keys() ^ theirs.keys(), math.inf)
     for name in ours.keys() & theirs.keys():
-        pairs = list(zip(ours[name], theirs[name], tolerances(name, theirs[name], set_up), strict=True))
+        pairs = list(zip(ours[name], theirs[name], tolerances(theirs[name]), strict=True))
         found[name] = max(
             0.0 if a is b is None else math.inf if a is None or b is None else abs(a - b) / limit
             for a, b, limit in pairs
@@ -229,30 +183,17 @@ def distances(ours: dict[str, list], theirs: dict[str, list], set_up: SetUp) -> 
 def differences(ours: dict[str, list], cell: Cell) -> dict[str, float]:
     """The metrics that are neither TRL's nor, if the cell has a record of its own, that, with their distances."""
     record = json.loads(FILE.read_text())
-    theirs, own = record["set-ups"][cell.set_up.name], record["cells"][cell.name]["other than TRL's"]
-    far = distances(ours, theirs, cell.set_up)
-    if not cell.is_target:
-        beside = distances(ours, theirs | own, cell.set_up)
-        far = {name: min(x, beside[name]) for name, x in far.items()}
-    return {name: x for name, x in far.items() if x > 1}
+    theirs, own = record["set-ups"][f"{cell.kind}-text"], record["cells"][cell.name]["other than TRL's"]
+    far, beside = distances(ours, theirs), distances(ours, theirs | own)
+    return {name: x for name, x in far.items() if min(x, beside[name]) > 1}
 
 
-def parameters() -> list[Any]:
-    """Cells; one that is to log TRL's numbers and does not yet is expected to fail, and fails once it does."""
-    record = json.loads(FILE.read_text())["cells"] if FILE.exists() else {}
-    found = []
-    for cell in cells():
-        marks = [] if cell.name in FAST else [pytest.mark.slow]
-        if cell.is_target and record.get(cell.name, {}).get("other than TRL's"):
-            reason = "becomes TRL's accumulation; once it is, empty \"other than TRL's\" of this cell in the record"
-            marks.append(pytest.mark.xfail(reason=reason, strict=True))
-        found.append(pytest.param(cell, id=cell.name, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("cell", parameters())
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(c, id=c.name, marks=[] if c.name in FAST else [pytest.mark.slow]) for c in cells()],
+)
 def test_trajectory(cell: Cell) -> None:
-    ours = trained(trl_padfix, cell.set_up, **cell.config)
+    ours = trained(trl_padfix, cell.kind, **cell.config)
     assert differences(ours, cell) == {}
     if cell.mode != "padded":
         assert min(filter(None, ours["padfix/pad_fraction"])) > 0
@@ -271,19 +212,19 @@ def halved(library: Any) -> type:
     return type("Halved", (library.SFTTrainer,), {"compute_loss": compute_loss})
 
 
-def distances_from_trls(set_up: SetUp, ours: dict[str, list]) -> dict[str, float]:
-    return distances(ours, json.loads(FILE.read_text())["set-ups"][set_up.name], set_up)
+def distances_from_trls(kind: str, ours: dict[str, list]) -> dict[str, float]:
+    return distances(ours, json.loads(FILE.read_text())["set-ups"][f"{kind}-text"])
 
 
 def test_a_wrong_weight_of_a_part_is_noticed() -> None:
-    far = distances_from_trls(SetUp("SFT"), trained(trl, SetUp("SFT"), halved(trl)))
+    far = distances_from_trls("SFT", trained(trl, "SFT", halved(trl)))
     assert min(far["loss"], far["grad_norm"]) > 10
 
 
 @pytest.mark.parametrize("mode", ["padding-free", "prefix sharing"])
 def test_a_leaking_layout_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = break_mode(monkeypatch, mode) | {"parity_check": False}
-    far = distances_from_trls(SetUp("DPO"), trained(trl_padfix, SetUp("DPO"), **config))
+    far = distances_from_trls("DPO", trained(trl_padfix, "DPO", **config))
     assert min(far["loss"], far["grad_norm"], far["eval_loss"]) > 10
 
 
@@ -293,11 +234,11 @@ def test_a_leaking_layout_is_noticed(mode: str, monkeypatch: pytest.MonkeyPatch)
 def write() -> None:
     versions = {library.__name__: library.__version__ for library in (torch, transformers, trl)}
     record: dict[str, Any] = {"made by": COMMAND, "versions": versions, "set-ups": {}, "cells": {}}
-    for set_up in [*TEXT, *ACCUMULATED, *OTHERS]:
-        record["set-ups"][set_up.name] = trained(trl, set_up)
+    for kind in BUDGETS:
+        record["set-ups"][f"{kind}-text"] = trained(trl, kind)
     for cell in cells():
-        theirs, ours = record["set-ups"][cell.set_up.name], trained(trl_padfix, cell.set_up, **cell.config)
-        far = distances(ours, theirs, cell.set_up)
+        theirs, ours = record["set-ups"][f"{cell.kind}-text"], trained(trl_padfix, cell.kind, **cell.config)
+        far = distances(ours, theirs)
         other = {name: ours.get(name, [None] * len(theirs.get(name, []))) for name, x in far.items() if x > 1}
         information = {name: values for name, values in ours.items() if is_ours(name)}
         record["cells"][cell.name] = {"other than TRL's": other, "information": information}

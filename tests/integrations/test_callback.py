@@ -263,7 +263,7 @@ def test_bad_input_is_refused_before_the_first_step(tmp_path):
         assert callback.handles == []
 
 
-WRAPPERS = [("fsdp2", "FSDP"), ("zero2", "DeepSpeed"), ("zero3", "DeepSpeed")]
+WRAPPERS = [("fsdp2", "FSDP"), ("zero3", "DeepSpeed")]
 
 
 @pytest.mark.slow

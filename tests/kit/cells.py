@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -43,26 +42,6 @@ def every_second(cells: Iterable[Any]) -> list[Any]:
     fast = [i for i, cell in enumerate(cells) if not cell.marks]
     return [cell if i not in fast[1::2] else pytest.param(*cell.values, marks=pytest.mark.slow)
             for i, cell in enumerate(cells)]  # fmt: skip
-
-
-def every_pair(*axes: Iterable[Any]) -> list[Any]:
-    """
-    The product of several axes as parameters of a test: as many cells are fast as it takes for any two values of any
-    two axes to meet in one, the others are slow.
-
-    Args:
-        axes (`Iterable`):
-            Values of each axis; one that is a tuple stands for several parameters.
-    """
-    cells = list(product(*(enumerate(axis) for axis in axes)))
-    # Values are distinguished by their positions, so they need not be hashable.
-    met = [{((a, i), (b, j)) for (a, (i, _)), (b, (j, _)) in combinations(enumerate(cell), 2)} for cell in cells]
-    wanted, fast = set().union(*met), set()
-    while wanted:
-        fast.add(best := max(range(len(cells)), key=lambda i: len(met[i] & wanted)))
-        wanted -= met[best]
-    rows = [[part for _, value in cell for part in _parameters(value)] for cell in cells]
-    return [pytest.param(*row, marks=() if i in fast else MATRIX) for i, row in enumerate(rows)]
 
 
 def by_turns(cases: Iterable[Any], *axes: Sequence[Any]) -> list[tuple[Any, ...]]:

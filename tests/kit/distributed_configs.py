@@ -38,16 +38,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "FSDP2 and TP": {"fsdp_size": 2, "tp_size": 2},
     "FSDP2 and EP": {"fsdp_size": 4, "ep_size": 2},
     "FSDP2, TP and EP": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
-    "FSDP2, TP and EP within": {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
-    "EP of four": {"fsdp_size": 4, "ep_size": 4},
     "FSDP2, replicated": {"fsdp_size": 2, "dp_replicate_size": 2},
 }
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "policy": (0, {}),
     "reference": (1, {}),
     "reward": (0, {"num_labels": 1}),
-    "three experts": (0, {"num_experts": 3}),
-    "one expert": (0, {"num_experts": 1, "num_experts_per_tok": 1}),
     "three heads": (0, {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 """Seed and configuration of each model."""
@@ -56,8 +52,6 @@ UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 """TRL balances experts over the rows of a process, which is another loss in two."""
 BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
     "another number of processes": ({"fsdp_size": 3}, "policy", {}, 2, "requires 3 processes, but world_size is 2"),
-    "experts that do not divide": (SIZES["EP"], "three experts", {}, 2, "Cannot evenly shard 3 experts across 2"),
-    "fewer experts than processes": (SIZES["EP"], "one expert", {}, 2, "Cannot evenly shard 1 experts across 2"),
     "experts without a mesh": ({"ep_size": 2}, "policy", {}, 2, "`ep_size` must divide `fsdp_size * tp_size`"),
     "heads that do not divide": (SIZES["TP"], "three heads", {}, 2, "`tp_size=2`"),
     "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),

@@ -107,7 +107,6 @@ def by_default(make):
     ("policy", "reference", "mode"),
     [
         ("eager", None, "prefix sharing"),
-        ("eager", "sdpa", "padded"),
         ("flash_attention_2", "eager", "padded"),
         (None, "eager", "prefix sharing"),
     ],

@@ -45,11 +45,10 @@ def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
     assert max(ours.forwards) <= BUDGETS[kind]
 
 
-@pytest.mark.parametrize(("kind", "hook"), [("SFT", "clamped"), ("KTO", "stepped")])
-def test_once_for_each_chunk_they_give_other_weights(kind, hook, monkeypatch):
+def test_once_for_each_chunk_they_give_other_weights(monkeypatch):
     monkeypatch.setattr(backward_hooks, "LIBRARIES", (*backward_hooks.LIBRARIES, __name__.partition(".")[0]))
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(run(kind, hook, True).figures, theirs(kind, hook), factor=10)
+        assert_same(run("SFT", "clamped", True).figures, theirs("SFT", "clamped"), factor=10)
 
 
 def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -44,13 +42,6 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def labelled(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     batch = collate(examples)
     return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
-
-
-class Own(UserDict):
-    """A mapping with a method of its own."""
-
-    def ids_and_mask(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self["input_ids"], self["attention_mask"]
 
 
 class Read(Trainer):
@@ -121,7 +112,6 @@ CASES = {
         build_model,
         DataCollatorWithPadding(build_tokenizer()),
     ),
-    "a mapping": (reading(Own.ids_and_mask), build_model, lambda rows: Own(collate(rows))),
     "an embedding model": (Read, lambda: build_model().model, collate),
     "a module around a decoder": (Trainer, Pooled, collate),
     "a forward that needs labels": (Trainer, NeedsLabels, labelled),
@@ -165,30 +155,10 @@ def test_the_figures_are_those_of_the_padded_trainer(case, by_callback, sharing,
 class CheckpointedLabels(Read):
     """A checkpoint around the model, in a loss that scores what is predicted from padding."""
 
-    is_reentrant = False
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
-        call = lambda ids, mask, anchor: self.read_logits(model, ids, mask)  # noqa: E731
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        logits = checkpoint(call, ids, mask, anchor, use_reentrant=self.is_reentrant)
+        call = lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits  # noqa: E731
+        logits = checkpoint(call, inputs["input_ids"], inputs["attention_mask"], use_reentrant=False)
         return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:])
-
-    @staticmethod
-    def read_logits(model, ids, mask):
-        return model(input_ids=ids, attention_mask=mask).logits
-
-
-class CheckpointedReentrant(CheckpointedLabels):
-    is_reentrant = True
-
-
-class CheckpointedDecoder(CheckpointedLabels):
-    """The same around the decoder alone, called by position."""
-
-    @staticmethod
-    def read_logits(model, ids, mask):
-        return model.lm_head(model.model(ids, mask).last_hidden_state)
 
 
 def labels_of_padding(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -196,10 +166,8 @@ def labels_of_padding(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]
     return batch | {"labels": batch["input_ids"].clone()}
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_callback"), [(CheckpointedLabels, True), (CheckpointedReentrant, False), (CheckpointedDecoder, False)]
-)
-def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path):
+@pytest.mark.parametrize("by_callback", [True, False])
+def test_a_checkpoint_computes_again_as_it_computed(by_callback, tmp_path):
     """A batch with labels of padding is computed padded, in the backward pass too, and the next one is packed."""
 
     def collator(examples):
@@ -208,9 +176,9 @@ def test_a_checkpoint_computes_again_as_it_computed(kind, by_callback, tmp_path)
 
     own = {"train_dataset": build_rows(), "data_collator": collator, "remove_unused_columns": False, "max_steps": 4}
     collator.count, figures = 0, []
-    figures.append(trained(make_plain_trainer(tmp_path / "theirs", kind, model=build_model(), **own)))
+    figures.append(trained(make_plain_trainer(tmp_path / "theirs", CheckpointedLabels, model=build_model(), **own)))
     collator.count = 0
-    ours, padding = make_ours(kind, tmp_path / "ours", by_callback, model=build_model(), **own)
+    ours, padding = make_ours(CheckpointedLabels, tmp_path / "ours", by_callback, model=build_model(), **own)
     figures.append(trained(ours))
     assert_same(figures[1], figures[0], rtol=1e-3)
     (handle,) = padding.handles
@@ -222,7 +190,7 @@ def test_a_backward_that_packs_what_was_padded_fails(tmp_path, monkeypatch):
     """The control."""
     monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
     with pytest.raises(CheckpointError):
-        test_a_checkpoint_computes_again_as_it_computed(CheckpointedLabels, False, tmp_path)
+        test_a_checkpoint_computes_again_as_it_computed(False, tmp_path)
 
 
 class OwnStep:
@@ -234,19 +202,15 @@ class OwnStep:
         return loss.detach()
 
 
-@pytest.mark.parametrize("put", ["below", "on the object"])
-def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(put, tmp_path):
+def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(tmp_path):
     """On its first call of the model: a hook that goes by token passes, and one that goes by column is found."""
 
     def make_with(change: Any) -> Any:
         model = build_model()
         model.model.layers[0].register_forward_hook(lambda module, args, output: change(output))
-        kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}) if put == "below" else Trainer)
+        kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}))
         given = {"model": model, "data_collator": labelled, "train_dataset": build_rows(), "max_steps": 2}
-        trainer = make_plain_trainer(tmp_path, kind, remove_unused_columns=False, **given)
-        if put == "on the object":
-            trainer.training_step = MethodType(OwnStep.training_step, trainer)
-        return trainer
+        return make_plain_trainer(tmp_path, kind, remove_unused_columns=False, **given)
 
     trainer = make_with(lambda states: states * 1.1)
     trainer.train()

@@ -9,7 +9,6 @@ import torch
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
-from kit.observe import entered_tokens
 from kit.rows import build_rows
 from kit.tolerance import assert_close
 from kit.trainer_runs import (
@@ -71,17 +70,6 @@ class Hidden(Cloned):
         return batch | {"labels": labels}
 
 
-class HidesFirst(Cloned):
-    """The first token of each row is hidden, and has a label, which padding has not."""
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = super().__call__(examples)
-        labels = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-        mask = batch["attention_mask"].clone()
-        mask[torch.arange(len(mask)), mask.argmax(1)] = 0
-        return batch | {"labels": labels, "attention_mask": mask}
-
-
 class HiddenPrompts(DataCollatorForPreference):
     """DPO: the last token of each prompt is hidden, and the completion begins behind it."""
 
@@ -109,53 +97,30 @@ def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
 
 
-SFT = {"max_length": None, "per_device_train_batch_size": 4, "max_steps": 3}
-SFT_CELLS = [
-    (HidesFirst, "right", "padding-free"),
-    (Cloned, "right", "budget"),
-    (Hidden, "left", "prefix sharing"),
+SETTINGS = {"per_device_train_batch_size": 4, "max_steps": 3}
+WITH_EVALUATION = {"max_length": None, "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
+CELLS = [
+    ("SFT", Cloned(), "budget", WITH_EVALUATION),
+    ("SFT", Cloned(), "padding-free", {"max_length": None}),
+    ("SFT", Hidden("left"), "prefix sharing", WITH_EVALUATION),
+    ("DPO", HiddenPrompts(pad_token_id=PAD), "padding-free", {"loss_type": ["ipo"]}),
+    ("DPO", HidesSome(pad_token_id=PAD), "prefix sharing", {"parity_check": False}),
+    ("DPO", HiddenPrompts(pad_token_id=PAD), "budget", {"loss_type": ["aot"]}),
 ]
 
 
-@pytest.mark.parametrize(("collator", "side", "mode"), SFT_CELLS)
-def test_sft_on_labels_of_padding_is_trls(collator, side, mode, tmp_path):
-    given = SFT | {"data_collator": collator(side), "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
-    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
-    ours = make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given, **MODES[mode])
-    computed = entered_tokens(ours.model)
-    run = trained(ours)
-    assert_same(run, theirs)
-    assert ours.padding.stats.padded_forwards >= 3
-    assert computed
-
-
-def test_labels_of_padding_that_are_dropped_are_found_wrong(tmp_path, monkeypatch):
-    """The control."""
-    given = SFT | {"data_collator": Cloned()}
-    theirs = trained(make_trainer(trl, "SFT", tmp_path / "theirs", **given))
-    drop_them_silently(monkeypatch)
-    assert_other(trained(make_trainer(trl_padfix, "SFT", tmp_path / "ours", padding_free=True, **given)), theirs)
-
-
-DPO_CELLS = [
-    (HiddenPrompts, "padding-free", "ipo"),
-    (HidesSome, "prefix sharing", "sigmoid"),
-    (HiddenPrompts, "budget", "aot"),
-]
-
-
-@pytest.mark.parametrize(("collator", "mode", "loss"), DPO_CELLS)
-def test_dpo_behind_hidden_prompts_is_trls_in_every_step(collator, mode, loss, tmp_path):
-    given = {"per_device_train_batch_size": 4, "max_steps": 4, "loss_type": [loss]}
-    figures = []
-    for library, modes in ((trl, {}), (trl_padfix, {"padding_free": True, "parity_check": False} | MODES[mode])):
-        trainer = make_trainer(
-            library, "DPO", tmp_path / library.__name__, data_collator=collator(pad_token_id=PAD), **given, **modes
-        )
-        figures.append(trained(trainer))
-    assert_same(figures[1], figures[0])
-    assert trainer.padding.stats.padded_forwards >= 1
-    assert (trainer.padding.stats.forwards > 0) == (collator is HidesSome)
+@pytest.mark.parametrize(("kind", "collator", "mode", "config"), CELLS)
+def test_figures_of_labels_behind_padding_are_trls(kind, collator, mode, config, tmp_path, monkeypatch):
+    given = SETTINGS | config | {"data_collator": collator}
+    theirs = trained(make_trainer(trl, kind, tmp_path, **{n: x for n, x in given.items() if n != "parity_check"}))
+    ours = make_trainer(trl_padfix, kind, tmp_path, padding_free=True, **given | MODES[mode])
+    assert_same(trained(ours), theirs)
+    stats = ours.padding.stats
+    assert stats.padded_forwards >= (1 if isinstance(collator, HidesSome) else 3)
+    assert (stats.forwards > 0) == isinstance(collator, HidesSome)
+    if (kind, mode) == ("SFT", "padding-free"):  # the control
+        drop_them_silently(monkeypatch)
+        assert_other(trained(make_trainer(trl_padfix, kind, tmp_path, padding_free=True, **given)), theirs)
 
 
 # -- first tokens of rows that are padded on the left
@@ -177,24 +142,18 @@ def plain(folder, side: str, trainer_class: type = Trainer, **given: Any) -> Tra
     )
 
 
-@pytest.mark.parametrize("way", ["callback", "attached", "class with sharing"])
+@pytest.mark.parametrize("way", ["callback", "class"])
 def test_batches_with_labels_of_first_tokens_are_computed_padded(way, tmp_path):
     given = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_dataset": token_rows(8)}
     right = trained(plain(tmp_path / "right", "right", **given))
     expected = trained(plain(tmp_path / "left", "left", **given))
-    ours, callbacks = Trainer, []
-    if way.startswith("class"):
-        ours = padding_free_trainer(Trainer, prefix_sharing="sharing" in way)
     if way == "callback":
-        callbacks = [callback := PaddingRemovalCallback()]
-    trainer = plain(tmp_path / "ours", "left", ours, callbacks=callbacks, **given)
-    handle = trl_padfix.remove_padding(trainer.model) if way == "attached" else None
-    if way == "callback":
+        trainer = plain(tmp_path / "ours", "left", callbacks=[callback := PaddingRemovalCallback()], **given)
         trainer.train()  # a callback removes no padding after the training
         got, expected, stats = trajectory(trainer), expected[:-1], callback.stats
     else:
-        got = trained(trainer)
-        stats = handle.stats if handle is not None else trainer.padding.stats
+        trainer = plain(tmp_path / "ours", "left", padding_free_trainer(Trainer, prefix_sharing=True), **given)
+        got, stats = trained(trainer), trainer.padding.stats
     assert_same(got, expected)
     with pytest.raises(AssertionError):  # the figures of right padding are others
         assert_same(got, right[: len(got)])
@@ -210,17 +169,13 @@ class Masked(DataCollatorForLanguageModeling):
         return batch
 
 
-@pytest.mark.parametrize("way", ["callback", "class with sharing"])
-def test_without_labels_of_first_tokens_they_are_packed(way, tmp_path):
+def test_without_labels_of_first_tokens_they_are_packed(tmp_path):
     collator = Masked(build_tokenizer(padding_side="left"), mlm=False)
     given = {"max_steps": 3, "data_collator": collator, "train_dataset": token_rows()}
     expected = trained(make_plain_trainer(tmp_path / "theirs", Trainer, **given))
-    callback = PaddingRemovalCallback()
-    kind = padding_free_trainer(Trainer, prefix_sharing=True) if way != "callback" else Trainer
-    trainer = make_plain_trainer(tmp_path / "ours", kind, callbacks=[callback] * (way == "callback"), **given)
+    trainer = make_plain_trainer(tmp_path / "ours", padding_free_trainer(Trainer, prefix_sharing=True), **given)
     assert_same(trained(trainer), expected)
-    stats = callback.stats if way == "callback" else trainer.padding.stats
-    assert stats.forwards > 0 == stats.padded_forwards
+    assert trainer.padding.stats.forwards > 0 == trainer.padding.stats.padded_forwards
 
 
 # -- a plain loop

@@ -293,8 +293,6 @@ BAD = {
     ),
     "no eos to end answers with": Bad("DPO", lambda: WITHOUT_EOS, "EOS.*Set `tokenizer.eos_token`"),
     "no end, SFT": Bad("SFT", lambda: WITHOUT_EOS, "no EOS token, and TRL ends"),
-    "no end, KTO": rows("KTO", EXAMPLE, "no EOS token, and TRL ends", **WITHOUT_EOS),
-    "no end, Reward": rows("Reward", PAIR, "no EOS token, and TRL ends", **WITHOUT_EOS),
     "a language model for rewards": Bad(
         "Reward",
         lambda: STRICT | {"model": build_model("causal", num_labels=1)},

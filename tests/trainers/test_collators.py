@@ -3,6 +3,7 @@
 import pytest
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
+import trl.trainer.kto_trainer as trl_kto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,10 @@ PAIRS = [
     {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
 ]
 KTO = {"prompt_ids": [1], "completion_ids": [2], "label": True}
+EXAMPLES = [
+    {"prompt_ids": [1, 2], "completion_ids": [3, 4], "KL_completion_ids": [5], "label": True},
+    {"prompt_ids": [6], "completion_ids": [7], "KL_completion_ids": [8, 9, 10], "label": False},
+]
 
 
 def collate(pairs, **settings):
@@ -113,3 +118,32 @@ def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row
 def test_a_right_padded_row_without_a_prompt_token_is_trls():
     promptless = [{"prompt_ids": [], "chosen_ids": [4, 5], "rejected_ids": [6]}]
     assert literals(collate(promptless))["input_ids"] == [[4, 5], [6, 0]]
+
+
+# -- KTO
+
+
+def test_left_padding_moves_each_batch_by_its_own_mask():
+    # Both batches are two rows of up to four tokens, of other lengths.
+    assert literals(DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(EXAMPLES)) == {
+        "input_ids": [[1, 2, 3, 4], [0, 0, 6, 7]],
+        "attention_mask": [[1, 1, 1, 1], [0, 0, 1, 1]],
+        "completion_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
+        "KL_input_ids": [[0, 1, 2, 5], [6, 8, 9, 10]],
+        "KL_attention_mask": [[0, 1, 1, 1], [1, 1, 1, 1]],
+        "KL_completion_mask": [[0, 0, 0, 1], [0, 1, 1, 1]],
+        "label": [True, False],
+    }
+
+
+def test_right_padding_of_single_answers_is_trls():
+    for max_length in (None, 3):
+        settings = {"pad_token_id": 0, "max_length": max_length, "pad_to_multiple_of": 8}
+        theirs = trl_kto.DataCollatorForUnpairedPreference(**settings)(EXAMPLES)
+        assert literals(DataCollatorForUnpairedPreference(**settings)(EXAMPLES)) == literals(theirs)
+
+
+def test_an_answer_without_a_prompt_cannot_be_padded_left():
+    rows = [{**row, "prompt_ids": []} for row in EXAMPLES]
+    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every row a prompt"):
+        DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(rows)

@@ -69,14 +69,6 @@ def test_the_parity_check_may_leave_gradients_out(tmp_path):
     assert found == ["forward", True, False, True]
 
 
-def test_flags_are_parsed():
-    given = ["--padding_free", "--prefix_sharing", "--padding_side", "left", "--parity_check", "false"]
-    config = parse(*given, "--max_tokens_per_batch", "4096")
-    expected = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
-    expected["max_tokens_per_batch"] = 4096
-    assert {name: getattr(config, name) for name in OURS} == OURS | expected
-
-
 def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("padding_free: true\nprefix_sharing: true\npadding_side: left\nparity_check: false\nbeta: 0.2\n")
@@ -163,21 +155,16 @@ NOT_NEEDED = {
 """Statements, each of which needs more than those before it, and what none of them imports."""
 
 
-@pytest.fixture(scope="module")
-def imported_by():
+@pytest.mark.slow
+def test_an_import_costs_only_what_it_needs():
     """What is imported after each of these statements, one after another in a fresh interpreter."""
     lines = ["import json, sys", "found = []"]
     for statement in NOT_NEEDED:
         lines += [statement, "found.append([name for name in sys.modules if '.' not in name])"]
     found = json.loads(run_python("\n".join([*lines, "print(json.dumps(found))"])))
-    return dict(zip(NOT_NEEDED, map(set, found), strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("statement", NOT_NEEDED)
-def test_an_import_costs_only_what_it_needs(statement, imported_by):
-    assert "trl_padfix" in imported_by[statement]
-    assert imported_by[statement] & NOT_NEEDED[statement] == set()
+    for imported, not_needed in zip(found, NOT_NEEDED.values(), strict=True):
+        assert "trl_padfix" in imported
+        assert not_needed & {*imported} == set()
 
 
 @pytest.mark.slow

@@ -71,16 +71,6 @@ def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing):
     assert max(ours.forwards) <= BUDGETS["SFT"]
 
 
-def as_function(trainer, patch):
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: torch.nn.functional.cross_entropy(
-        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )
-
-
-def test_so_has_a_function_for_the_loss():
-    assert_same(run("SFT", as_function, True).figures, theirs("SFT", as_function))
-
-
 class Cut:
     """Cuts the columns of a batch to the length of its shortest row."""
 

@@ -113,7 +113,7 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
 
 @pytest.mark.parametrize(
     ("name", "data", "side"),
-    [("llava", "dpo", "left"), ("qwen2_5_vl", "sft", "right"), ("llava", "messages", "right")],
+    [("llava", "dpo", "left"), ("qwen2_5_vl", "sft", "right")],
 )
 def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     processor, model = build_processor(name), build_vision_model(name)
@@ -122,17 +122,12 @@ def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     images = [[build_image(10 * i + j) for j in range(count)] for i, count in enumerate(counts)]
     asked = [[{"role": "user", "content": text}] for text in texts]
     answer, other = ([{"role": "assistant", "content": f"w{i} w{i}"}] for i in (2, 3))
-    columns = {
-        "dpo": lambda q: {"prompt": q, "chosen": answer, "rejected": other},
-        "sft": lambda q: {"prompt": q, "completion": answer},
-        "messages": lambda q: {"messages": q + answer},
-    }[data]
-    rows = Dataset.from_list([{"images": i, **columns(q)} for i, q in zip(images, asked, strict=True)])
+    answers = {"chosen": answer, "rejected": other} if data == "dpo" else {"completion": answer}
+    rows = Dataset.from_list([{"images": i, "prompt": q, **answers} for i, q in zip(images, asked, strict=True)])
     given = {"model": model, "processing_class": processor, "train_dataset": rows, "eval_dataset": rows}
     given |= {"ref_model": build_vision_model(name)} if data == "dpo" else {}
     given |= {"per_device_eval_batch_size": 3, "max_length": None, "generation_kwargs": {"do_sample": False}}
-    kind = "DPO" if data == "dpo" else "SFT"
-    make_trainer(trl_padfix, kind, tmp_path, **GENERATING | given).evaluate()
+    make_trainer(trl_padfix, data.upper(), tmp_path, **GENERATING | given).evaluate()
 
     expected = []
     for i, q in zip(images, asked, strict=True):
@@ -150,15 +145,14 @@ def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
 # What becomes of them
 
 
-@pytest.mark.parametrize("name", ["dpo"])
-def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(name, tmp_path):
+def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(tmp_path):
     received, kept = [], []
 
     def compute_metrics(predicted):
         received.append(predicted)
         return {"rows": np.float64(len(predicted.predictions)), "eval_named": 1}
 
-    trainer = make(name, tmp_path, compute_metrics=compute_metrics, include_for_metrics=["inputs"])
+    trainer = make("dpo", tmp_path, compute_metrics=compute_metrics, include_for_metrics=["inputs"])
     compute_loss = trainer.compute_loss
 
     def watched(*args, return_outputs=False, **kwargs):

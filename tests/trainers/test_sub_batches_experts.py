@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from kit.budget_runs import BUDGETS, EXPERTS, assert_same, build_experts, figures_of, make
-from kit.cells import slow_but
 from kit.processes import logged
 from kit.tolerance import assert_close
 from transformers import PreTrainedModel
@@ -23,9 +22,8 @@ from trl_padfix.trainers.batching.sub_batches import SubBatches
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["fsdp2"], ["multi_gpu", "fsdp2"]))
-def test_two_processes_have_the_loss_of_their_whole_batches(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.budget_runs", "experts")
+def test_two_processes_have_the_loss_of_their_whole_batches(tmp_path):
+    found = logged("fsdp2", tmp_path, "kit.budget_runs", "experts")
     for name in ("SFT", "DPO"):
         whole, split = found[name]
         steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]

@@ -25,15 +25,6 @@ def of_embeddings(model, ids, mask):
     return model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask).logits
 
 
-def of_embeddings_in_the_decoder(model, ids, mask):
-    embeddings = model.get_input_embeddings()(ids)
-    return model.lm_head(model.model(inputs_embeds=embeddings, attention_mask=mask).last_hidden_state)
-
-
-def by_position(model, ids, mask):
-    return model(ids, mask).logits
-
-
 def without_mask(model, ids, mask):
     return model(input_ids=ids).logits
 
@@ -56,7 +47,7 @@ def with_cache(model, ids, mask):
     return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
 
 
-CALLS = (of_decoder, of_embeddings, of_embeddings_in_the_decoder, by_position, without_mask, with_hidden_states)
+CALLS = (of_decoder, of_embeddings, without_mask, with_hidden_states)
 CALLS = {f.__name__: f for f in (*CALLS, checkpointed)}
 CALLS["checkpointed, reentrant"] = partial(checkpointed, reentrant=True)
 CELLS = [  # each call once, the trainers and modes by turns

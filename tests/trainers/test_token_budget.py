@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from functools import cache
@@ -49,6 +51,7 @@ DPO_LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"),
     *("discopop", "sigmoid_norm"),
 )
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 SMOOTHED = {"label_smoothing": 0.1}
 
 CASES = {
@@ -67,7 +70,7 @@ CASES = {
     "DPO, mixed with SFT": Case("DPO", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]}, is_sum=False),
     "DPO, weighted": Case("DPO", {"use_weighting": True}),
     "DPO, lengths": Case("DPO", {"ld_alpha": 0.5}),
-    "DPO, another divergence": Case("DPO", {"f_divergence_type": "js_divergence"}),
+    **{f"DPO, {name}": Case("DPO", {"f_divergence_type": name}) for name in DIVERGENCES},
     "DPO, precomputed reference": Case("DPO", {"precompute_ref_log_probs": True}),
     "DPO, adapters": Case("DPO", given=lambda: {"peft_config": lora(task_type="CAUSAL_LM"), "ref_model": None}),
     "DPO, experts": Case("DPO", COEFFICIENT, experts(**REFERENCE), is_sum=False),
@@ -99,6 +102,8 @@ PUSHED = (
 )
 """Cases of every push; the others run at night."""
 ACCUMULATION = {1: {}, 3: {"gradient_accumulation_steps": 3}}
+ONE_BATCH = ("SFT", "SFT, experts", "DPO, sigmoid", "KTO", "GRPO, bnpo")
+"""Cases that are also tried without accumulation: one of each way to weigh a chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +125,41 @@ def parametrized() -> list[Any]:
         pytest.param(name, n, id=f"{name}, {n}", marks=marks[name in PUSHED and n == 3])
         for name in CASES
         for n in ACCUMULATION
+        if n == 3 or name in ONE_BATCH
     ]
+
+
+LOSS_SETTINGS = ("loss_type", "f_divergence_type", "importance_sampling_level")
+
+
+def accepted(kind: str) -> set[tuple[str, str]]:
+    """Fields of a loss and the values that TRL's trainer compares them with."""
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(getattr(trl, f"{kind}Trainer"))))):
+        if isinstance(node, ast.Compare):
+            field = ast.unparse(node.left).rpartition(".")[2]
+            values = [n.value for n in ast.walk(node.comparators[0]) if isinstance(n, ast.Constant)]
+            found |= {(field, value) for value in values if field in LOSS_SETTINGS}
+    return found
+
+
+@pytest.mark.parametrize(("kind", "loss"), [("SFT", "dft"), ("DPO", "aot"), ("KTO", "kto"), ("GRPO", "vespo")])
+def test_every_loss_of_trl_has_a_case(kind, loss, tmp_path):
+    config = getattr(trl, f"{kind}Config")(tmp_path, bf16=False)
+    cases = [
+        {name: case.config.get(name, getattr(config, name, None)) for name in LOSS_SETTINGS}
+        for case in CASES.values()
+        if case.kind == kind
+    ]
+    losses = accepted(kind)
+    assert ("loss_type", loss) in losses  # they are found
+    tried = {
+        (name, value)
+        for case in cases
+        for name, x in case.items()
+        for value in ([x] if isinstance(x, str) else x or [])
+    }
+    assert losses - tried == set()
 
 
 @pytest.mark.parametrize(("name", "accumulation"), parametrized())
@@ -173,16 +212,14 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", slow_but(["multi_gpu"], ["multi_gpu", "fsdp2"]))
-def test_two_processes_have_trls_numbers_on_images(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.budget_runs", "images")
+def test_two_processes_have_trls_numbers_on_images(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "images")
     for name, histories in found.items():
         if not name.endswith("chunks"):
             # The first accuracies are ties.
             theirs, whole, split = (figures(history, ("accuracies",)) for history in histories)
             assert_same(split, whole)
-            if strategy == "multi_gpu":
-                assert_same(split, theirs)
+            assert_same(split, theirs)
             assert max(found[f"{name}, chunks"], default=1) > 1
 
 

@@ -8,25 +8,10 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
-from datasets import Dataset
-from kit.trainer_runs import MODES, assert_same, is_bare, to_the_bit
+from kit.trainer_runs import MODES, is_bare, to_the_bit
 
 from trl_padfix import PaddingRemovalError
 from trl_padfix.trainers.parts.packing import RemovePadding
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_a_run_with_compiled_layers_is_trls(make):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    ours = make.train("short", **MODES["prefix sharing"], torch_compile=True, torch_compile_backend="aot_eager")
-    assert_same(ours.trajectory(), make.theirs("short").trajectory())
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] >= 2  # policy and reference
-    assert not counters["graph_break"]
-    assert not isinstance(ours.trainer.model, torch._dynamo.OptimizedModule)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", ["padded", "padding-free"])
@@ -53,25 +38,10 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
                 trainer.padding.part(RemovePadding).on_init_end()
 
 
-def test_pairs_without_prompts_and_of_one_token_are_trls(make):
-    answers = ["<eos>", "w5 w6 <eos>", "<eos>", "w7 <eos>"]
-    data = Dataset.from_list([{"prompt": "", "chosen": "<eos>", "rejected": answer} for answer in answers])
-    given = {"train_dataset": data, "eval_dataset": None}
-    theirs = make.train("short", trl.DPOTrainer, given)
-    assert_same(make.train("short", given=given, padding_free=True).trajectory(), theirs.trajectory())
-
-
 def test_every_metric_of_trl_is_logged_as_trl_logs_it(make):
     ours, theirs = make.train("short", **MODES["prefix sharing"]), make.theirs("short")
     for our_log, their_log in zip(to_the_bit(ours.logs), to_the_bit(theirs.logs), strict=True):
         assert our_log == pytest.approx(their_log, rel=1e-4, abs=1e-5)
-
-
-def test_the_auxiliary_loss_of_experts_is_trls(make):
-    runs = make.train("experts", **MODES["prefix sharing"]), make.theirs("experts")
-    ours, theirs = ([log["aux_loss"] for log in run.logs if "aux_loss" in log] for run in runs)
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    assert len(ours) == 5
 
 
 BF16 = 4 * torch.finfo(torch.bfloat16).eps

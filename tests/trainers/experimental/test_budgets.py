@@ -2,7 +2,7 @@
 
 import pytest
 import trl
-from kit.cells import slow_but
+from kit.cells import by_turns, slow_but
 from kit.trainer_runs import MODES, assert_same, break_mode, figures
 from packaging.version import Version
 
@@ -18,7 +18,7 @@ METRICS = {name: () for name in NAMES if name != "GKD"}
 METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/",)}
 """Metrics that are means over padding, too, in TRL, of all trainers with metrics."""
 
-CELLS = [(name, mode) for name in NAMES for mode in ("padding-free", "prefix sharing")]
+CELLS = by_turns(NAMES, ["padding-free", "prefix sharing"])
 
 
 def longest_row(run):

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import trl
 from datasets import Dataset
-from kit.cells import slow_but
+from kit.cells import by_turns, slow_but
 from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode
 from packaging.version import Version
 
@@ -24,11 +24,13 @@ from trl_padfix.experimental import tasks
 
 PACKED = ["padding-free", "prefix sharing"]
 ALL_MODES = MODES | SIDED_MODES
-CELLS = [(name, mode) for name in EXPERIMENTS for mode in (SIDED_MODES if name == "TPO" else MODES)]
+TURNS = by_turns(EXPERIMENTS, PACKED)
+CELLS = [("ORPO", "padded"), ("GKD", "padded"), ("ORPO", "prefix sharing")]
+CELLS += [(n, f"{mode}, left" if n == "TPO" else mode) for n, mode in TURNS]
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), slow_but([("ORPO", "prefix sharing"), ("TPO", "prefix sharing, left")], CELLS)
+    ("name", "mode"), slow_but([("ORPO", "prefix sharing"), ("TPO", "padding-free, left")], CELLS)
 )
 def test_ten_steps_and_an_evaluation_are_trls(name, mode, trls, policy, tmp_path):
     theirs = trls(name)
@@ -48,9 +50,7 @@ def test_ten_steps_and_an_evaluation_are_trls(name, mode, trls, policy, tmp_path
         assert all(handle.stats.packed_tokens < handle.stats.padded_tokens for handle in padding.handles)
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), slow_but([("ORPO", "padding-free")], [(n, m) for n in EXPERIMENTS for m in PACKED])
-)
+@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "padding-free")], by_turns(EXPERIMENTS, PACKED)))
 def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy, tmp_path, monkeypatch):
     theirs, config = trls(name), break_mode(monkeypatch, mode)
     with pytest.raises(ParityError, match="parity FAILED"):

@@ -31,7 +31,7 @@ def position_embeddings(decoder: nn.Module) -> list[nn.Embedding]:
     """The positional embeddings of a decoder without an argument `position_ids`; they receive the columns' numbers."""
     if takes(decoder, "position_ids"):
         return []
-    tables = [module for module in decoder.children() if isinstance(module, nn.Embedding)]
+    tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
     return [table for table in tables if takes(table, "position_ids")]
 
 

@@ -68,6 +68,7 @@ class DecoderPatch(BatchPatch):
         self.parameters = frozenset(parameters_of(module.forward))
         self.has_rows = bool(attachment.mixers.in_mode(ROWS))
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
+        self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if context().attention:
@@ -184,6 +185,9 @@ class DecoderPatch(BatchPatch):
         packed = packed | _NO_CACHE | _neftune_embeddings(self.module, inputs.ids, layout)
         if inputs.prepared is not None:
             packed["attention_mask"] = inputs.prepared.for_decoder()
+        if self.has_token_types and packed.get("token_type_ids") is None:
+            # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
+            packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
         if cp_layout is not None:
             packed = local_arguments(packed, cp_layout)
         positions, last_position = packed["position_ids"], layout.batch_shape[1] - 1
