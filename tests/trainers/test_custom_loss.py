@@ -7,7 +7,8 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
+from kit.budget_runs import BUDGETS, assert_same, build_experts, make, subclass, train_split
+from transformers import Qwen2ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
@@ -112,6 +113,61 @@ def test_a_loss_that_divides_by_the_steps_of_accumulation_has_trls_figures():
 
     given = {"gradient_accumulation_steps": 3, "max_grad_norm": 1e-3}
     assert_same(run("SFT", as_own, True, **given).figures, theirs("SFT", as_own, **given))
+
+
+def mean_of_rows(logits, labels, vocab_size, **kwargs):
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+
+def mean_of_labels(*args, num_items_in_batch=None, **kwargs):
+    return ForCausalLMLoss(*args, **kwargs)
+
+
+class Regularised(Qwen2ForCausalLM):
+    """The forward adds a term of its own."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        normalizers = output.logits.logsumexp(-1).where(attention_mask.bool(), 0.0)
+        output.loss = output.loss + normalizers.square().sum(1).max() / 100
+        return output
+
+
+def experts(trainer_of):
+    return trainer_of(model=build_experts("mixtral"), router_aux_loss_coef=0.5)
+
+
+def with_loss(function):
+    def make_with(trainer_of):
+        trainer = trainer_of()
+        trainer.model.loss_function = function
+        return trainer
+
+    return make_with
+
+
+def regularised(trainer_of):
+    trainer = trainer_of()
+    trainer.model.__class__ = Regularised
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "made",
+    [with_loss(mean_of_rows), with_loss(mean_of_labels), experts, regularised],
+    ids=["rows", "labels", "experts", "term"],
+)
+def test_a_loss_that_the_model_returns_has_trls_figures(made):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask, labels = inputs["input_ids"], inputs["attention_mask"], inputs["labels"]
+        return model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=num_items_in_batch).loss
+
+    found = []
+    for library in (trl, trl_padfix):
+        trainer = made(partial(make, library, "SFT", "unused", budget=library is trl_padfix))
+        found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
+    assert_same(found[1], found[0])
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):
