@@ -8,6 +8,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, build_experts, make, subclass, train_split
+from kit.trainer_runs import build_model
 from transformers import Qwen2ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -148,9 +149,9 @@ def with_loss(function):
 
 
 def regularised(trainer_of):
-    trainer = trainer_of()
-    trainer.model.__class__ = Regularised
-    return trainer
+    model = build_model()
+    model.__class__ = Regularised
+    return trainer_of(model=model)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,19 @@ def test_a_loss_that_the_model_returns_has_trls_figures(made):
         trainer = made(partial(make, library, "SFT", "unused", budget=library is trl_padfix))
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
     assert_same(found[1], found[0])
+
+
+def test_so_has_that_of_a_classifier(caplog):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        return model(input_ids=ids, attention_mask=mask, labels=mask.sum(1).float() / 8).loss
+
+    found = []
+    for library in (trl, trl_padfix):
+        trainer = make(library, "Reward", "unused", budget=library is trl_padfix)
+        found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
+    assert_same(found[1], found[0])
+    assert "a loss that is no known function of its logits" in caplog.text
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):

@@ -115,7 +115,8 @@ class SubBatches:
             results = [model_forward.run(*args) for args in recomputed]
         outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
         if not _has_loss_of_logits(model, outputs[0], calls[0]):
-            self.leave(model, call, "its loss is not `loss_function` of its logits. Compute your loss from the logits")
+            reason = "it returns a loss that is no known function of its logits. Compute the loss from the logits"
+            self.leave(model, call, reason)
             return forward(**call)
         output = _concatenated(outputs, calls, torch.cat(batch.split.rows))
         if outputs[0].get("aux_loss") is not None:
@@ -271,7 +272,7 @@ def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -
     vocab_size = output["logits"].shape[-1]
     loss = model.loss_function(logits=output["logits"], labels=call["labels"], vocab_size=vocab_size, **given)
     if output.get("aux_loss") is not None:
-        loss = loss + model.router_aux_loss_coef * output["aux_loss"]
+        loss = loss + getattr(model, "router_aux_loss_coef", 0.0) * output["aux_loss"]
     return loss
 
 
@@ -281,6 +282,6 @@ def _has_loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any
     loss, logits, labels = output.get("loss"), output.get("logits"), call.get("labels")
     if loss is None or logits is None:
         return True
-    if labels is None or labels.shape != logits.shape[:-1]:
+    if labels is None or logits.dim() != 3 or labels.shape != logits.shape[:-1]:
         return False
     return torch.allclose(_loss_of_logits(model, output, call).to(loss.dtype), loss, rtol=1e-3)
