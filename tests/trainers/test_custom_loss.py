@@ -130,58 +130,49 @@ class Regularised(Qwen2ForCausalLM):
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
         output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
-        normalizers = output.logits.logsumexp(-1).where(attention_mask.bool(), 0.0)
-        output.loss = output.loss + normalizers.square().sum(1).max() / 100
+        normalizers = output["logits"].logsumexp(-1).where(attention_mask.bool(), 0.0)
+        output["loss"] = output["loss"] + normalizers.square().sum(1).max() / 100
         return output
 
 
-def experts(trainer_of):
-    return trainer_of(model=build_experts("mixtral"), router_aux_loss_coef=0.5)
-
-
 def with_loss(function):
-    def make_with(trainer_of):
-        trainer = trainer_of()
-        trainer.model.loss_function = function
-        return trainer
-
-    return make_with
+    model = build_model()
+    model.loss_function = function
+    return model
 
 
-def regularised(trainer_of):
+def regularised():
     model = build_model()
     model.__class__ = Regularised
-    return trainer_of(model=model)
+    return model
 
 
-@pytest.mark.parametrize(
-    "made",
-    [with_loss(mean_of_rows), with_loss(mean_of_labels), experts, regularised],
-    ids=["rows", "labels", "experts", "term"],
-)
-def test_a_loss_that_the_model_returns_has_trls_figures(made):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        ids, mask, labels = inputs["input_ids"], inputs["attention_mask"], inputs["labels"]
-        return model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=num_items_in_batch).loss
-
-    found = []
-    for library in (trl, trl_padfix):
-        trainer = made(partial(make, library, "SFT", "unused", budget=library is trl_padfix))
-        found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
-    assert_same(found[1], found[0])
+MODELS = {
+    "rows": partial(with_loss, mean_of_rows),
+    "labels": partial(with_loss, mean_of_labels),
+    "experts": partial(build_experts, "mixtral"),
+    "term": regularised,
+    "classifier": partial(build_model, "reward"),
+}
 
 
-def test_so_has_that_of_a_classifier(caplog):
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        return model(input_ids=ids, attention_mask=mask, labels=mask.sum(1).float() / 8).loss
+        if name == "classifier":
+            return model(input_ids=ids, attention_mask=mask, labels=mask.sum(1).float() / 8).loss
+        given = {"labels": inputs["labels"], "num_items_in_batch": num_items_in_batch}
+        return model(input_ids=ids, attention_mask=mask, **given).loss
 
     found = []
     for library in (trl, trl_padfix):
-        trainer = make(library, "Reward", "unused", budget=library is trl_padfix)
+        given = {"model": MODELS[name]()} | ({"router_aux_loss_coef": 0.5} if name == "experts" else {})
+        kind = "Reward" if name == "classifier" else "SFT"
+        trainer = make(library, kind, "unused", budget=library is trl_padfix, **given)
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
     assert_same(found[1], found[0])
-    assert "a loss that is no known function of its logits" in caplog.text
+    assert ("a loss that is no known function of its logits" in caplog.text) == (name in ("term", "classifier"))
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):
