@@ -682,14 +682,9 @@ class BenchStep:
         """Peak memory of a step on CPU, in GiB: models, optimizer state, and the largest sum of live allocations."""
         with profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             self.run(rows, variant)
-        live = peak = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":  # positive: an allocation; negative: a release
-                live += event.nbytes()
-                peak = max(peak, live)
         state = [v for s in self.trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         permanent = [*state, *(p for model in self.models for p in model.parameters())]
-        return (peak + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
+        return (most_live_bytes(profile) + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
 
 
 def wait(device: str) -> None:
@@ -702,6 +697,16 @@ def profiled(**options: Any) -> Any:
     """Torch's profiler without its log."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # must be set before the first profile of the process
     return torch.profiler.profile(**options)
+
+
+def most_live_bytes(profile: Any) -> int:
+    """Largest sum of the allocations of a profile that live at one time."""
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":  # positive: an allocation; negative: a release
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
 
 
 @contextlib.contextmanager

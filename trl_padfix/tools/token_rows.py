@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
-from trl.data_utils import common_prefix_length, extract_prompt, is_conversational
+from trl.data_utils import extract_prompt, is_conversational
 
 from ..trainers.data.chat_templates import renderer
 
@@ -101,5 +101,6 @@ def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrain
 
 
 def _common(ids: list[int], others: list[int]) -> int:
-    """Tokens that both begin with; the comparison of slices is the fast path."""
-    return len(ids) if others[: len(ids)] == ids else common_prefix_length(ids, others)
+    """Tokens that both begin with."""
+    pairs = zip(ids, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))

@@ -1,0 +1,225 @@
+"""
+The largest batch of a training step that fits into some memory: TRL, padding-free, sharing, sharing under a budget.
+
+    python benchmarks/capacity.py --method grpo --gib 8
+    python benchmarks/capacity.py --method grpo --variant sharing --size 4096  # runs the step of this size
+
+A size N is, with `grpo`, the tokens of each row of a group of 8 (7/8 of them the common prompt); with `dpo`, the pairs
+(prompts of 64 to 448 tokens, answers of 32 to 224); with `sft`, the tokens of the longest of 8 rows, beside 7 of 256.
+The bytes of a step are a polynomial in N, of second degree in tokens of a row: small steps determine it.
+
+kept: the most bytes that autograd's hooks see kept for backward at one time. peak: the largest sum of live allocations
+of the step. Both with weights, gradients, AdamW's state and the reference; the peak decides what fits. float32 on a
+CPU, without gradient checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import weakref
+from collections import Counter
+from typing import Any
+
+import bench
+import numpy as np
+import torch
+import transformers
+import trl
+from datasets import Dataset
+
+import trl_padfix
+from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+
+
+VARIANTS = ("trl", "padding-free", "sharing", "budget")
+
+SIZES = {"grpo": (512, 1024), "dpo": (4, 8), "sft": (512, 768, 1024)}
+"""Sizes of the small steps."""
+
+GROUP = 8
+
+
+class LiveBytes:
+    """Bytes of the storages that autograd keeps for backward, now and at most; each storage counts once."""
+
+    def __init__(self, permanent: list[torch.Tensor]):
+        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in permanent}
+        self.users: Counter[int] = Counter()
+        self.now = self.most = 0
+
+    def __enter__(self) -> LiveBytes:
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.hooks.__exit__(*error)
+
+    def _keep(self, tensor: torch.Tensor) -> _Kept:
+        kept, storage = _Kept(tensor), tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self.excluded:
+            self.now += size if not self.users[address] else 0
+            self.most = max(self.most, self.now)
+            self.users[address] += 1
+            weakref.finalize(kept, self._free, address, size)  # autograd drops it when its node has run backward
+        return kept
+
+    def _free(self, address: int, size: int) -> None:
+        self.users[address] -= 1
+        self.now -= size if not self.users[address] else 0
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+# -- a step
+
+
+def tokens(count: int, draw: torch.Generator) -> list[int]:
+    return torch.randint(3, 256, (count,), generator=draw).tolist()
+
+
+def make_batch(method: str, size: int, trainer: Any) -> dict[str, Any]:
+    """The batch of a size, as TRL's collator (for GRPO: its generation) makes it."""
+    draw = torch.Generator().manual_seed(0)
+    if method == "grpo":
+        completion = size // 8
+        prompt = torch.tensor([tokens(size - completion, draw)] * GROUP)
+        answers = torch.tensor([tokens(completion, draw) for _ in range(GROUP)])
+        return {
+            "prompt_ids": prompt,
+            "prompt_mask": torch.ones_like(prompt),
+            "completion_ids": answers,
+            "completion_mask": torch.ones_like(answers),
+            "advantages": torch.rand(GROUP, generator=draw) + 0.5,
+            "num_items_in_batch": torch.tensor(answers.numel()),
+        }
+    if method == "dpo":
+        lengths = [64 + 128 * (i % 4) for i in range(size)]  # 4 pairs after 4 pairs, so that bytes are linear in pairs
+        rows = [
+            {
+                "prompt_ids": tokens(n, draw),
+                "chosen_ids": tokens(n // 2, draw),
+                "rejected_ids": tokens(256 - n // 2, draw),
+            }
+            for n in lengths
+        ]
+    else:
+        ids = [tokens(length, draw) for length in [size] + [256] * (GROUP - 1)]
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+    return trainer.data_collator(rows)
+
+
+def offline(trainer_class: Any) -> Any:
+    """The trainer without preparation of data, and without generation."""
+    return type(
+        trainer_class.__name__,
+        (trainer_class,),
+        {
+            "_prepare_dataset": lambda self, dataset, *args, **kwargs: dataset,
+            "_prepare_inputs": lambda self, batch: batch,
+        },
+    )
+
+
+def build_trainer(method: str, variant: str, budget: int, rows: int, shape: str) -> Any:
+    library = trl if variant == "trl" else trl_padfix
+    name = method.upper()
+    settings: dict[str, Any] = {}
+    if variant != "trl":
+        settings |= dict(padding_free=True, parity_check=False, prefix_sharing=variant != "padding-free")
+    if variant == "budget":
+        settings["max_tokens_per_batch"] = budget
+    if method == "grpo":
+        settings |= dict(num_generations=GROUP, beta=0.0, max_completion_length=8)
+    else:
+        settings["max_length"] = None
+    config = getattr(library, f"{name}Config")(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=rows,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to=[],
+        **settings,
+    )
+    tokenizer = train_tokenizer([""], 300)
+    data = {
+        "grpo": {"prompt": [""]},
+        "dpo": {"prompt_ids": [[3]], "chosen_ids": [[3]], "rejected_ids": [[3]]},
+        "sft": {"input_ids": [[3]], "labels": [[3]]},
+    }[method]
+    make_model = lambda seed: build_qwen2(tokenizer, **SHAPES[shape], seed=seed, attn_implementation="sdpa")  # noqa: E731
+    more: dict[str, Any] = {
+        "grpo": {"reward_funcs": lambda completions, **_: [0.0]},
+        "dpo": {"ref_model": make_model(1)},
+    }
+    trainer = offline(getattr(library, f"{name}Trainer"))(
+        model=make_model(0),
+        args=config,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer,
+        **more.get(method, {}),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=0.0, weight_decay=0.0)
+    return trainer
+
+
+def gib_of_step(method: str, variant: str, size: int, shape: str) -> tuple[float, float]:
+    """GiB of a step as they are counted, and its peak."""
+    # A budget of one row, and for DPO the page's: a part cannot be smaller than a row.
+    budget = {"grpo": size, "dpo": 4096, "sft": size}[method]
+    trainer = build_trainer(method, variant, budget, size if method == "dpo" else GROUP, shape)
+    batch = make_batch(method, size, trainer)
+    weights = list(trainer.model.parameters())
+    permanent = 4 * sum(p.numel() * p.element_size() for p in weights)  # with gradients and two moments of AdamW
+    if method == "dpo":
+        permanent += sum(p.numel() * p.element_size() for p in trainer.ref_model.parameters())
+    for p in weights:  # they are permanent, and no allocation of the step
+        p.grad = torch.zeros_like(p)
+    with (
+        bench.profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        LiveBytes([*weights, *batch.values()]) as kept,
+    ):
+        trainer.training_step(trainer.model, batch, None)
+    return (permanent + kept.most) / 2**30, (permanent + bench.most_live_bytes(profile)) / 2**30
+
+
+# -- the search
+
+
+def largest(method: str, variant: str, gib: float, shape: str) -> tuple[float, float, float]:
+    """The largest size whose peak is at most `gib`, with its kept bytes and peak, from polynomials of small steps."""
+    sizes, degree = SIZES[method], len(SIZES[method]) - 1
+    kept, peak = np.polyfit(sizes, [gib_of_step(method, variant, size, shape) for size in sizes], degree).T
+    # What does not grow has a root far away, or none.
+    roots = np.roots(peak - gib * np.eye(degree + 1)[degree])
+    size = min((root.real for root in roots if abs(root.imag) < 1e-9 and root.real > 0), default=np.inf)
+    return size, np.polyval(kept, size), np.polyval(peak, size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", choices=SIZES, default="grpo")
+    parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--variant", choices=VARIANTS, help="only this one")
+    parser.add_argument("--size", type=int, help="no search: the step of this size")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    for variant in [options.variant] if options.variant else VARIANTS:
+        if options.size:
+            figures = options.size, *gib_of_step(options.method, variant, options.size, options.shape)
+        else:
+            figures = largest(options.method, variant, options.gib, options.shape)
+        print("{:12} N {:9,.1f}  kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
