@@ -7,7 +7,9 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
+from kit.budget_runs import BUDGETS, assert_same, build_experts, make, subclass, train_split
+from kit.trainer_runs import build_model
+from transformers import Qwen2ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
@@ -102,6 +104,65 @@ def test_a_loss_that_divides_by_the_steps_of_accumulation_has_trls_figures():
 
     given = {"gradient_accumulation_steps": 3, "max_grad_norm": 1e-3}
     assert_same(run("SFT", as_own, True, **given).figures, theirs("SFT", as_own, **given))
+
+
+def mean_of_rows(logits, labels, vocab_size, **kwargs):
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+
+def mean_of_labels(*args, num_items_in_batch=None, **kwargs):
+    return ForCausalLMLoss(*args, **kwargs)
+
+
+class Regularised(Qwen2ForCausalLM):
+    """The forward adds a term of its own."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        normalizers = output["logits"].logsumexp(-1).where(attention_mask.bool(), 0.0)
+        output["loss"] = output["loss"] + normalizers.square().sum(1).max() / 100
+        return output
+
+
+def with_loss(function):
+    model = build_model()
+    model.loss_function = function
+    return model
+
+
+def regularised():
+    model = build_model()
+    model.__class__ = Regularised
+    return model
+
+
+MODELS = {
+    "rows": partial(with_loss, mean_of_rows),
+    "labels": partial(with_loss, mean_of_labels),
+    "experts": partial(build_experts, "mixtral"),
+    "term": regularised,
+    "classifier": partial(build_model, "reward"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        if name == "classifier":
+            return model(input_ids=ids, attention_mask=mask, labels=mask.sum(1).float() / 8).loss
+        given = {"labels": inputs["labels"], "num_items_in_batch": num_items_in_batch}
+        return model(input_ids=ids, attention_mask=mask, **given).loss
+
+    found = []
+    for library in (trl, trl_padfix):
+        given = {"model": MODELS[name]()} | ({"router_aux_loss_coef": 0.5} if name == "experts" else {})
+        kind = "Reward" if name == "classifier" else "SFT"
+        trainer = make(library, kind, "unused", budget=library is trl_padfix, **given)
+        found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
+    assert_same(found[1], found[0])
+    assert ("a loss that is no known function of its logits" in caplog.text) == (name in ("term", "classifier"))
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):

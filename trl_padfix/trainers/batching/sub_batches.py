@@ -114,6 +114,10 @@ class SubBatches:
         else:
             results = [model_forward.run(*args) for args in recomputed]
         outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
+        if not _has_loss_of_logits(model, outputs[0], calls[0]):
+            reason = "it returns a loss that is no known function of its logits. Compute the loss from the logits"
+            self.leave(model, call, reason)
+            return forward(**call)
         output = _concatenated(outputs, calls, torch.cat(batch.split.rows))
         if outputs[0].get("aux_loss") is not None:
             masks = [sub_call.get("attention_mask") for sub_call in calls]
@@ -121,6 +125,8 @@ class SubBatches:
                 check_balancing_loss(model, router_logits[0], masks[0], outputs[0]["aux_loss"])
                 self.checked_models.add(model)
             output["aux_loss"] = balancing_loss(model, router_logits, masks)
+        if output.get("loss") is not None and output.get("logits") is not None:
+            output["loss"] = _loss_of_logits(model, output, call)
         return output
 
     def recomputes(self, call: dict[str, Any]) -> bool:
@@ -209,7 +215,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
     """
-    The output of the whole call, without the load-balancing loss of experts.
+    The output of the whole call, without the loss of its logits and that of its experts.
 
     `rows`: the numbers of the rows, sub-batch after sub-batch.
 
@@ -223,7 +229,7 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
         values = [sub_output.get(name) for sub_output in outputs]  # without images there are no features
         if all(_has_rows(v, len(_tokens(call))) for v, call in zip(values, calls, strict=True)):
             output[name] = torch.cat(values).index_select(0, inverse)
-        elif name == "aux_loss":
+        elif name == "aux_loss" or (name == "loss" and outputs[0].get("logits") is not None):
             continue
         elif name in _UNREAD or (name == "loss" and has_balancing_loss):
             output[name] = None  # such a loss contains the balancing loss of its sub-batch, and TRL does not read it
@@ -253,8 +259,29 @@ def _tokens_in_order(
 
 
 def _merged_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> torch.Tensor:
-    """A model's own loss is a mean over its labels, or a sum divided by `num_items_in_batch`."""
+    """Without logits (TRL's head, Liger) a loss is a mean over labels, or a sum divided by `num_items_in_batch`."""
     if calls[0].get("num_items_in_batch") is not None:
         return torch.stack(losses).sum()
     counts = torch.stack([(call["labels"][:, 1:] != -100).sum() for call in calls])
     return (torch.stack(losses) * counts).sum() / counts.sum().clamp(min=1)
+
+
+def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -> torch.Tensor:
+    """The loss that transformers' models compute from their logits, and from the balancing loss of their experts."""
+    given = {name: call[name] for name in ("num_items_in_batch", "shift_labels") if name in call}
+    vocab_size = output["logits"].shape[-1]
+    loss = model.loss_function(logits=output["logits"], labels=call["labels"], vocab_size=vocab_size, **given)
+    if output.get("aux_loss") is not None:
+        loss = loss + getattr(model, "router_aux_loss_coef", 0.0) * output["aux_loss"]
+    return loss
+
+
+@torch.no_grad()
+def _has_loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -> bool:
+    """Whether the loss of an output is the one of its logits: that of all rows can then be computed from theirs."""
+    loss, logits, labels = output.get("loss"), output.get("logits"), call.get("labels")
+    if loss is None or logits is None:
+        return True
+    if labels is None or logits.dim() != 3 or labels.shape != logits.shape[:-1]:
+        return False
+    return torch.allclose(_loss_of_logits(model, output, call).to(loss.dtype), loss, rtol=1e-3)
