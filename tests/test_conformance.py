@@ -86,7 +86,7 @@ class OfLogits(RemovePadding):
 
 
 SMALLER = {"xlstm": {"num_blocks": 2}}
-"""Changes of configs of the table: the tolerance of a model is that of `num_hidden_layers`, here of 2 instead of 32."""
+"""Changes of configs of the table: the tolerance of a model is that of `num_hidden_layers`: here 2, and not 32."""
 
 
 def build_family(family: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -36,14 +36,6 @@ def slow_but(fast: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(*_parameters(case), marks=() if case in fast else MATRIX) for case in cases]
 
 
-def every_second(cells: Iterable[Any]) -> list[Any]:
-    """Cells as parameters of a test, every second one of those that are fast slow instead."""
-    cells = [cell if hasattr(cell, "marks") else pytest.param(*_parameters(cell)) for cell in cells]
-    fast = [i for i, cell in enumerate(cells) if not cell.marks]
-    return [cell if i not in fast[1::2] else pytest.param(*cell.values, marks=pytest.mark.slow)
-            for i, cell in enumerate(cells)]  # fmt: skip
-
-
 def by_turns(cases: Iterable[Any], *axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Every case once, as parameters of a test, with one value of each other axis, by turns."""
     rows = []
