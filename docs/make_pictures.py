@@ -26,15 +26,12 @@ GREY, BLUE, GREEN, ORANGE = "lightgrey", "tab:blue", "tab:green", "tab:orange"
 
 MEASURED = {
     "sft-hh-rlhf-16-rows-cpu": "SFT, 16 rows, HH-RLHF",
-    "sft-short-prompts-cpu": "SFT, 16 short rows",
-    "sft-tree-4x8-600-80-cpu": "SFT, 32 turns of rollouts",
+    "sft-airline-32-rows-cpu": "SFT, 32 turns of rollouts",
     "dpo-equal-lengths-cpu": "DPO, one length, nothing shared",
-    "dpo-short-prompts-cpu": "DPO, short prompts",
     "dpo-4096-512-cpu": "DPO, prompt 4096, answers 512",
     "dpo-hybrid-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, a hybrid",
     "dpo-hh-rlhf-8-pairs-auto-cpu": "DPO, 8 pairs, HH-RLHF",
-    "dpo-hh-rlhf-16-pairs-cpu": "DPO, 16 pairs, HH-RLHF",
-    "dpo-tree-4x8-600-80-cpu": "DPO, 16 pairs of rollouts",
+    "dpo-gsm8k-8-pairs-cpu": "DPO, 8 pairs, GSM8K",
     "grpo-8-completions-cpu": "GRPO, 8 completions",
 }
 """Files of `bench/` in the picture of the page on speed."""
@@ -94,6 +91,8 @@ def speed_sources() -> dict[str, Any]:
     for name, label in MEASURED.items():
         variants = json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]
         found[label] = {v["name"]: round(v["speedup"], 2) for v in variants}
+        if "auto" in found[label]:  # of rollouts only `prefix_sharing="auto"` is measured
+            found[label].setdefault("prefix_sharing", found[label]["auto"])
     return found
 
 
@@ -118,7 +117,7 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
 def memory_sources() -> dict[str, list[float]]:
     """MiB that a step keeps: TRL, padding-free, sharing; from the table of the page."""
     rows = re.findall(r"^\| ((?:DPO|SFT)[^|]*) \|(.*)\|$", (FOLDER / "speed.md").read_text(), re.MULTILINE)
-    return {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows}
+    return {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows if "MiB" in cells}
 
 
 def draw_memory(figure: Any, sources: dict[str, list[float]]) -> None:
