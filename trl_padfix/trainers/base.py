@@ -108,16 +108,16 @@ class PaddingFreeMixin:
             cls.compute_loss = compute_loss
         show_parameters(cls)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Here, because Python compares the arguments of `__init__` with its parameters before it runs.
-        parameters = inspect.signature(cls.__init__).parameters
-        unknown = [name for name in kwargs if name not in parameters]
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if not takes_any and (place := _place_of(unknown, kwargs.get("args"))):
-            raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}{place}")
-        return super().__new__(cls)
+    if not TYPE_CHECKING:  # to a type checker, signatures are TRL's
 
-    if not TYPE_CHECKING:
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            # Here, because Python compares the arguments of `__init__` with its parameters before it runs.
+            parameters = inspect.signature(cls.__init__).parameters
+            unknown = [name for name in kwargs if name not in parameters]
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+            if not takes_any and (place := _place_of(unknown, kwargs.get("args"))):
+                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}{place}")
+            return super().__new__(cls)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             init_kwargs = _by_name(self._init_owners(), args, kwargs)
