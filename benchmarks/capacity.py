@@ -6,7 +6,7 @@ The largest batch of a training step that fits into some memory: TRL, padding-fr
 
 A size N is, with `grpo`, the tokens of each row of a group of 8 (7/8 of them the common prompt); with `dpo`, the pairs
 (prompts of 64 to 448 tokens, answers of 32 to 224); with `sft`, the tokens of the longest of 8 rows, beside 7 of 256.
-The bytes of a step are a polynomial in N, of second degree in tokens of a row: small steps determine it.
+Steps are run until the largest size is known to 5%.
 
 kept: the most bytes that autograd's hooks see kept for backward at one time. peak: the largest sum of live allocations
 of the step. Both with weights, gradients, AdamW's state and the reference; the peak decides what fits. float32 on a
@@ -22,7 +22,6 @@ from collections import Counter
 from typing import Any
 
 import bench
-import numpy as np
 import torch
 import transformers
 import trl
@@ -34,8 +33,8 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 VARIANTS = ("trl", "padding-free", "sharing", "budget")
 
-SIZES = {"grpo": (512, 1024), "dpo": (4, 8), "sft": (512, 768, 1024)}
-"""Sizes of the small steps."""
+FIRST = {"grpo": 512, "dpo": 4, "sft": 512}
+"""Size of the first step."""
 
 GROUP = 8
 
@@ -194,19 +193,24 @@ def gib_of_step(method: str, variant: str, size: int, shape: str) -> tuple[float
 # -- the search
 
 
-def largest(method: str, variant: str, gib: float, shape: str) -> tuple[float, float, float]:
-    """The largest size whose peak is at most `gib`, with its kept bytes and peak, from polynomials of small steps."""
-    sizes, degree = SIZES[method], len(SIZES[method]) - 1
-    kept, peak = np.polyfit(sizes, [gib_of_step(method, variant, size, shape) for size in sizes], degree).T
-    # What does not grow has a root far away, or none.
-    roots = np.roots(peak - gib * np.eye(degree + 1)[degree])
-    size = min((root.real for root in roots if abs(root.imag) < 1e-9 and root.real > 0), default=np.inf)
-    return size, np.polyval(kept, size), np.polyval(peak, size)
+def largest(method: str, variant: str, gib: float, shape: str) -> tuple[int, float, float]:
+    """The largest size whose peak is at most `gib`, to 5%, with its kept bytes and peak."""
+    fits, size = (0, 0.0, 0.0), FIRST[method]
+    while (step := (size, *gib_of_step(method, variant, size, shape)))[2] <= gib:
+        fits, size = step, 2 * size
+    unit, too_large = max(FIRST[method] // 64, 1), step
+    while too_large[0] - fits[0] > max(unit, too_large[0] // 20):
+        # Where a line through both would meet `gib`, but never close to either.
+        share = min(max((gib - fits[2]) / (too_large[2] - fits[2]), 0.1), 0.9)
+        size = fits[0] + max(round(share * (too_large[0] - fits[0]) / unit), 1) * unit
+        step = (size, *gib_of_step(method, variant, size, shape))
+        fits, too_large = (step, too_large) if step[2] <= gib else (fits, step)
+    return fits
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=SIZES, default="grpo")
+    parser.add_argument("--method", choices=FIRST, default="grpo")
     parser.add_argument("--gib", type=float, default=8.0)
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--variant", choices=VARIANTS, help="only this one")
@@ -218,7 +222,7 @@ def main() -> None:
             figures = options.size, *gib_of_step(options.method, variant, options.size, options.shape)
         else:
             figures = largest(options.method, variant, options.gib, options.shape)
-        print("{:12} N {:9,.1f}  kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
+        print("{:12} N {:7,}  kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
 
 
 if __name__ == "__main__":
