@@ -73,13 +73,15 @@ def reward(function: Callable) -> Callable[[str], dict[str, Any]]:
 
 def build_bytes(policy: str) -> dict[str, Any]:
     """Models for a tokenizer of bytes, and the tokenizer, which is in the folder of the teacher too."""
-    if not Path(policy, "teacher", "tokenizer.json").exists():  # equal counts are merged in another order each time
+    folder = f"{policy}/teacher"
+    if not Path(folder, "tokenizer.json").exists():  # equal counts are merged in another order each time
         tokenizer = train_tokenizer((row["messages"][0]["content"] for row in build_chats(24, 0)), vocab_size=320)
-        tokenizer.save_pretrained(f"{policy}/teacher")
-    tokenizer = AutoTokenizer.from_pretrained(f"{policy}/teacher")
+        # The config of the model decides the class of the tokenizer, so both are there before either is loaded.
+        build_model(seed=1, vocab_size=len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     student, teacher = (build_model(seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1))
-    teacher.config._name_or_path = f"{policy}/teacher"
-    teacher.save_pretrained(f"{policy}/teacher")
+    teacher.config._name_or_path = folder
     return {"model": student, "teacher_model": teacher, "processing_class": tokenizer}
 
 
