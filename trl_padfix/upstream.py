@@ -23,6 +23,9 @@ from .versions import INSTEAD, NEWEST, installed_version
 __all__ = ["Upstream", "contract", "fits", "require_names", "unmet"]
 
 
+PACKAGES = {"trl", "transformers", "accelerate", "peft", "torch"}
+
+
 class Upstream(NamedTuple):
     """A name of another package."""
 
@@ -65,7 +68,9 @@ def fits(name: Upstream) -> bool:
             source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
             return name.name[1:-1] in source
         found = getattr(owner, attribute)
-        return not has_signature or {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
+        if not has_signature or (found.__module__ or "torch").partition(".")[0] not in PACKAGES:  # a user's patch
+            return True
+        return {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
     except (ImportError, AttributeError):
         return False
 

@@ -11,7 +11,7 @@ import trl
 
 import trl_padfix
 from trl_padfix import upstream, versions
-from trl_padfix.upstream import Upstream, contract, require_names, unmet
+from trl_padfix.upstream import Upstream, contract, fits, require_names, unmet
 
 
 PACKAGE = Path(__file__).parents[2] / "trl_padfix"
@@ -50,6 +50,15 @@ def test_a_name_that_is_gone_or_another_is_said_with_its_place():
         (said,) = unmet([Upstream("", place, name, "", "reduces gradients")])
         assert said == f"`{name}` of `{place}` is not there or not what it was (reduces gradients)."
         assert unmet([Upstream("", place, name, "transformers>=6", "")]) == []
+
+
+def test_a_users_patch_of_trl_is_no_other_version_of_it(monkeypatch):
+    name = next(n for n in NAMES if n.place == "trl:KTOTrainer" and n.name.startswith("_prepare_dataset("))
+    monkeypatch.setattr(trl.KTOTrainer, "_prepare_dataset", lambda self, rows, *args, **kwargs: rows)
+    fits.cache_clear()  # as before the first import
+    assert unmet([name]) == []
+    assert unmet([name._replace(name="_prepare_datasets(dataset)")]) != []
+    fits.cache_clear()
 
 
 @pytest.mark.parametrize("public", ["remove_padding", "DPOTrainer"])

@@ -129,7 +129,7 @@ CELLS = [
     ("SFT", "llava"),
     ("SFT", "idefics3"),
     ("DPO", "gemma3"),
-]  # LLaVA-NeXT's tiles are not numbered
+]  # not LLaVA-NeXT, whose tiles have no rows
 
 
 @pytest.mark.parametrize(("kind", "family"), slow_but([("DPO", "llava"), ("SFT", "idefics3")], CELLS))

@@ -16,7 +16,7 @@ from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
 from trl_padfix.trainers.batching.row_splits import RowSplitter
-from trl_padfix.trainers.batching.sub_batches import SubBatches
+from trl_padfix.trainers.batching.sub_batches import SubBatches, _merged_loss
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
@@ -179,3 +179,9 @@ def test_a_loss_of_the_users_own_takes_two_passes_and_trls_one(own, tmp_path, mo
     )
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     assert tokens == sum(distinct) if own is None else tokens > 1.2 * sum(distinct)
+
+
+def test_losses_without_logits_weigh_by_the_labels_that_are_scored():
+    labels = torch.tensor([[5, 6, 7], [5, -100, -100]]), torch.tensor([[-100, 7, 8]])  # two scored in each
+    merged = _merged_loss([torch.tensor(1.0), torch.tensor(4.0)], [{"labels": x} for x in labels])
+    assert merged.item() == 2.5
