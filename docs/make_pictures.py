@@ -117,7 +117,8 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
 def memory_sources() -> dict[str, list[float]]:
     """MiB that a step keeps: TRL, padding-free, sharing; from the table of the page."""
     rows = re.findall(r"^\| ((?:DPO|SFT)[^|]*) \|(.*)\|$", (FOLDER / "speed.md").read_text(), re.MULTILINE)
-    return {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows if "MiB" in cells}
+    found = {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows}
+    return {label: numbers for label, numbers in found.items() if numbers}
 
 
 def draw_memory(figure: Any, sources: dict[str, list[float]]) -> None:
