@@ -55,10 +55,9 @@ def test_a_name_that_is_gone_or_another_is_said_with_its_place():
 def test_a_users_patch_of_trl_is_no_other_version_of_it(monkeypatch):
     name = next(n for n in NAMES if n.place == "trl:KTOTrainer" and n.name.startswith("_prepare_dataset("))
     monkeypatch.setattr(trl.KTOTrainer, "_prepare_dataset", lambda self, rows, *args, **kwargs: rows)
-    fits.cache_clear()  # as before the first import
-    assert unmet([name]) == []
-    assert unmet([name._replace(name="_prepare_datasets(dataset)")]) != []
-    fits.cache_clear()
+    compute = fits.__wrapped__  # the values from before the patch are kept
+    assert compute(name)
+    assert not compute(name._replace(name="_prepare_datasets(dataset)"))
 
 
 @pytest.mark.parametrize("public", ["remove_padding", "DPOTrainer"])

@@ -35,7 +35,6 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     r"--device cuda --dtype \w+ --shape 0\.5b": "--shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6",
     r"[\w-]*test\.jsonl\.gz": "pairs.jsonl",
     r"lengths:\d+/\d+": "lengths:20/6",
-    r"tree:\d+x\d+/\d+/\d+": "tree:4x4/12/6",
     r"(?<=bench\.py)(?!.*--device)": " --device cpu",
     r"--shape hybrid": "--shape hybrid-tiny",
     r"(?<=bench\.py)(?!.*--shape)": " --shape tiny",
