@@ -1,16 +1,15 @@
 """
-The largest batch of a training step that fits into some memory: TRL, padding-free, sharing, sharing under a budget.
+Memory of a training step of some size: TRL, padding-free, sharing, sharing under a budget.
 
-    python benchmarks/capacity.py --method grpo --gib 8
-    python benchmarks/capacity.py --method grpo --variant sharing --size 4096  # runs the step of this size
+    python benchmarks/capacity.py --method grpo --size 512
+    python benchmarks/capacity.py --method grpo --size 9230 --variant sharing
 
 A size N is, with `grpo`, the tokens of each row of a group of 8 (7/8 of them the common prompt); with `dpo`, the pairs
 (prompts of 64 to 448 tokens, answers of 32 to 224); with `sft`, the tokens of the longest of 8 rows, beside 7 of 256.
-Steps are run until the largest size is known to 5%.
 
 kept: the most bytes that autograd's hooks see kept for backward at one time. peak: the largest sum of live allocations
-of the step. Both with weights, gradients, AdamW's state and the reference; the peak decides what fits. float32 on a
-CPU, without gradient checkpointing.
+of the step, which decides what fits into memory. Both with weights, gradients, AdamW's state and the reference;
+float32 on a CPU, without gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 
 VARIANTS = ("trl", "padding-free", "sharing", "budget")
 
-FIRST = {"grpo": 512, "dpo": 4, "sft": 512}
-"""Size of the first step."""
+METHODS = ("grpo", "dpo", "sft")
 
 GROUP = 8
 
@@ -190,39 +188,17 @@ def gib_of_step(method: str, variant: str, size: int, shape: str) -> tuple[float
     return (permanent + kept.most) / 2**30, (permanent + bench.most_live_bytes(profile)) / 2**30
 
 
-# -- the search
-
-
-def largest(method: str, variant: str, gib: float, shape: str) -> tuple[int, float, float]:
-    """The largest size whose peak is at most `gib`, to 5%, with its kept bytes and peak."""
-    fits, size = (0, 0.0, 0.0), FIRST[method]
-    while (step := (size, *gib_of_step(method, variant, size, shape)))[2] <= gib:
-        fits, size = step, 2 * size
-    unit, too_large = max(FIRST[method] // 64, 1), step
-    while too_large[0] - fits[0] > max(unit, too_large[0] // 20):
-        # Where a line through both would meet `gib`, but never close to either.
-        share = min(max((gib - fits[2]) / (too_large[2] - fits[2]), 0.1), 0.9)
-        size = fits[0] + max(round(share * (too_large[0] - fits[0]) / unit), 1) * unit
-        step = (size, *gib_of_step(method, variant, size, shape))
-        fits, too_large = (step, too_large) if step[2] <= gib else (fits, step)
-    return fits
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", choices=FIRST, default="grpo")
-    parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--method", choices=METHODS, default="grpo")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--variant", choices=VARIANTS, help="only this one")
-    parser.add_argument("--size", type=int, help="no search: the step of this size")
+    parser.add_argument("--size", type=int, required=True)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     for variant in [options.variant] if options.variant else VARIANTS:
-        if options.size:
-            figures = options.size, *gib_of_step(options.method, variant, options.size, options.shape)
-        else:
-            figures = largest(options.method, variant, options.gib, options.shape)
-        print("{:12} N {:7,}  kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
+        figures = gib_of_step(options.method, variant, options.size, options.shape)
+        print("{:12} kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
 
 
 if __name__ == "__main__":

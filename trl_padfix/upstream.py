@@ -68,8 +68,8 @@ def fits(name: Upstream) -> bool:
             source = re.sub(r"(self\.\w+): [^=\n]+ = ", r"\1 = ", inspect.getsource(owner))  # no annotations
             return name.name[1:-1] in source
         found = getattr(owner, attribute)
-        if not has_signature or (found.__module__ or "torch").partition(".")[0] not in PACKAGES:  # a user's patch
-            return True
+        if not has_signature or (found.__module__ or "torch").partition(".")[0] not in PACKAGES:
+            return True  # a user's patch says nothing of the version
         return {*re.findall(r"\w+", arguments)} <= inspect.signature(found).parameters.keys()
     except (ImportError, AttributeError):
         return False
