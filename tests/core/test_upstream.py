@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import trl
 
 import trl_padfix
@@ -58,6 +59,13 @@ def test_a_users_patch_of_trl_is_no_other_version_of_it(monkeypatch):
     compute = fits.__wrapped__  # the values from before the patch are kept
     assert compute(name)
     assert not compute(name._replace(name="_prepare_datasets(dataset)"))
+
+
+def test_a_compiled_model_is_no_other_version_of_torch(monkeypatch):
+    """`torch.compile` replaces `Module.__init__` for the rest of the process."""
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self: None)
+    of_modules = [name for name in NAMES if name.place.startswith("torch.nn:Module") and name.name.startswith('"')]
+    assert [fits.__wrapped__(name) for name in of_modules] == [True] * 6
 
 
 @pytest.mark.parametrize("public", ["remove_padding", "DPOTrainer"])

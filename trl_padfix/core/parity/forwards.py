@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,9 @@ __all__ = ["Forwards", "Outcome", "Scores", "without_hooks"]
 
 EXACT_WEIGHTS = 2**31
 """Bytes of weights in float64 up to which rows alone are computed in float64."""
+
+ROUNDED_WEIGHTS = 3
+"""Computations of rows alone with weights one rounding away: how far one reaches varies tenfold in delta nets."""
 
 
 class Scores(NamedTuple):
@@ -85,22 +89,30 @@ class Forwards:
         padded, other = self._twice(partial(self._scores, self.sample), gradients)
         return Outcome(packed, padded, other, self.handle.stats.packed_tokens)
 
-    def alone(self, gradients: bool) -> tuple[Scores, Scores | None, torch.dtype | None]:
+    def alone(self, gradients: bool) -> tuple[Scores, list[Scores], torch.dtype | None]:
         """
-        Each row by itself; the same again, which differs by rounding; and the dtype, `None` for that of the model.
+        Each row by itself; the same again, differing by rounding; and the dtype, `None` for that of the model.
 
         In float64 and again in the model's dtype, if rounding is not measured by another attention function, the
-        weights are few, and the code of the model admits it.
+        weights are few, and the code of the model admits it. Code that casts to float32 rounds equally in both, and
+        otherwise where sums begin elsewhere: so the rows run with weights one rounding away, too.
         """
         if self.dtype not in WIDEST_SCORE or not _fits_float64(self.model):
-            return *self._twice(self._of_each_row, gradients), None
+            rows, other = self._twice(self._of_each_row, gradients)
+            return rows, [] if other is None else [other], None
+        run = partial(self._run, self._of_each_row, gradients)
         with self.handle.disabled():
-            rows = self._run(self._of_each_row, gradients)
+            rows = run()
             try:
-                with _in_float64(self.model):
-                    return self._run(self._of_each_row, gradients), rows, torch.float64
+                with _weights(self.model, torch.Tensor.double):
+                    exact = run()
             except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without float64
-                return rows, None, None
+                return rows, [], None
+            others = [rows]
+            for seed in range(ROUNDED_WEIGHTS):
+                with _weights(self.model, partial(_one_rounding_away, seed=seed)):
+                    others.append(run())
+            return exact, others, torch.float64
 
     def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the packed forward, and of each row alone in the dtype of the model."""
@@ -146,18 +158,24 @@ def _other_attention(handle: PaddingRemoval) -> str | None:
 
 
 @contextlib.contextmanager
-def _in_float64(model: nn.Module) -> Iterator[None]:
-    """A block in which the weights of `model` are in float64. Modules that share a weight share it there, too."""
+def _weights(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A block in which the weights of `model` are changed. Modules that share a weight share it there, too."""
     with contextlib.ExitStack() as stack:
         for x in chain(model.parameters(), model.buffers()):
             if x.is_floating_point():
                 stack.callback(setattr, x, "data", x.data)
-                x.data = x.data.double()
+                x.data = change(x.data)
         yield
 
 
+def _one_rounding_away(x: torch.Tensor, seed: int) -> torch.Tensor:
+    """`x` with each number one rounding larger or smaller, as drawn."""
+    up = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < 0.5
+    return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
+
+
 def _fits_float64(model: nn.Module) -> bool:
-    """Whether the weights of `model` are few enough for [`_in_float64`], and not compressed."""
+    """Whether the weights of `model` are few enough for float64, and not compressed."""
     weights = [*model.parameters(), *model.buffers()]
     compressed = any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters())
     return not compressed and sum(x.numel() for x in weights) * 8 <= EXACT_WEIGHTS
