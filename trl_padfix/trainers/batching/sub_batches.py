@@ -40,6 +40,9 @@ logger = get_logger(__name__)
 _UNREAD = {*CACHES, "image_hidden_states", "image_outputs", "video_outputs", "audio_outputs"}
 """Outputs that no loss reads: caches, and features of images (`image_hidden_states` until transformers 5.23)."""
 
+_SUMS = {"num_correct_tokens", "entropy_sum", "num_valid_tokens"}
+"""Sums over the labels of a call, which TRL 1.10 reads."""
+
 
 @dataclass(frozen=True, eq=False)
 class _SplitBatch:
@@ -241,6 +244,8 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
             output[name] = tuple(torch.cat(layer).index_select(0, inverse) for layer in zip(*values, strict=True))
         elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
             output[name] = _merged_loss(values, calls)
+        elif name in _SUMS and value is not None:
+            output[name] = torch.stack(values).sum(0)
         elif value is not None:
             raise ValueError(
                 f"`max_tokens_per_batch` computes a batch in {len(calls)} sub-batches, and `{name}` of the "
