@@ -88,7 +88,7 @@ CASES = {
     **{f"GRPO, {loss}": Case("GRPO", {"loss_type": loss}) for loss in GRPO_LOSSES},
     "GRPO, sequences": Case("GRPO", {"importance_sampling_level": "sequence", "num_iterations": 2, "epsilon": 1e-3}),
     "GRPO, truncated completions": Case("GRPO", {"mask_truncated_completions": True, "loss_type": "bnpo"}),
-    "GRPO, high entropy": Case("GRPO", {"top_entropy_quantile": 0.5}, is_sum=False),
+    "GRPO, high entropy": Case("GRPO", {"top_entropy_quantile": 0.53}, is_sum=False),
     "GRPO, entropy bonus": Case("GRPO", {"entropy_coef": 0.1}, is_sum=False),
     "GRPO, adaptive entropy": Case("GRPO", {"use_adaptive_entropy": True, "entropy_target": 3.0}, is_sum=False),
     "GRPO, experts": Case("GRPO", COEFFICIENT | {"beta": 0.0}, experts(), is_sum=False),

@@ -121,7 +121,7 @@ class SubBatches:
             reason = "it returns a loss that is no known function of its logits. Compute the loss from the logits"
             self.leave(model, call, reason)
             return forward(**call)
-        output = _concatenated(outputs, calls, torch.cat(batch.split.rows))
+        output = _concatenated(model, outputs, calls, torch.cat(batch.split.rows))
         if outputs[0].get("aux_loss") is not None:
             masks = [sub_call.get("attention_mask") for sub_call in calls]
             if model not in self.checked_models:
@@ -130,6 +130,8 @@ class SubBatches:
             output["aux_loss"] = balancing_loss(model, router_logits, masks)
         if output.get("loss") is not None and output.get("logits") is not None:
             output["loss"] = _loss_of_logits(model, output, call)
+        elif output.get("loss") is not None:
+            output["loss"] = output["loss"] + _balancing_term(model, output)
         return output
 
     def recomputes(self, call: dict[str, Any]) -> bool:
@@ -216,7 +218,9 @@ def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
-def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor) -> Any:
+def _concatenated(
+    model: PreTrainedModel, outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor
+) -> Any:
     """
     The output of the whole call, without the loss of its logits and that of its experts.
 
@@ -227,15 +231,14 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
     """
     # Inverse permutation: outputs are in the order of the sub-batches, this restores the order of the batch.
     inverse, output = rows.argsort(), outputs[0]
-    has_balancing_loss = output.get("aux_loss") is not None
     for name, value in list(output.items()):
         values = [sub_output.get(name) for sub_output in outputs]  # without images there are no features
         if all(_has_rows(v, len(_tokens(call))) for v, call in zip(values, calls, strict=True)):
             output[name] = torch.cat(values).index_select(0, inverse)
         elif name == "aux_loss" or (name == "loss" and outputs[0].get("logits") is not None):
             continue
-        elif name in _UNREAD or (name == "loss" and has_balancing_loss):
-            output[name] = None  # such a loss contains the balancing loss of its sub-batch, and TRL does not read it
+        elif name in _UNREAD:
+            output[name] = None
         elif name == "router_logits":
             output[name] = tuple(_tokens_in_order(layer, calls, inverse) for layer in zip(*values, strict=True))
         elif isinstance(value, tuple) and all(
@@ -243,7 +246,8 @@ def _concatenated(outputs: Sequence[Any], calls: list[dict[str, Any]], rows: tor
         ):
             output[name] = tuple(torch.cat(layer).index_select(0, inverse) for layer in zip(*values, strict=True))
         elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
-            output[name] = _merged_loss(values, calls)
+            terms = [_balancing_term(model, sub_output) for sub_output in outputs]
+            output[name] = _merged_loss([x - term for x, term in zip(values, terms, strict=True)], calls)
         elif name in _SUMS and value is not None:
             output[name] = torch.stack(values).sum(0)
         elif value is not None:
@@ -276,9 +280,13 @@ def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -
     given = {name: call[name] for name in ("num_items_in_batch", "shift_labels") if name in call}
     vocab_size = output["logits"].shape[-1]
     loss = model.loss_function(logits=output["logits"], labels=call["labels"], vocab_size=vocab_size, **given)
-    if output.get("aux_loss") is not None:
-        loss = loss + getattr(model, "router_aux_loss_coef", 0.0) * output["aux_loss"]
-    return loss
+    return loss + _balancing_term(model, output)
+
+
+def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float:
+    """What the balancing loss of experts adds to the loss of an output."""
+    weights = (getattr(x, "router_aux_loss_coef", None) for x in (model, model.config.get_text_config()))
+    return 0.0 if output.get("aux_loss") is None else next(filter(None, weights), 0.0) * output["aux_loss"]
 
 
 @torch.no_grad()

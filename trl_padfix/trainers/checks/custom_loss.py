@@ -41,7 +41,8 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1])):
         return name
     loss_function = getattr(trainer, "compute_loss_func", None)
-    return None if loss_function is None or _is_trusted(loss_function) else "compute_loss_func"
+    # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
+    return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
 def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
