@@ -22,7 +22,7 @@ from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import Gemma3ForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 from zoo.family_outcomes import gradients_of, weighted
 from zoo.vision_families import IMAGE, Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import KINDS, ROWS, TEXT, alone, logps
@@ -245,7 +245,7 @@ def test_a_tower_that_answers_in_one_row_is_left_alone():
 
 
 @pytest.mark.parametrize(("family", "sharing"), [("qwen2_5_vl", True), ("llava", False)])
-def test_the_fused_head_scores_the_labels_and_nothing_else(family, sharing):
+def test_the_fused_head_scores_the_labels_and_nothing_else(family, sharing, monkeypatch):
     vision = build_vision(family)
     add_fused_lm_head(vision.model, outputs=("log_probs", "entropy"))
     batch = collate(vision, ROWS, "left")
@@ -256,14 +256,12 @@ def test_the_fused_head_scores_the_labels_and_nothing_else(family, sharing):
         return output.log_probs, gradients_of(vision.model, weighted(output.log_probs.flatten()) + output.loss)
 
     expected = fused()
-    scored: list[torch.Size] = []
-    hook = vision.model.model.register_forward_hook(
-        lambda m, a, output: scored.append(output.last_hidden_state.shape[:2])
-    )
+    scored, forward = [], _ChunkedLogProbFunction.forward
+    watched = lambda ctx, hidden, *args: (scored.append(len(hidden)), forward(ctx, hidden, *args))[1]  # noqa: E731
+    monkeypatch.setattr(_ChunkedLogProbFunction, "forward", staticmethod(watched))
     with remove_padding(vision.model, prefix_sharing=sharing) as handle:
         assert_same(fused(), (expected[0].detach(), expected[1]))
-    hook.remove()
-    assert scored == [(1, (labels[:, 1:] != -100).sum().item())]
+    assert scored == [(labels[:, 1:] != -100).sum().item()]
     assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from kit.cells import by_turns
 from kit.tolerance import assert_close
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 from zoo.model_numbers import (
     DISTINCT,
     assert_equal_where_real,
@@ -23,6 +24,7 @@ from zoo.model_numbers import (
 from zoo.models import batch, build
 
 from trl_padfix import remove_padding
+from trl_padfix.core.patches import heads
 
 
 FUSED = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -59,20 +61,77 @@ def assert_same_fused_numbers(got, expected) -> None:
     ("name", "side", "items", "sharing"),
     by_turns([("qwen2", "left"), ("gemma2", "right"), ("qwen3_moe", "holes")], [None, 17], [False, True]),
 )
-def test_the_fused_head_scores_the_labels_and_nothing_else(name, side, items, sharing):
+def test_the_fused_head_scores_the_labels_and_nothing_else(name, side, items, sharing, monkeypatch):
     ids, mask = batch(side)
     labels = answers(ids, mask)
     kwargs = {} if items is None else {"num_items_in_batch": items}
     model = fused(name)
     expected = fused_numbers(model, ids, mask, labels, **kwargs)
-    scored = []
-    model.model.register_forward_hook(lambda module, args, output: scored.append(output.last_hidden_state.shape[:2]))
+    scored, forward = [], _ChunkedLogProbFunction.forward
+    watched = lambda ctx, hidden, *args: (scored.append(len(hidden)), forward(ctx, hidden, *args))[1]  # noqa: E731
+    monkeypatch.setattr(_ChunkedLogProbFunction, "forward", staticmethod(watched))
 
     with remove_padding(model, prefix_sharing=sharing) as handle:
         assert_same_fused_numbers(fused_numbers(model, ids, mask, labels, **kwargs), expected)
 
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
-    assert scored == [(1, (labels != -100).sum().item())]
+    assert scored == [(labels != -100).sum().item()]
+
+
+def scale_columns(output: Any) -> Any:
+    """The output of a decoder, its states scaled by their column."""
+    states = output.last_hidden_state
+    output["last_hidden_state"] = states * torch.linspace(0.5, 1.5, states.shape[1])[None, :, None]
+    return output
+
+
+def hook_decoder(decoder: torch.nn.Module) -> None:
+    decoder.register_forward_hook(lambda module, args, output: scale_columns(output))
+
+
+def wrap_decoder(decoder: torch.nn.Module) -> None:
+    forward = decoder.forward
+    decoder.forward = wraps(forward)(lambda *args, **kwargs: scale_columns(forward(*args, **kwargs)))
+
+
+@pytest.mark.parametrize("change", [hook_decoder, wrap_decoder])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_code_of_a_user_behind_the_decoder_gets_the_padded_batch(change, sharing, monkeypatch):
+    ids, mask = batch("right")
+    labels = answers(ids, mask)
+    model = fused("qwen2")
+    with remove_padding(model, prefix_sharing=sharing) as handle:
+        change(model.model)
+        got = fused_numbers(model, ids, mask, labels)
+        assert (handle.stats.padded_forwards, handle.stats.forwards) == (0, 1)
+        with handle.disabled():
+            expected = fused_numbers(model, ids, mask, labels)
+        assert_same_fused_numbers(got, expected)
+        monkeypatch.setattr(heads, "has_reader", lambda module: False)
+        wrong = fused_numbers(model, ids, mask, labels)
+    with pytest.raises(AssertionError):
+        assert_same_fused_numbers(wrong, expected)
+
+
+def test_the_head_is_on_a_model_whose_forward_takes_no_more_arguments():
+    """TRL's head wraps the forward, and shows its parameters."""
+
+    class Narrow(transformers.Qwen2ForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+    model = build("qwen2")
+    model.__class__ = Narrow
+    add_fused_lm_head(model, temperature=0.9, outputs=FUSED)
+    ids, mask = batch("right")
+    labels = answers(ids, mask)
+    expected = fused_numbers(model, ids, mask, labels)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
+        other = fused_numbers(model, ids, mask, answers(ids, mask, prompt=0))
+    with pytest.raises(AssertionError):
+        assert_same_fused_numbers(other, expected)
+    assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
 @pytest.mark.parametrize("side", ["left", "holes"])

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnpackableCallError
-from .inspection import name_of, package_of
+from .inspection import is_of, name_of, package_of
 
 
-__all__ = ["ModuleChanges"]
+__all__ = ["ModuleChanges", "has_reader"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -75,7 +75,7 @@ class ModuleChanges:
         """
         self._check_modules()
         for forward in self._forwards():
-            if forward is not None and forward not in self.accepted and package_of(forward) not in _HARMLESS_MODULES:
+            if forward is not None and forward not in self.accepted and not is_of(forward, _HARMLESS_MODULES):
                 raise UnpackableCallError(
                     "forward",
                     f"`{name_of(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
@@ -110,7 +110,8 @@ class ModuleChanges:
 
     def _forwards(self) -> set[Any]:
         """The forwards that were set on modules themselves, and those of their classes."""
-        return {members.get("forward") for members in self.members} | {c.forward for c in self.classes}
+        # Types are read anew, because code may set the class of a module.
+        return {members.get("forward") for members in self.members} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:
         """Record the modules, and the dictionaries of their children, hooks and attributes."""
@@ -121,7 +122,6 @@ class ModuleChanges:
             self.children += [module._modules for module in modules]
         self.members = [vars(module) for module in self.modules]
         self.hooks = [members[name] for members in self.members for name in _HOOKS]
-        self.classes = set(map(type, self.modules))
 
     def _check_modules(self) -> None:
         """Read the modules again if any was added, removed or replaced; an error if patches are missing then."""
@@ -144,5 +144,11 @@ class ModuleChanges:
             )
 
 
+def has_reader(module: nn.Module) -> bool:
+    """Whether a hook or a forward of a user's, which was set on a module itself, gets the output of the module."""
+    forward = vars(module).get("forward", nn.Module.forward)
+    return not (is_of(forward, _HARMLESS_MODULES) and all(map(_is_harmless, module._forward_hooks.values())))
+
+
 def _is_harmless(hook: Callable[..., Any]) -> bool:
-    return package_of(hook) in _HARMLESS or _READY_FOR_CHECKPOINTS in name_of(hook)
+    return is_of(hook, _HARMLESS) or _READY_FOR_CHECKPOINTS in name_of(hook)

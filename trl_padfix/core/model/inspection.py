@@ -33,11 +33,9 @@ __all__ = [
 def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
     signature = inspect.signature(forward)
-    bound = signature.bind_partial(*args, **kwargs).arguments
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # `bind_partial` puts these in a dictionary of their own
-            bound.update(bound.pop(name, {}))
-    return dict(bound)
+    # `functools.wraps` shows the parameters of the wrapped function: TRL's head takes more than a model that it wraps.
+    known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+    return signature.bind_partial(*args, **known).arguments | kwargs
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -60,8 +58,7 @@ def takes_any_argument(module: nn.Module) -> bool:
 def hands_arguments_on(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`, and calls a function with `*args` or `**kwargs`."""
     # Python compiles each call with `*` or `**` to this instruction.
-    names = [name for name, _ in _instructions(forward_of(module))]
-    return takes_any_argument(module) and "CALL_FUNCTION_EX" in names
+    return takes_any_argument(module) and "CALL_FUNCTION_EX" in dict(_instructions(forward_of(module)))
 
 
 # Names
@@ -110,6 +107,12 @@ def name_of(function: Any) -> str:
 def package_of(thing: Any) -> str:
     """The package that defines a class, a function or another callable object."""
     return (getattr(_without_partial(thing), "__module__", None) or "").partition(".")[0]
+
+
+def is_of(function: Callable[..., Any], packages: set[str]) -> bool:
+    """Whether a function is of one of `packages` by its own word and by its globals, which no decorator copies."""
+    written = getattr(_without_partial(function), "__globals__", {}).get("__name__") or package_of(function)
+    return {package_of(function), written.partition(".")[0]} <= packages
 
 
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import inverse_permutation, to_device_async
 from ..layout.layout import Layout, pack, unpack
+from ..model.changes import has_reader
 from ..model.inspection import bind, with_global
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
@@ -119,8 +120,11 @@ class LMHeadPatch(BatchPatch):
         return loss + getattr(config, "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
-        """Whether the decoder can return the states of some positions only."""
-        if self.attachment.multimodal is None:
+        """Whether the decoder can return the states of some positions only, and no hook of a user's gets them."""
+        decoder, multimodal = self.attachment.decoder, self.attachment.multimodal
+        if has_reader(decoder) or (multimodal is not None and has_reader(multimodal)):
+            return False
+        if multimodal is None:
             return layout is not None and tuple(labels.shape) == layout.batch_shape
         ids = call.get("input_ids")
         return ids is not None and ids.shape == labels.shape and not has_cache(call)
