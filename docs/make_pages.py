@@ -72,7 +72,7 @@ def options() -> str:
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
         "With `prefix_sharing` and gradient accumulation, `entropy` and `kl` of GRPO, RLOO and distillation are means "
-        "over other micro-batches than TRL's, unless `max_tokens_per_batch` is set.\n"
+        "over other micro-batches than TRL's, unless `max_tokens_per_batch` or a loss of your own is set.\n"
     )
     return page
 

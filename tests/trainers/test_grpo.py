@@ -3,9 +3,10 @@
 import pytest
 import torch
 import trl
+from accelerate.logging import MultiProcessAdapter
 from kit.online_runs import load_policy, save_policy
 from kit.rows import build_prompts
-from kit.trainer_runs import MODES
+from kit.trainer_runs import MODES, assert_mode_ran, assert_other, assert_same, our_warnings
 from packaging.version import Version
 
 from trl_padfix import GRPOTrainer
@@ -21,6 +22,57 @@ def test_rows_stay_where_their_micro_batch_counts(make):
     for case in ("weights by micro-batch", "quantiles by micro-batch", "entropy bonus by micro-batch"):
         settings, _ = make.method.cases[case]
         assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
+
+
+class OverTokens:
+    """The loss of a user: a mean over the tokens of a micro-batch."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        ids, mask = (torch.cat([inputs[f"{x}_{y}"] for x in ("prompt", "completion")], 1) for y in ("ids", "mask"))
+        kept = inputs["completion_ids"].shape[1]
+        scores = self._get_per_token_logps_and_entropies(model, ids, mask, kept)[0] * inputs["completion_mask"]
+        advantages = inputs["advantages"].view(len(ids), -1) + 1
+        return -(scores * advantages).sum() / inputs["completion_mask"].sum() / self.args.gradient_accumulation_steps
+
+
+class Advantages:
+    """An inner method of a user's: advantages in units of the largest of their micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs | {"advantages": inputs["advantages"] / inputs["advantages"].max()})
+
+
+class Clipped:
+    """The step of a user: the gradient is clamped after each micro-batch."""
+
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+        return loss
+
+
+def clamp(trainer):
+    next(trainer.model.parameters()).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("of_user", [OverTokens, Advantages, Clipped, clamp], ids=lambda x: x.__name__)
+def test_rows_stay_where_code_of_a_user_acts_on_a_micro_batch(makers, method, of_user, monkeypatch, caplog):
+    make = makers(method)
+    MultiProcessAdapter.warning_once.cache_clear()  # said once, also of trainers of earlier tests
+
+    def train(trainer_class, **config):
+        change = {"change": of_user} if of_user is clamp else {}
+        trainer_class = trainer_class if change else type("Trainer", (of_user, trainer_class), {})
+        return make.train("accumulation", trainer_class, {"eval_dataset": None}, **change, **config)
+
+    theirs, ours = train(make.method.theirs), train(make.method.ours, **MODES["prefix sharing"])
+    atol = 8 * torch.finfo(torch.float32).eps  # RLOO's loss is a mean of eight advantages that cancel
+    assert_same(ours.trajectory(), theirs.trajectory(), atol)
+    assert_mode_ran(ours, "prefix sharing")
+    assert any("Rows stay in TRL's micro-batches: whether `" in line for line in our_warnings(caplog))
+    monkeypatch.setattr(make.method.ours.task_class, "may_regroup", lambda task: True)
+    assert_other(train(make.method.ours, **MODES["prefix sharing"]).trajectory(), theirs.trajectory(), atol)
 
 
 def test_answers_of_tools_are_no_trained_tokens():

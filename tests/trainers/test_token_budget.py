@@ -17,7 +17,7 @@ from kit.cells import slow_but
 from kit.processes import logged
 from kit.rows import build_pairs
 from kit.trainer_runs import figures, lora
-from peft import TaskType
+from peft import PromptTuningConfig, TaskType
 
 import trl_padfix
 from trl_padfix.trainers.batching.token_budget import TokenBudget
@@ -232,6 +232,20 @@ def test_what_one_big_batch_would_save_is_said_once(tmp_path, caplog):
     assert "`per_device_train_batch_size=40`" in said
     apart, joined = (int(n) for n in re.findall(r"(?:computes|compute) (\d+) ", said)[:2])
     assert joined < apart
+
+
+def test_a_tuned_prompt_predicts_the_first_token_of_a_row(tmp_path, monkeypatch):
+    def train(library):
+        given = {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)}
+        return train_split(make(library, "SFT", tmp_path, budget=library is trl_padfix, **given))
+
+    theirs, ours = train(trl), train(trl_padfix)
+    assert min(ours.chunks) > 1
+    assert_same(ours.figures, theirs.figures)
+    later_tokens = lambda task, batch: (batch["labels"][:, 1:] != -100).sum()  # noqa: E731
+    monkeypatch.setattr(trl_padfix.SFTTrainer.task_class, "num_loss_items", later_tokens)
+    with pytest.raises(AssertionError):
+        assert_same(train(trl_padfix).figures, theirs.figures, factor=10)
 
 
 def test_a_row_beyond_the_budget_is_computed_by_itself_with_a_warning(tmp_path, caplog):

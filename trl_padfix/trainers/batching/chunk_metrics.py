@@ -59,9 +59,8 @@ class ChunkMetrics:
     def log(self) -> None:
         """Give TRL the value of each metric for the whole batch."""
         trainer, task = self.trainer, self.trainer.padding.task
-        names = sorted({name for values, _ in self.values for name in values})
-        if trainer.accelerator.num_processes > 1:  # a process may lack rows of some kind, and so their metrics
-            names = sorted(set(gather_object(names)))
+        # Of all processes: one may lack rows of some kind, and so their metrics.
+        names = sorted(set(gather_object([name for values, _ in self.values for name in values])))
         averaged = [name for name in names if name != "num_tokens"]
         means, tokens = self._means(averaged, trainer._total_train_tokens - self.tokens)
         for name in filter(task.min_max_metrics.get, averaged):

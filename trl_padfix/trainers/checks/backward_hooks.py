@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from .custom_loss import module_of
+from ...core.model.inspection import is_of, name_of
 
 
 if TYPE_CHECKING:
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gradient_hook_name", "module_hook_names"]
 
-LIBRARIES = (
-    __name__.partition(".")[0], "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"
-)  # fmt: skip
+LIBRARIES = {"trl_padfix", "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"}
 """Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
 
 
@@ -51,9 +47,5 @@ def module_hook_names(model: nn.Module) -> list[str]:
 
 def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
     """Names of the hooks that no library has registered."""
-    for hook in (hook for hooks in kinds for hook in (hooks or {}).values()):
-        while isinstance(hook, partial):
-            hook = hook.func
-        function = hook.__func__ if isinstance(hook, MethodType) else hook
-        if module_of(function).partition(".")[0] not in LIBRARIES:
-            yield str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    hooks = (hook for hooks in kinds for hook in (hooks or {}).values())
+    return (name_of(hook) for hook in hooks if not is_of(hook, LIBRARIES))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "custom_loss_name", "custom_step_name", "is_custom_collator", "module_of", "observe_loss", "observe_user_loss",
+    "custom_loss_name", "custom_step_name", "is_custom_collator", "observe_loss", "observe_user_loss",
     "observe_user_step",
 ]  # fmt: skip
 
@@ -97,8 +97,7 @@ def _is_trusted(value: object) -> bool:
 
 def module_of(function: object) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
-    found = function.__globals__.get("__name__") if inspect.isfunction(function) else None
-    return str(found or getattr(function, "__module__", None))
+    return str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None))
 
 
 def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:

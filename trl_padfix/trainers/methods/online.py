@@ -21,6 +21,8 @@ from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.arguments import require_columns
+from ..checks.backward_hooks import gradient_hook_name
+from ..checks.custom_loss import custom_loss_name, custom_step_name
 from ..data.columns import blank_texts, column_names
 from ..data.data_warnings import warn_or_raise
 from ..data.image_rows import ImageCounts, numbered_images, without_images
@@ -114,20 +116,26 @@ class OnlineTask(Task):
         Whether rows may move between the micro-batches of one optimizer step.
 
         TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. The
-        step does not depend on this order under two conditions: the loss is a sum over rows with weights that do not
-        depend on their micro-batch, and the micro-batches of a generation fill whole steps.
+        step does not depend on this order under three conditions: the loss is a sum over rows with weights that do
+        not depend on their micro-batch, the micro-batches of a generation fill whole steps, and no code of a user
+        acts on the loss or the gradient of a micro-batch.
         """
-        trainer = self.trainer
-        accumulation_steps = trainer.args.gradient_accumulation_steps
-        steps = getattr(trainer.args, "steps_per_generation", accumulation_steps)
-        fills_steps = steps % accumulation_steps == 0 or accumulation_steps % steps == 0
-        settings = trainer.padding.settings
+        trainer, args, settings = self.trainer, self.trainer.args, self.trainer.padding.settings
+        accumulated = args.gradient_accumulation_steps
+        steps = getattr(args, "steps_per_generation", accumulated)
         # Under a budget a batch is TRL's to the row; one big batch shares all prefixes of a step.
-        shares_prefixes = (
-            trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
-        )
-        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
+        shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
+        if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
+            return False
+        if not self.loss_is_row_sum() or getattr(trainer, "aux_loss_enabled", False):  # distillation has no such loss
+            return False
+        of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
+        if of_user := of_user or gradient_hook_name(trainer):
+            logger.warning_once(
+                f"Rows stay in TRL's micro-batches: whether `{of_user}` compares those of a micro-batch is unknown. "
+                "With `gradient_accumulation_steps=1` a step shares all prefixes."
+            )
+        return of_user is None
 
 
 class OnlineTrainer(PaddingFreeMixin):

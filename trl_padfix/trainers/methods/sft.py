@@ -132,7 +132,9 @@ class SFTTask(Task):
         return counts_tokens and trainer.args.average_tokens_across_devices
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
-        return (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else None
+        # A virtual token predicts the first token of a row.
+        first = int(not any(handle.anatomy.has_virtual_tokens for handle in self.trainer.padding.handles))
+        return (batch["labels"][:, first:] != -100).sum() if "labels" in batch else None
 
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # A `compute_metrics` for TRL gets right-padded rows.

@@ -165,7 +165,7 @@ class RemovePadding(Part):
             attach_to_models(self.trainer, self._remove_padding)
         else:
             self._attach_to_packed_rows()
-        if not _are_same(before, self._decoders):
+        if before != self._decoders:
             self._check_token_ids()
         if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
             self._compile()
@@ -180,11 +180,11 @@ class RemovePadding(Part):
             return True
         if not self._attachments and any(a.owned_by_trainer for d in self._decoders for a in attachments_on(d)):
             return True
-        if _are_same(models, self._models):
+        if models == self._models:
             return False
         # FSDP wraps the model when training begins, and the wrapped model has the same decoder.
         self._models = models
-        return not _are_same(_decoders_of(models), self._decoders)
+        return _decoders_of(models) != self._decoders
 
     def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
         settings = self.settings
@@ -348,7 +348,3 @@ class RemovePadding(Part):
 
 def _decoders_of(models: list[Any]) -> list[Any]:
     return [find_decoder(find_pretrained(model)) for model in models]
-
-
-def _are_same(modules: list[Any], others: list[Any]) -> bool:
-    return list(map(id, modules)) == list(map(id, others))
