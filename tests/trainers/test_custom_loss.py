@@ -7,13 +7,16 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, build_experts, make, subclass, train_split
-from kit.trainer_runs import build_model
+from kit.budget_runs import BUDGETS, assert_same, build_experts, figures_of, make, subclass, train_split
+from kit.trainer_runs import build_model, our_warnings
 from transformers import Qwen2ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
+from trl_padfix.core.model.changes import ModuleChanges
 from trl_padfix.experimental.tasks import EXPERIMENTS, classes_of
+from trl_padfix.trainers import task
+from trl_padfix.trainers.batching import token_budget
 from trl_padfix.trainers.checks.custom_loss import custom_loss_name
 
 
@@ -163,6 +166,37 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
     assert_same(found[1], found[0])
     assert ("a loss that is no known function of its logits" in caplog.text) == (name in ("term", "classifier"))
+
+
+@pytest.mark.parametrize("place", ["model", "model.layers.0"])
+@pytest.mark.parametrize("budget", [False, True])
+def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(place, budget, tmp_path, monkeypatch, caplog):
+    kept = {}
+
+    def keep(module, args, output):
+        kept["states"] = output if isinstance(output, torch.Tensor) else output[0]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = type(self).__mro__[1].compute_loss(self, model, inputs, num_items_in_batch=num_items_in_batch)
+        return loss + kept["states"][inputs["attention_mask"].bool()].square().mean()
+
+    def figures(library):
+        given = {"padding_free": True, "parity_check": False} if library is trl_padfix else {}
+        trainer = make(library, "SFT", tmp_path, budget=budget and library is trl_padfix, **given)
+        trainer.model.get_submodule(place).register_forward_hook(keep)
+        return figures_of(subclass(trainer, compute_loss=compute_loss))
+
+    theirs = figures(trl)
+    assert_same(figures(trl_padfix), theirs)
+    assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog))
+    monkeypatch.setattr(task, "hook_beside_loss", lambda trainer: None)
+    monkeypatch.setattr(token_budget, "hook_beside_loss", lambda trainer: None)
+    monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
+    if place == "model" and not budget:  # packed, the states of a decoder are unpacked before its hooks
+        assert_same(figures(trl_padfix), theirs)
+        return
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        figures(trl_padfix)
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):

@@ -131,6 +131,28 @@ def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, monkeypatch
             assert_same(wrong, theirs)
 
 
+class Prepared:
+    """A collator whose masks say which token attends to which, `(B, 1, L, L)`."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, examples):
+        batch = dict(self.collator(examples))
+        seen = batch["attention_mask"].bool()[:, None, None, :] | torch.eye(batch["input_ids"].shape[1]).bool()
+        return batch | {"attention_mask": seen.expand(-1, -1, seen.shape[-1], -1).tril()}
+
+
+def test_a_collator_with_a_prepared_mask_has_trls_figures(caplog):
+    def figures(library):
+        trainer = make(library, "SFT", "unused", budget=library is trl_padfix, gradient_accumulation_steps=2)
+        trainer.data_collator = Prepared(trainer.data_collator)
+        return train_split(trainer).figures
+
+    assert_same(figures(trl_padfix), figures(trl))
+    assert any("`attention_mask` is not of shape `(B, L)`" in line for line in our_warnings(caplog))
+
+
 @pytest.mark.parametrize(("kind", "sharing"), [("trainer", False), ("callback", True)])
 def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
     figures = []

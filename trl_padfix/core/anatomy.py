@@ -96,5 +96,4 @@ class Anatomy:
         # BLIP-2 returns the head of the language model that it wraps, and that model calls the decoder. OPT's decoder
         # is within a module that the model passes by.
         head, children = self.pretrained.get_output_embeddings(), [*self.pretrained.children()]
-        calls_decoder = (self.multimodal or self.decoder) in children or head in children
-        return head if calls_decoder else None
+        return head if (self.multimodal or self.decoder) in children or head in children else None

@@ -37,7 +37,6 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
-from ..core.call.labels import SCORED_FROM_PADDING
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
@@ -262,13 +261,13 @@ class PaddingFreeMixin:
         with batch_cache(), contextlib.ExitStack() as blocks:
             blocks.enter_context(temporarily_set(padding, running=step))
             # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
-            handles = padding.handles if padding.task.scores_padding(inputs) else []
+            handles = padding.handles if (reason := padding.task.why_padded(inputs)) else []
             for handle in handles:
                 blocks.enter_context(handle.disabled())
             for part in padding.in_steps if is_outer else ():
                 blocks.enter_context(part.around_step(step))
             for handle in handles:  # within the blocks of the parts, which count it
-                blocks.enter_context(handle.padded(SCORED_FROM_PADDING))
+                blocks.enter_context(handle.padded(reason))
             yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
+from ..core.call.labels import SCORED_FROM_PADDING
 from .checks.arguments import require_columns, require_rows
+from .checks.custom_loss import hook_beside_loss
 from .data.batch_labels import scores_padding
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
@@ -134,13 +136,16 @@ class Task:
         """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
 
-    def scores_padding(self, inputs: Any) -> bool:
-        """Whether the loss scores tokens from padding, which a packed forward has not: it is then computed padded."""
+    def why_padded(self, inputs: Any) -> str | None:
+        """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
         if not (padding.is_removed and padding.handles[0].enabled):
-            return False
+            return None
+        if name := hook_beside_loss(self.trainer):
+            return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
         # A model without a head for tokens predicts no label from the token before it.
-        return padding.handles[0].anatomy.head is not None and scores_padding(inputs)
+        may_score = padding.handles[0].anatomy.head is not None and scores_padding(inputs)
+        return SCORED_FROM_PADDING if may_score else None
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """

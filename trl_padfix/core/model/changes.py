@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -19,7 +19,7 @@ from ..errors import UnpackableCallError
 from .inspection import is_of, name_of, package_of
 
 
-__all__ = ["ModuleChanges", "has_reader"]
+__all__ = ["ModuleChanges", "has_reader", "is_harmless"]
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -63,7 +63,7 @@ class ModuleChanges:
         """Take the hooks, the forwards and the modules that are there now as part of the model."""
         self.known |= {module for module in self.decoder.modules() if type(module) not in self.types}
         self._check_modules()
-        self.accepted |= {hook for _, hook in self._hooks() if not _is_harmless(hook)}
+        self.accepted |= {hook for _, hook in self._hooks() if not is_harmless(hook)}
         self.accepted |= {forward for forward in self._forwards() if forward is not None}
 
     def check(self) -> None:
@@ -76,22 +76,20 @@ class ModuleChanges:
         self._check_modules()
         for forward in self._forwards():
             if forward is not None and forward not in self.accepted and not is_of(forward, _HARMLESS_MODULES):
-                raise UnpackableCallError(
-                    "forward",
-                    f"`{name_of(forward)}` was set as the forward of a module in {type(self.decoder).__name__} after "
-                    f"padding removal was attached. {_ONE_ROW} Set it before padding removal is attached, if it "
-                    "treats every token by itself.",
-                )
+                self._refuse("forward", f"`{name_of(forward)}` was set as the forward of a module in", "Set it")
         if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # as in nearly all models
             return
         for place, hook in self._hooks():
-            if hook not in self.accepted and not _is_harmless(hook):
-                raise UnpackableCallError(
-                    "hook",
-                    f"`{name_of(hook)}` was registered as a hook of {place} in {type(self.decoder).__name__} after "
-                    f"padding removal was attached. {_ONE_ROW} Remove the hook after use; or register it before "
-                    "padding removal is attached, if it treats every token by itself.",
-                )
+            if hook not in self.accepted and not is_harmless(hook):
+                what = f"`{name_of(hook)}` was registered as a hook of {place} in"
+                self._refuse("hook", what, "Remove the hook after use; or register it")
+
+    def _refuse(self, kind: str, what: str, remedy: str) -> NoReturn:
+        raise UnpackableCallError(
+            kind,
+            f"{what} {type(self.decoder).__name__} after padding removal was attached. {_ONE_ROW} {remedy} before "
+            "padding removal is attached, if it treats every token by itself.",
+        )
 
     @property
     def has_changed(self) -> bool:
@@ -147,8 +145,9 @@ class ModuleChanges:
 def has_reader(module: nn.Module) -> bool:
     """Whether a hook or a forward of a user's, which was set on a module itself, gets the output of the module."""
     forward = vars(module).get("forward", nn.Module.forward)
-    return not (is_of(forward, _HARMLESS_MODULES) and all(map(_is_harmless, module._forward_hooks.values())))
+    return not (is_of(forward, _HARMLESS_MODULES) and all(map(is_harmless, module._forward_hooks.values())))
 
 
-def _is_harmless(hook: Callable[..., Any]) -> bool:
+def is_harmless(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is of a package whose hooks do not depend on the place of a token."""
     return is_of(hook, _HARMLESS) or _READY_FOR_CHECKPOINTS in name_of(hook)

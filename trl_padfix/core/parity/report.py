@@ -43,8 +43,7 @@ class Distance:
     @property
     def ok(self) -> bool:
         """Whether all differences are within their limits; a NaN never is."""
-        within_limit = self.gradient is None or self.gradient <= (self.gradient_tolerance or 0)
-        return self.scores_agree and within_limit
+        return self.scores_agree and (self.gradient is None or self.gradient <= (self.gradient_tolerance or 0))
 
     @property
     def scores_agree(self) -> bool:

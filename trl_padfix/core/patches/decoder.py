@@ -170,8 +170,7 @@ class DecoderPatch(BatchPatch):
             tokens = cp_layout.local_tokens
             if states.records is not None:
                 states.records.divide(cp_layout)
-        output = self._over_packed_row(inputs, layout.new, packed, cp_layout, states)
-        return states.prepend_outputs(output, tokens)
+        return states.prepend_outputs(self._over_packed_row(inputs, layout.new, packed, cp_layout, states), tokens)
 
     def _over_packed_row(
         self,

@@ -91,10 +91,11 @@ class ChunkMetrics:
 
     def _extreme(self, name: str) -> float:
         """The minimum or maximum over all rows; NaN if no row has a value."""
-        extreme_of = self.trainer.padding.task.min_max_metrics[name]
+        extreme_of, accelerator = self.trainer.padding.task.min_max_metrics[name], self.trainer.accelerator
+
+        def extreme(values: torch.Tensor) -> torch.Tensor:
+            values = values[~values.isnan()]
+            return extreme_of(values).reshape(1) if len(values) else values.new_full((1,), float("nan"))
+
         local = torch.tensor([values[name][-1] for values, _ in self.values if values.get(name)])
-        local = local[~local.isnan()]
-        value = extreme_of(local).reshape(1) if len(local) else torch.full((1,), float("nan"))
-        gathered = self.trainer.accelerator.gather(value.to(self.trainer.args.device))
-        gathered = gathered[~gathered.isnan()]
-        return float(extreme_of(gathered)) if len(gathered) else float("nan")
+        return float(extreme(accelerator.gather(extreme(local).to(self.trainer.args.device))))

@@ -165,8 +165,7 @@ class RowOrder(Part):
         buffer = self.settings.group_by_prefix_buffer
         if not is_training or buffer is None or isinstance(dataset, Dataset):
             return contextlib.nullcontext()
-        stream = _GroupedStream(dataset, self, self._batches(), buffer)
-        return temporarily_set(self.trainer, train_dataset=stream)
+        return temporarily_set(self.trainer, train_dataset=_GroupedStream(dataset, self, self._batches(), buffer))
 
     def permute(self, loader: Any) -> Any:
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
@@ -216,8 +215,7 @@ class RowOrder(Part):
         """Token costs of rows."""
         args, task = self.trainer.args, self.trainer.padding.task
         mode = getattr(args, "truncation_mode", None) or "keep_start"
-        sharing = bool(self.settings.prefix_sharing)
-        return dataset_costs(rows, task.sequences, args.max_length, mode, sharing)
+        return dataset_costs(rows, task.sequences, args.max_length, mode, bool(self.settings.prefix_sharing))
 
 
 def group_rows(costs: RowCosts, step: int) -> np.ndarray:

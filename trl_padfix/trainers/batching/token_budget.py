@@ -28,7 +28,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
 from ..checks.backward_hooks import gradient_hook_name, module_hook_names
-from ..checks.custom_loss import custom_loss_name, custom_step_name, observe_user_loss
+from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss, observe_user_loss
 from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
@@ -213,7 +213,7 @@ class TokenBudget(Part):
             if concatenated:
                 self._chunks.set_inputs(*concatenated)
             return contextlib.nullcontext()
-        if self.budget is None:
+        if self.budget is None or hook_beside_loss(self.trainer) is not None:  # which `Task.why_padded` names
             return contextlib.nullcontext()
         step = self.trainer.padding.running
         has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
@@ -297,6 +297,8 @@ class TokenBudget(Part):
                 return None
             chunks = packed_chunks(inputs, self._splitter(shares_across=False))
             return _Split(len(chunks), lambda batch: chunks)
+        if mask is not None and mask.shape != ids.shape[:2]:  # a mask of four dimensions
+            return None
         images, per_item = self._images_of(inputs, ids), task.rows_per_item
         splitter = self._splitter(self._shares_across, gather_object if self._shards else None)
         if not (splitter.can_split(inputs, len(ids), images) and are_cut_by_rows(inputs, len(ids), per_item)):
@@ -378,7 +380,8 @@ class TokenBudget(Part):
             return
         self._has_told_saving = True
         forwards = [forward for batch in batches for forward in task.padded_batches(batch)[:1]]
-        if len(forwards) < len(batches) or any("attention_mask" not in forward for forward in forwards):
+        masks = [getattr(forward.get("attention_mask"), "shape", None) for forward in forwards]
+        if len(forwards) < len(batches) or masks != [forward["input_ids"].shape[:2] for forward in forwards]:
             return
         rows = [
             {"ids": ids[mask.bool()].cpu().numpy()}

@@ -82,8 +82,7 @@ class RowCosts:
         """Whether each row of `order` is in the group of the one before it, `(n,)`; the prefix of all rows aside."""
         costs = self.without_shared(self.shared_by_all)
         tokens, shared = costs.tokens[costs.order], costs.shared
-        shorter = np.minimum(tokens, np.roll(tokens, 1))
-        return (shared > 0) & (shared >= MIN_SHARED_FRACTION * shorter)
+        return (shared > 0) & (shared >= MIN_SHARED_FRACTION * np.minimum(tokens, np.roll(tokens, 1)))
 
     def total(self, rows: Any = slice(None)) -> int:
         """Tokens of one batch of `rows`."""
@@ -129,8 +128,7 @@ def prefix_costs(tokens: np.ndarray, shareable: np.ndarray, order: np.ndarray, s
 
     `order` and `shared` are those of [`sort_by_prefix`].
     """
-    limit = np.minimum(shareable[order], np.roll(shareable[order], 1))
-    return RowCosts(tokens, order, np.minimum(shared, limit))
+    return RowCosts(tokens, order, np.minimum(shared, np.minimum(shareable[order], np.roll(shareable[order], 1))))
 
 
 def sort_by_prefix(ids: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,9 @@ from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from ...core.model.changes import is_harmless
+from ...core.model.find import find_pretrained
+from ...core.model.inspection import name_of
 from ..temporary_attributes import temporarily_set
 
 
@@ -20,8 +23,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "custom_loss_name", "custom_step_name", "is_custom_collator", "observe_loss", "observe_user_loss",
-    "observe_user_step",
+    "custom_loss_name", "custom_step_name", "hook_beside_loss", "is_custom_collator", "observe_loss",
+    "observe_user_loss", "observe_user_step",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -43,6 +46,13 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     loss_function = getattr(trainer, "compute_loss_func", None)
     # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
+
+
+def hook_beside_loss(trainer: PaddingFreeTrainer) -> str | None:
+    """Name of a user's hook on what a model computes, if a user's loss may read what the hook keeps; else `None`."""
+    modules = find_pretrained(trainer.model).base_model.modules()
+    hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
+    return hooks[0] if hooks and custom_loss_name(trainer) else None
 
 
 def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:

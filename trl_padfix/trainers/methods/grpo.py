@@ -39,8 +39,7 @@ class GRPOTask(OnlineTask):
 
     def loss_is_row_sum(self) -> bool:
         trainer = self.trainer
-        uses_entropy = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1
-        return trainer.loss_type != "bnpo" and not uses_entropy
+        return not (trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1)
 
 
 class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):

@@ -173,8 +173,7 @@ def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) 
     if not batches:
         return counts.real
     if counts.padded:
-        padded = sum(batch["input_ids"].numel() for batch in batches)
-        return round(counts.real * padded / counts.padded)
+        return round(counts.real * sum(batch["input_ids"].numel() for batch in batches) / counts.padded)
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     return torch.stack([mask.sum() for mask in masks]).sum()
 

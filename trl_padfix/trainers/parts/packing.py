@@ -267,8 +267,7 @@ class RemovePadding(Part):
 
     def _vocabulary(self) -> int | None:
         """Number of token embeddings of the model; `None` if it does not tell."""
-        pretrained = find_pretrained(self.trainer.model)
-        return getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
+        return getattr(find_pretrained(self.trainer.model).get_input_embeddings(), "num_embeddings", None)
 
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
