@@ -141,7 +141,8 @@ class Task:
         padding = self.trainer.padding
         if not (padding.is_removed and padding.handles[0].enabled):
             return None
-        if name := hook_beside_loss(self.trainer):
+        # Packed, the states of the whole decoder are unpacked before its hooks; within a budget they are of some rows.
+        if name := hook_beside_loss(self.trainer, inner=padding.budget.budget is None):
             return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
         # A model without a head for tokens predicts no label from the token before it.
         may_score = padding.handles[0].anatomy.head is not None and scores_padding(inputs)

@@ -116,8 +116,7 @@ class LMHeadPatch(BatchPatch):
         loss = -output["log_probs"].sum() / (num_labels if num_items is None else num_items)
         if output.get("aux_loss") is None:
             return loss
-        config = self.module.config.get_text_config()
-        return loss + getattr(config, "router_aux_loss_coef", 0.0) * output["aux_loss"]
+        return loss + getattr(self.module.config.get_text_config(), "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only, and no hook of a user's gets them."""

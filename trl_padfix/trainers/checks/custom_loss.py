@@ -48,9 +48,13 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
-def hook_beside_loss(trainer: PaddingFreeTrainer) -> str | None:
-    """Name of a user's hook on what a model computes, if a user's loss may read what the hook keeps; else `None`."""
-    modules = find_pretrained(trainer.model).base_model.modules()
+def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | None:
+    """
+    Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss may read what the hook
+    keeps; else `None`.
+    """
+    base, *within = find_pretrained(trainer.model).base_model.modules()
+    modules = within if inner else [base, *within]
     hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
     return hooks[0] if hooks and custom_loss_name(trainer) else None
 
