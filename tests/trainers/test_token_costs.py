@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
@@ -64,6 +64,7 @@ def test_costs_are_the_distinct_prefixes_of_any_rows(rows, data):
 
 
 @given(drawn_costs(), st.integers(1, 60))
+@example(RowCosts(np.array([1, 3, 3, 5, 1]), np.array([0, 3, 1, 2, 4]), np.array([0, 1, 2, 1, 0])), 4)
 def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     parts = pack_by_budget(costs, budget)
     assert sorted(row for part in parts for row in part) == list(range(len(costs)))

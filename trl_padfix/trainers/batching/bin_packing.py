@@ -44,7 +44,8 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     even_bins = _greedy_partition(groups, len(bins))
     if all(group.tokens <= budget or len(group.rows) == 1 for group in even_bins):
         bins = even_bins
-    return [sorted(group.rows) for group in _largest_first(bins)]
+    # Groups of a part may share a prefix, too, so the tokens of the part are counted.
+    return sorted((sorted(group.rows) for group in bins), key=costs.total, reverse=True)
 
 
 def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
