@@ -13,7 +13,6 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
     nox -s installed         these in empty environments of every Python that is here, and a training in each
     nox -s browser           the site in headless Chromium
-    nox -s readme            the commands of README.md, and those that they print
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
 for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite. With
@@ -319,12 +318,3 @@ def browser(session: nox.Session) -> None:
     """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
     install(session, "-e", f"{ROOT}[cli,trl,docs]", *TESTS, "playwright")
     session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)
-
-
-@nox.session
-def readme(session: nox.Session) -> None:
-    """The commands of README.md as they are written, then each that they print, with what the README installs."""
-    if torch := os.environ.get("TRL_PADFIX_TORCH"):
-        session.install(torch)
-    env = {"PYTHONPATH": "tests", "HF_HUB_OFFLINE": "1"}
-    session.run("python", "-m", "kit.readme_path", env=env)

@@ -1,15 +1,10 @@
-"""The documentation: made pages are up to date, links lead somewhere, examples run, and the site builds."""
+"""The documentation: links lead somewhere, examples run. `.ci/run` makes pages and builds the site."""
 
 import doctest
 import importlib
 import re
-import shutil
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import yaml
 
 import trl_padfix
@@ -26,15 +21,6 @@ def imported(name: str, monkeypatch):
     """A script of `docs/`."""
     monkeypatch.syspath_prepend(str(DOCS))
     return importlib.import_module(name)
-
-
-def test_made_pages_are_what_the_code_says_and_others_are_found(monkeypatch, tmp_path):
-    make_pages = imported("make_pages", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["make_pages.py", "--check"])
-    make_pages.main()
-    monkeypatch.setattr(make_pages, "FOLDER", tmp_path)
-    with pytest.raises(SystemExit, match=r"options\.md: not what the code says now"):
-        make_pages.main()
 
 
 def test_pictures_show_what_is_committed(monkeypatch):
@@ -108,20 +94,3 @@ def test_workflows_and_forms_are_yaml_and_run_what_there_is():
     for text in (path.read_text() for path in files):
         for name in re.findall(r"(?:python|pip install -r|bash) ((?:docs|recipes|tests|\.ci)/\S+)", text):
             assert (ROOT / name).exists(), name
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("zensical") is None, reason="`pip install -e '.[docs]'`")
-def test_the_site_builds_without_a_warning(tmp_path):
-    """Built as CI builds it, from a copy of its sources."""
-    shutil.copytree(DOCS, tmp_path / "docs")
-    shutil.copyfile(ROOT / "mkdocs.yml", tmp_path / "mkdocs.yml")
-    for name in ("trl_padfix", "recipes", "CHANGELOG.md", "SECURITY.md", "CONTRIBUTING.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for command in (["docs/copied_pages.py"], ["-m", "zensical", "build", "--strict"]):
-        done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "build/site/api.html").read_text()
-    assert "remove_padding" in page
-    assert re.findall(r"\[<code>|<code>[^<]*`", page) == []  # Markdown that is shown raw

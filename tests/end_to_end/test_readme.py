@@ -1,4 +1,4 @@
-"""The examples of the README run, and its figures are measured. Its commands: `python -m kit.readme_path`."""
+"""The examples of the README run, and its figures are measured. Commands: `test_printed_commands.py`, `.ci/run`."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit import readme_path
 
 
 ROOT = Path(__file__).parents[2]
@@ -90,27 +89,3 @@ def test_figures_are_those_of_the_files_they_come_from(page):
         rows_there = [line for line in SPEED.splitlines() if line.startswith("|")]
         assert any(all(figure in line for figure in figures) for line in rows_there)  # with its command
     assert len(re.findall(FIGURE, page)) == sum(len(variants) for _, variants in FIGURES.values())  # and no others
-
-
-def test_the_path_has_every_command_in_order_and_leaves_none_out_in_vain():
-    path = readme_path.commands()
-    first = re.search(r"```bash\n(.*?)\n```", README, re.DOTALL)[1].split(" && ")
-    assert path[:2] == first
-    assert not any(map(readme_path.why_not, first))
-    for pattern in readme_path.LEFT_OUT:
-        assert any(re.match(pattern, command) for command in path), pattern
-    ci = (ROOT / ".ci/run").read_text()  # the first of them as they are written; the path as a whole is run at night
-    assert [line for line in ci.splitlines() if line.startswith("readme 'pip install -e")]
-    assert "nox -s readme" in (ROOT / ".github/workflows/nightly.yml").read_text()
-
-
-def test_the_path_goes_on_with_what_is_printed_and_stops_where_a_command_fails(capsys):
-    prints = {
-        "trl-padfix stats DATA": "Measure it: python benchmarks/bench.py --data DATA",
-        "python benchmarks/bench.py --data DATA": "`trl-padfix stats DATA`, `trl-padfix doctor --model Qwen/Qwen3`",
-    }
-    assert readme_path.follow(["trl-padfix stats DATA"], prints.__getitem__) == list(prints)
-    assert f"doctor --model Qwen/Qwen3\n(left out: {readme_path.HUB})" in capsys.readouterr().out
-    assert readme_path.run_in_shell("echo fine") == "fine\n"
-    with pytest.raises(SystemExit, match="no_such_command --now: exit code 127"):
-        readme_path.run_in_shell("no_such_command --now")

@@ -14,7 +14,6 @@ from kit.cells import slow_but
 from kit.commands import as_flags, launch_recipe, logs_of, run_script, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-import trl_padfix
 from trl_padfix.cli.launch import main, parse
 
 
@@ -109,37 +108,12 @@ def test_the_tiny_recipe_of_images_lowers_the_held_out_loss(tmp_path):
     assert processor.image_token_id == model.config.image_token_id
 
 
-def test_the_recipe_of_images_parses(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes")
-    from sft_vlm import RecipeArguments
-
-    parser = trl.TrlParser((RecipeArguments, trl_padfix.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    script, training, *_ = parser.parse_args_and_config(
-        ["--config", str(ROOT / "recipes/sft_vlm_tiny.yaml")], fail_with_unknown_args=True
-    )
-    assert script.tiny
-    assert training.padding_free
-
-
-def test_every_recipe_is_run_by_one_of_our_commands():
-    scripts = [command for name, command in COMMANDS.items() if name not in TRAINED]
-    assert all(command[0] == "python" and command[-2:] == ["--use_cpu", "true"] for command in scripts)
-    assert {name.split("_")[0] for name in TRAINED} == {"dpo", "sft", "reward", "grpo", "distillation"}
-
-
 def test_no_recipe_and_no_notebook_sets_what_is_deprecated():
     gone = r"\b(gradient_checkpointing(_kwargs)?|use_liger_kernel|keep_end|pad_token|warmup_ratio|torch_dtype)[:=]"
     assert all(re.search(gone, text) for text in ("gradient_checkpointing=False", "use_liger_kernel: true"))
     files = [*RECIPES, *ROOT.glob("recipes/*.py"), *ROOT.glob("notebooks/*.ipynb")]
     found = {path.name: re.findall(f"{gone}.*", path.read_text()) for path in files}
     assert {name: settings for name, settings in found.items() if settings} == {}
-
-
-def test_the_index_names_every_recipe_and_every_way_to_launch():
-    index = (ROOT / "recipes/README.md").read_text()
-    names = [*COMMANDS, *(path.stem for path in (ROOT / "recipes/accelerate").iterdir())]
-    assert all(f"`{name}`" in index for name in names)
-    assert " --resume_from_checkpoint latest\n" in index
 
 
 @pytest.fixture(scope="module")
