@@ -174,7 +174,7 @@ NIGHTLY = {
         ["end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
     ),
     6: (
-        "commands, recipes, documents, trajectories, other stacks",
+        "commands, recipes, documents, other stacks",
         ["end_to_end/**/test_*.py", "integrations/test_*.py"],
     ),
     7: ("random draws", ["campaign/test_*.py"]),

@@ -32,6 +32,7 @@ from kit.trainer_runs import (
     assert_same,
     break_mode,
     build_model,
+    figures,
     our_warnings,
     to_the_bit,
 )
@@ -226,6 +227,15 @@ def test_a_training_and_an_evaluation_are_trls(cell, makers, monkeypatch):
         break_mode(monkeypatch, cell.mode)
         control = train(make, cell, **once)
     assert_other(control.trajectory(), theirs.trajectory()[:1], atol)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_metric_is_logged_as_trl_logs_it(name, makers):
+    make = makers(name)
+    ours, theirs = make.train(make.method.plain, **MODES["prefix sharing"]), make.theirs(make.method.plain)
+    found, expected = (figures(run.logs, tuple(make.method.means)) for run in (ours, theirs))
+    assert_same(found, expected)
+    assert_other(found.roll(1, 0), expected)  # the control: figures of the step before
 
 
 @pytest.mark.parametrize("name", METHODS)
