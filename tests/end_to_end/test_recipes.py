@@ -1,6 +1,5 @@
 """The recipes, as a user runs them."""
 
-import os
 import re
 import shlex
 from importlib.util import find_spec
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import trl
-import yaml
 from datasets import Dataset, load_dataset
 from kit.cells import slow_but
 from kit.commands import as_flags, launch_recipe, logs_of, run_script, save_tiny_model
@@ -19,7 +17,6 @@ from trl_padfix.cli.launch import main, parse
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
 SLOW = pytest.mark.slow
 
 COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTILINE)[1]) for p in RECIPES}
@@ -108,14 +105,6 @@ def test_the_tiny_recipe_of_images_lowers_the_held_out_loss(tmp_path):
     assert processor.image_token_id == model.config.image_token_id
 
 
-def test_no_recipe_and_no_notebook_sets_what_is_deprecated():
-    gone = r"\b(gradient_checkpointing(_kwargs)?|use_liger_kernel|keep_end|pad_token|warmup_ratio|torch_dtype)[:=]"
-    assert all(re.search(gone, text) for text in ("gradient_checkpointing=False", "use_liger_kernel: true"))
-    files = [*RECIPES, *ROOT.glob("recipes/*.py"), *ROOT.glob("notebooks/*.ipynb")]
-    found = {path.name: re.findall(f"{gone}.*", path.read_text()) for path in files}
-    assert {name: settings for name, settings in found.items() if settings} == {}
-
-
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
     """A tiny model, and the pairs of the repository as data for each method."""
@@ -173,18 +162,3 @@ def test_a_recipe_trains_a_tiny_model_for_two_steps(name, material, tmp_path, mo
     assert len(losses) == 2
     assert all(log["padfix/pad_fraction"] > 0 for log in losses)
     assert any(tmp_path.glob("*model.safetensors"))
-
-
-@pytest.mark.matrix
-@SLOW
-@pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
-@pytest.mark.parametrize(("recipe", "side"), slow_but([("dpo", "left")], [("dpo", "left"), ("sft", "right")]))
-def test_the_recipe_runs_on_hh_rlhf_from_a_local_file(recipe, side, tmp_path):
-    config = yaml.safe_load((ROOT / f"recipes/{recipe}_hh_rlhf.yaml").read_text())
-    config["datasets"] = [{"path": "json", "data_files": HH_RLHF}]
-    config |= {"tiny_model": "tiny", "max_steps": 5, "eval_strategy": "no", "eval_on_start": False}
-    config |= {"padding_side": side, "output_dir": str(tmp_path / "run"), "logging_steps": 5}
-    path = tmp_path / "hh.yaml"
-    path.write_text(yaml.safe_dump(config))
-    result = launch_recipe(recipe, "--config", str(path))
-    assert "padfix/pad_fraction" in result.stdout
