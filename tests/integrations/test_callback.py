@@ -8,10 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-import trl
 from datasets import Dataset
 from kit.cells import slow_but
-from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.processes import logged
 from kit.trainer_runs import (
@@ -20,13 +18,10 @@ from kit.trainer_runs import (
     build_ids,
     build_model,
     make_plain_trainer,
-    trained,
     trajectory,
 )
 from torch.nn import functional
-from transformers import Trainer, TrainingArguments
-from zoo.vision_families import build_vision, collate
-from zoo.vision_outcomes import ROWS
+from transformers import Trainer
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
@@ -133,19 +128,6 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
 
 
-def test_prefixes_with_images_are_computed_once(tmp_path):
-    vision = build_vision("qwen2_5_vl")
-    batch = collate(vision, ROWS).call()
-    callback, args = PaddingRemovalCallback(prefix_sharing=True), TrainingArguments(
-        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False
-    )  # fmt: skip
-    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    given = {"train_dataset": [{}] * 8, "data_collator": lambda rows: batch | {"labels": labels}}
-    Trainer(vision.model, args, callbacks=[callback], **given).train()
-    assert [report.ok for report in callback.reports] == [True]
-    assert callback.stats.packed_tokens < callback.stats.real_tokens
-
-
 def patches(model) -> list:
     """What is on each module beside its weights: attributes and hooks."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -175,16 +157,6 @@ def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
         theirs, _ = train(tmp_path)
         with pytest.raises(AssertionError, match="not close"):
             assert_same(trajectory(unchecked), trajectory(theirs))
-
-
-def test_trls_trainers_take_it(tmp_path):
-    runs = {}
-    for name, callbacks in {"theirs": [], "ours": [PaddingRemovalCallback(prefix_sharing=True)]}.items():
-        given = {"max_steps": 4, "per_device_train_batch_size": 4, "callbacks": callbacks}
-        runs[name] = trained(make_trainer(trl, "DPO", tmp_path, **given))
-    assert_same(runs["ours"], runs["theirs"])
-    assert [handle.stats.packed_tokens < handle.stats.real_tokens for handle in callbacks[0].handles] == [True, True]
-    assert [report.ok for report in callbacks[0].reports] == [True, True]
 
 
 def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):

@@ -8,9 +8,8 @@ pytest.importorskip("sentence_transformers")
 import torch
 from kit.embedding_runs import INSTRUCTION, build_embedder, build_reranker, build_trainer, triplets, with_lora
 from kit.observe import entered_tokens
-from kit.processes import logged
 from kit.tolerance import CONTROL, assert_close, tolerance
-from kit.trainer_runs import assert_same, break_mode, train_beside_plain, trained
+from kit.trainer_runs import break_mode, train_beside_plain
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import CNN
@@ -78,39 +77,13 @@ def test_embeddings_scores_and_gradients_are_those_of_the_padded_model(name, tmp
     assert (wrong_gradients - gradients).norm() > CONTROL * tolerance(float(gradients.norm()), **DEPTH)
 
 
-TRAININGS = [
-    ("last token, right", "in-batch negatives"),
-    ("mean, left", "cached"),
-    ("reranker, score head", "lists"),
-    ("reranker, logits of yes and no", "pairs"),
-]
-
-
-def build(name, loss, folder, **given):
-    return build_trainer(folder, MODELS[name](folder / name), loss, **{"max_steps": 10} | given)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "loss"), TRAININGS)
-def test_ten_steps_of_its_trainer_are_those_of_the_padded_model(name, loss, tmp_path, monkeypatch):
-    theirs = trained(build(name, loss, tmp_path))
-    trainer = build(name, loss, tmp_path)
-    with remove_padding(trainer.model, prefix_sharing=True) as handle:
-        assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
-    assert handle.stats.packed_tokens < handle.stats.real_tokens < handle.stats.padded_tokens
-    assert handle.stats.forwards >= 10
-    break_mode(monkeypatch, "prefix sharing")
-    trainer = build(name, loss, tmp_path)
-    with remove_padding(trainer.model, prefix_sharing=True), pytest.raises(AssertionError):
-        assert_same(trained(trainer), theirs, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
-    ("way", "name", "loss"), [("callback", *TRAININGS[0]), ("trainer", "reranker, score head", "pairs")]
+    ("way", "name", "loss"),
+    [("callback", "last token, right", "in-batch negatives"), ("trainer", "reranker, score head", "pairs")],
 )
 def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, loss, tmp_path, monkeypatch):
     def make(**given):
-        return build(name, loss, tmp_path, max_steps=2, **given)
+        return build_trainer(tmp_path, MODELS[name](tmp_path / name), loss, **{"max_steps": 2} | given)
 
     train_beside_plain(way, make, monkeypatch)
 
@@ -183,16 +156,6 @@ class ForQueries(Pooled):
         return states.mean(1) if task == "query" else 0
 
 
-class InTraining(Pooled):
-    def more(self, states, features, task):
-        return states.mean(1) if self.training else 0
-
-
-class WithPromptLength(Pooled):
-    def more(self, states, features, task):
-        return states.mean(1) * features["prompt_length"]
-
-
 class WithImages(Pooled):
     def more(self, states, features, task):
         return features["pixel_values"]
@@ -205,8 +168,6 @@ def routed(*modules):
 READERS = {
     "a route": (lambda: routed(CNN(32, 32)), "`Router` after it reads"),
     "a task": (ForQueries, "`ForQueries` after it reads"),
-    "training": (InTraining, "`InTraining` after it reads"),
-    "another feature": (WithPromptLength, "`WithPromptLength` after it reads"),
     "a feature that is not there": (WithImages, r"`WithImages` after it may read .* KeyError\('pixel_values'\)"),
 }
 
@@ -241,37 +202,3 @@ def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):
     model[0].model = BertModel(config)
     with pytest.raises(PaddingRemovalError, match=r"(?s)BertModel: .*unpads encoders itself.*flash_attention_2"):
         remove_padding(model)
-
-
-def test_an_adapter_that_is_added_later_is_packed(tmp_path):
-    model = build_embedder(tmp_path, "mean", "left").eval()
-    without, _, _ = outputs(model)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        with_lora(model)
-        ours, gradients, _ = outputs(model)
-    assert (handle.stats.forwards, handle.stats.padded_forwards) == (1, 0)
-    theirs, their_gradients, _ = outputs(model)
-    assert_close(ours, theirs, **DEPTH, control=without)
-    assert (gradients - their_gradients).norm() <= tolerance(float(their_gradients.norm()), **DEPTH)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["multi_gpu", "fsdp2"])
-def test_two_processes_have_the_steps_of_the_padded_model(strategy, tmp_path):
-    found = logged(strategy, tmp_path, "kit.embedding_processes", "embedder")
-    ours, theirs, wrong = (torch.tensor(found[name]) for name in ("ours", "theirs", "wrong"))
-    assert_same(ours, theirs, atol=1e-5)
-    assert found["tokens"] == sorted(set(found["tokens"]))
-    with pytest.raises(AssertionError):
-        assert_same(wrong, theirs, atol=1e-5)
-    assert found["trained"] != pytest.approx(found["untrained"], rel=1e-6)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_under_fsdp2_its_own_trainer_of_rerankers_changes_no_weight(tmp_path):
-    """Why the page of limits says so: if this fails, sentence-transformers or accelerate has mended it."""
-    found = logged("fsdp2", tmp_path, "kit.embedding_processes", "reranker")
-    assert found["trained"] == pytest.approx(found["untrained"], rel=1e-6)
-    assert len({loss for loss, _ in found["theirs"]}) == 3  # of other rows

@@ -36,9 +36,7 @@ INSTRUCTION = "w30 w31 w32 w33 w34 "
 
 LOSSES = {
     "in-batch negatives": embedding.MultipleNegativesRankingLoss,
-    "cached": lambda model: embedding.CachedMultipleNegativesRankingLoss(model, mini_batch_size=4),
     "pairs": reranking.BinaryCrossEntropyLoss,
-    "lists": lambda model: reranking.ListNetLoss(model, mini_batch_size=8),
 }
 
 
@@ -97,20 +95,6 @@ def scored_pairs(count: int, queries: int = 2) -> Dataset:
     return Dataset.from_list([row | {"label": float(draw.random() < 0.5)} for row in rows])
 
 
-def scored_lists(count: int) -> Dataset:
-    draw = random.Random(0)
-    return Dataset.from_list(
-        [
-            {
-                "query": words(draw, 9, 14),
-                "docs": [words(draw, 1, 9) for _ in range(5)],
-                "labels": [float(draw.random() < 0.5) for _ in range(5)],
-            }
-            for _ in range(count)
-        ]
-    )
-
-
 def build_trainer(folder: Path, model: Any, loss: str, trainer_class: Any = None, **settings: Any) -> Any:
     """
     The trainer of sentence-transformers for a model and one of [`LOSSES`]; or another class in its place.
@@ -125,7 +109,7 @@ def build_trainer(folder: Path, model: Any, loss: str, trainer_class: Any = None
     config = {"per_device_train_batch_size": 8} | of_embedder | SETTINGS | settings
     fields = config_class.__dataclass_fields__
     args = config_class(str(folder / "run"), **{k: v for k, v in config.items() if k in fields})
-    data = triplets(40) if is_embedder else scored_lists(24) if loss == "lists" else scored_pairs(40)
+    data = triplets(40) if is_embedder else scored_pairs(40)
     trainer_class = trainer_class or (SentenceTransformerTrainer if is_embedder else CrossEncoderTrainer)
     trainer = trainer_class(model, args=args, train_dataset=data, loss=LOSSES[loss](model), **given)
     trainer.remove_callback(PrinterCallback)
