@@ -65,7 +65,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--campaign-size", type=float, default=1.0, help="part of the draws of a whole campaign")
     group.addoption("--campaign-seed", type=int, default=None, help="first seed; drawn and printed by default")
     group.addoption("--campaign-seconds", type=float, default=90.0, help="no draw of a part begins after these")
-    group.addoption("--campaign-write", action="store_true", help="write the table of tests/campaign/README.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 
-__all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part", "write_row"]
+__all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part"]
 
 HELD, REFUSED = "held", "refused"
-
-TABLE = Path(__file__).with_name("README.md")
 
 
 @dataclass(frozen=True)
@@ -109,12 +106,3 @@ case = {part.module}.draw(random.Random({seed}))
 # {case}
 print({part.module}.attempt(case, Path(tempfile.mkdtemp())))
 """
-
-
-def write_row(part: Part, outcome: Outcome, seed: int) -> None:
-    """Write what came of a part into its row of the table in the README beside this file."""
-    held, refused, broke = (outcome.counts[name] for name in (HELD, REFUSED, "broke"))
-    row = f"| {part.what} | {outcome.tried:,} | {held + refused:,} | {refused:,} | {broke:,} | {seed} |"
-    text, count = re.subn(rf"^\| {re.escape(part.what)} \|.*$", row, TABLE.read_text(), flags=re.MULTILINE)
-    assert count == 1, f"{TABLE} has {count} rows of {part.what!r}"
-    TABLE.write_text(text)

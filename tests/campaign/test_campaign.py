@@ -2,8 +2,7 @@
 Random draws of everything that is to survive: a few in each run of the tests, all of them with `pytest -m campaign`.
 
 The seed is printed, `--campaign-seed` sets it; no part draws for more than `--campaign-seconds`, and `--campaign-size
-10` takes ten times the draws. A draw that breaks prints a script that repeats it. `--campaign-write` writes
-tests/campaign/README.md.
+10` takes ten times the draws. A draw that breaks prints a script that repeats it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ def test_the_campaign_holds(part: Part, seed, tmp_path, request, capsys):
         print(f"\n{part.module}: {count} draws, --campaign-seed {seed}", flush=True)
         outcome = campaign.run_part(part, count, seed, tmp_path, limit=request.config.getoption("--campaign-seconds"))
         print(f"{part.module}: {dict(outcome.counts)} in {outcome.seconds:.0f} s", flush=True)
-    if request.config.getoption("--campaign-write"):
-        campaign.write_row(part, outcome, seed)
     assert not outcome.broken, "\n".join(outcome.broken)
 
 

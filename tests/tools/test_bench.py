@@ -11,17 +11,13 @@ from bench import Settings, VariantResult, WrongNumbersError, attached, measure,
 from kit.cells import slow_but
 from kit.commands import build_pairs, write_rollouts
 from kit.observe import entered_tokens
-from kit.printed import ROOT
+from kit.processes import ROOT
 from kit.trainer_runs import leaking_layout
 
 from trl_padfix import prefix_sharing_layout
 
 
 TINY = ["--shape", "tiny", "--pairs", "2", "--steps", "2", "--warmup", "1", "--device", "cpu", "--no-memory"]
-FLAGS = {
-    "--data", "--trainer", "--pairs", "--steps", "--warmup", "--variants", "--max-length", "--shape", "--device",
-    "--dtype", "--expand-turns", "--group-by-prefix", "--no-memory", "--json",
-}  # fmt: skip
 
 
 def run(capsys, *options: str) -> str:
@@ -35,11 +31,6 @@ def step_of(data: str | None, **settings) -> bench.BenchStep:
 
 
 # -- the command
-
-
-def test_these_are_the_flags_and_no_others():
-    parser, _ = bench.parse_arguments([])
-    assert {option for action in parser._actions for option in action.option_strings} - {"-h", "--help"} == FLAGS
 
 
 def test_a_speed_up_is_the_ratio_of_the_times_beside_it(capsys, tmp_path):
@@ -158,11 +149,6 @@ def test_memory_is_that_of_a_step():
     assert padded.peak_gib > shared.peak_gib > 0
 
 
-def test_after_a_deadline_no_batch_is_begun():
-    with pytest.raises(TimeoutError, match="No counted step"):
-        measure(step_of("lengths:9/5"), deadline=0.0)
-
-
 # -- rows
 
 
@@ -179,30 +165,3 @@ def test_turns_are_rows_of_their_own(tmp_path, capsys):
     _, whole, _ = json.loads(run(capsys, *options))["variants"]
     _, turns, _ = json.loads(run(capsys, *options, "--expand-turns"))["variants"]
     assert turns["tokens"] < whole["tokens"]  # a row ends with its turn
-
-
-@pytest.mark.parametrize("trainer", ["sft"])
-def test_batches_of_variants_are_made_of_the_same_rows(trainer):
-    step = step_of("lengths:24/6", trainer=trainer, steps=4)
-    counted = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    names = ["trl_grouped", "group_by_prefix"] + ["trl_packing"] * (trainer == "sft")
-    for name in names:
-        batches = bench.divide_rows(step, bench.VARIANTS[name], counted)
-        assert sorted(i for batch in batches for i in batch) == list(range(8))
-
-
-def test_lengths_have_the_spread_that_is_given():
-    for data, spread in (("lengths:100/40", 0.25), ("lengths:100/40/0.75", 0.75), ("lengths:100/40/0", 0.0)):
-        lengths = [len(row["prompt_ids"]) for row in bench.synthetic_rows(data, "dpo", 200)]
-        assert min(lengths) >= 100 * (1 - spread)
-        assert max(lengths) <= 100 * (1 + spread)
-        assert max(lengths) - min(lengths) >= 150 * spread
-
-
-def test_models_are_built_on_their_device_in_the_default_precision():
-    settings = Settings(shape="tiny", device="meta", dtype="autocast")
-    model = bench._model(bench.train_tokenizer([""], 1024), settings, seed=0)
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert bench._arguments(Settings(dtype="autocast")).bf16
-    assert not bench._arguments(Settings(dtype="bfloat16")).bf16

@@ -4,25 +4,16 @@ import dataclasses
 import json
 import re
 import sys
-import warnings
 from pathlib import Path
 
-import bench
 import gpu_checks
 import gpu_report
 import pytest
 import torch
-from bench import VARIANTS, Settings, WrongNumbersError
+from bench import VARIANTS, WrongNumbersError
 from gpu_checks import Check, check_device
 from gpu_expected import (
-    DEVICES,
-    Device,
-    Operation,
     OperationCounter,
-    expected_seconds,
-    known_device,
-    launches_and_waits,
-    on_simulated_device,
 )
 from gpu_plan import plan_of
 from gpu_report import main, measure_gpu
@@ -108,13 +99,6 @@ def test_a_wrong_computation_stops_before_anything_is_timed(tmp_path, monkeypatc
         assert [c["ok"] for c in saved["checks"]] == [True, False]
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "prepare", lambda *args: pytest.fail("begun"))
-    plan = [dataclasses.replace(cell, seconds=60) for cell in cells("dpo", "sft")]
-    found = measure_gpu(tmp_path / "report.json", plan, device="cpu", checks=no_checks, budget=30)
-    assert [cell["status"] for cell in found["cells"]] == ["not measured: out of time"] * 2
-
-
 def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     errors = [torch.OutOfMemoryError("CUDA"), KeyError("x"), WrongNumbersError("not the same"), KeyboardInterrupt()]
@@ -132,28 +116,6 @@ def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
     assert [c["status"].partition(":")[0] for c in saved["cells"]] == ["not measured", "failed", "wrong"]
     assert seen == [0, 1, 2, 3]  # each was written before the next began
     assert not saved["complete"]
-
-
-def test_launches_and_waits_are_counted_and_ours_told_apart():
-    def wait(filename: str, text: str = "called a synchronizing CUDA operation"):
-        return warnings.WarningMessage(text, UserWarning, filename, 1)
-
-    events = [
-        "cudaLaunchKernel",
-        "cudaLaunchKernelExC",
-        "cuLaunchKernel",
-        "cudaMemcpyAsync",
-        "aten::mm",
-        "ampere_gemm",
-    ]
-    said = [
-        wait(kernels.__file__),
-        wait(bench.__file__),
-        wait(torch.__file__),
-        wait(kernels.__file__, "something else"),
-    ]
-    counted = launches_and_waits(events, said)
-    assert counted == {"launches": 3, "synchronisations": 3, "own_synchronisations": 1}
 
 
 # -- the table
@@ -190,28 +152,6 @@ def test_a_report_becomes_a_table_and_that_of_a_cpu_never_does(tmp_path):
 # -- what counts allow
 
 
-def test_devices_are_known_by_the_names_that_torch_gives_them():
-    names = {
-        "NVIDIA A100-SXM4-80GB": "A100",
-        "NVIDIA H100 80GB HBM3": "H100",
-        "NVIDIA H200": "H200",
-        "NVIDIA B200": "B200",
-        "AMD Instinct MI300X": "MI300X",
-        "NVIDIA GeForce RTX 4090": None,
-    }
-    assert [known_device(name) for name in names] == [DEVICES.get(device) for device in names.values()]
-    assert all(found.source.startswith("https://") for found in DEVICES.values())
-
-
-def test_the_slower_of_arithmetic_and_memory_counts_and_the_host_beside_them():
-    device = Device(half=2, single=1, bandwidth=1, launch=1e6, source="")
-    product, copy = Operation("mm", 6e12, int(1e12), True), Operation("add", 0, int(4e12), False)
-    assert expected_seconds([product], device) == 3  # arithmetic
-    assert expected_seconds([dataclasses.replace(product, is_half=False)], device) == 6
-    assert expected_seconds([product, copy], device) == 7
-    assert expected_seconds([dataclasses.replace(copy, bytes=1)] * 9, device) == 9  # launches
-
-
 def test_arithmetic_bytes_and_launches_are_counted():
     left, right = torch.ones(3, 5), torch.ones(5, 7, requires_grad=True)
     with OperationCounter() as counted:
@@ -219,28 +159,6 @@ def test_arithmetic_bytes_and_launches_are_counted():
     products = [(o.flops, o.bytes) for o in counted.operations if o.name == "mm"]
     assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))] * 2  # a view is no launch, nor is a gradient nobody needs
     assert not {"t", "detach", "expand"} & {o.name for o in counted.operations}
-
-
-@pytest.mark.slow
-def test_without_numbers_the_same_is_counted():
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    settings = Settings(pairs=2, shape="tiny", device="cuda", dtype="autocast")
-    shapes, numbers = (on_simulated_device(settings, "lengths:24/9/0.75", shapes_only=only) for only in (True, False))
-    assert all(shapes[name] == numbers[name] for name in ("trl", "padding_free"))
-    flops, same = (
-        {name: sum(o.flops for o in operations) for name, (operations, _) in found.items()}
-        for found in (shapes, numbers)
-    )
-    assert flops == same
-    assert flops["prefix_sharing"] < flops["padding_free"] < flops["trl"]
-
-
-def test_another_file_is_no_report(tmp_path):
-    path = tmp_path / "file.json"
-    for text in ("{", "[]", '{"report": "speed"}'):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="Give the file that"):
-            load_report(path)
 
 
 # -- correctness
@@ -330,13 +248,3 @@ def test_wrong_numbers_stop_it_with_an_error(small, tmp_path, capsys):
     small["check"] = 1.5
     assert main(["--device", "cpu", "--json", str(tmp_path / "report.json")]) == 1
     assert "STOPPED. a comparison: 1.5 where 1 is allowed" in capsys.readouterr().out
-
-
-def test_mistakes_are_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    mistakes = {("--data", "nowhere.jsonl"): "There is no file nowhere.jsonl", ("--json", "."): "--json: "}
-    for arguments, message in mistakes.items():
-        with pytest.raises(SystemExit, match="2"):
-            main(["--device", "cpu", *arguments])
-        assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -36,9 +36,6 @@ def build_rows(kind, count=24):
                 "pairs with prompts": lambda p=prompt: {
                     "prompt": p, "chosen": words(draw, 1, 9), "rejected": words(draw, 1, 9)
                 },
-                "conversations": lambda a=asked: {
-                    "chosen": [*a, say("assistant", 1, 9)], "rejected": [*a, say("assistant", 1, 9)]
-                },
                 "conversations with prompts": lambda a=asked: {
                     "prompt": a, "chosen": [say("assistant", 1, 9)], "rejected": [say("assistant", 1, 9)]
                 },
@@ -50,7 +47,7 @@ def build_rows(kind, count=24):
     return Dataset.from_list(rows)
 
 
-PAIRS = ["pairs", "pairs with prompts", "conversations", "conversations with prompts"]
+PAIRS = ["pairs", "pairs with prompts", "conversations with prompts"]
 
 
 @pytest.fixture(scope="module")
