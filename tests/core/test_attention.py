@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from kit.tolerance import assert_close
-from simulated_gpu import reference_flash_attn
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -391,13 +390,3 @@ def test_what_a_layout_accounts_for_is_accepted():
 
     expected = dense_attention([x.double() for x in states], layout, mask).detach()
     assert_close(unpack(got.detach(), layout)[mask.bool()], expected, terms=COLUMNS, depth=8)
-
-
-def test_a_flash_kernel_that_fails_outside_half_precision_is_explained(monkeypatch):
-    def only_half(*args, **kwargs):
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-
-    monkeypatch.setattr(reference_flash_attn, "_check", only_half)
-    layout, _ = layout_of("right", sharing=False)
-    with pytest.raises(PaddingRemovalError, match=r"torch.float32 on cpu: .*only support fp16.*dtype='bfloat16'"):
-        attend(attention_module(implementation="flash_attention_2"), random_states(layout), layout)

@@ -4,8 +4,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from transformers import AutoModelForCausalLM, Qwen2_5_VLConfig, Qwen2Config, T5Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config, T5Config
 from zoo.models import CONFIGS
 
 from trl_padfix.core.attention import backends
@@ -15,7 +14,6 @@ from trl_padfix.core.attention.backends import (
     Workload,
     assess,
     best_backend,
-    list_backends,
     model_class,
     require_usable,
     spread,
@@ -67,26 +65,6 @@ def half(machine: Machine, **more) -> Workload:
     return Workload(machine, torch.bfloat16, **more)
 
 
-def test_every_backend_is_listed_with_a_reason_and_what_is_missing_with_a_command(installed, no_network):
-    for machine in (CPU, T4, A100, H100, B200):
-        found = list_backends(half(machine))
-        assert {b.name for b in found} >= {*FLASH, "sdpa", "flex_attention", "eager", "kernels-community/flash-attn2"}
-        assert all(b.reason for b in found)
-        commands = {b.name: b.install for b in found if "not installed" in b.reason}
-        if machine == CPU:  # where no package helps
-            assert [commands[name] for name in FLASH] == [None] * 3
-        else:
-            assert commands["flash_attention_2"] == "pip install flash-attn --no-build-isolation"
-            assert commands["flash_attention_4"] == "pip install --pre flash-attn-4"
-            assert "subdirectory=hopper" in commands["flash_attention_3"]
-        assert commands["kernels-community/flash-attn2"].startswith("pip install 'kernels")
-        assert [b.name for b in found if b.usable] == [
-            "sdpa",
-            *(["flex_attention"] if machine != CPU else []),
-            "eager",
-        ]
-
-
 WHERE_IT_RUNS = [
     (CPU, torch.bfloat16, [], "needs a CUDA GPU, and this is CPU"),
     (T4, torch.float16, [], "needs Ampere (compute capability 8.0) or newer, and this is 7.5"),
@@ -125,13 +103,6 @@ def test_auto_is_the_fastest_that_needs_no_network(installed, no_network):
         assert backend.note
 
 
-def test_auto_says_why_it_is_not_a_faster_one(installed):
-    note = best_backend(half(H100)).note
-    assert "packed batches on torch's own variable-length FlashAttention" in note
-    assert "not flash_attention_3 (flash-attn-3 is not installed)" in note
-    assert "not flash_attention_2 (flash-attn is not installed)" in note
-
-
 def test_a_package_that_cannot_be_imported_is_not_usable(installed, monkeypatch):
     def fail(module):
         raise ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocation\nmore")
@@ -162,15 +133,6 @@ def test_a_missing_package_is_an_import_error_and_the_rest_a_value_error(install
 # Hub kernels
 
 
-def test_a_hub_kernel_needs_the_kernels_package_that_this_transformers_takes(installed):
-    wanted = str(backends._KERNELS)
-    assert "kernels is not installed" in assess("kernels-community/flash-attn2", half(H100)).reason
-    installed(kernels="0.1.0")
-    backend = assess("kernels-community/flash-attn2", half(H100))
-    assert f"transformers takes {wanted}, and 0.1.0 is installed" in backend.reason
-    assert Requirement(backend.install.split("'")[1]) == backends._KERNELS
-
-
 def test_a_hub_kernel_is_looked_for_in_the_cache_only(installed, no_network, monkeypatch, tmp_path):
     installed(**EVERYTHING)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
@@ -181,13 +143,6 @@ def test_a_hub_kernel_is_looked_for_in_the_cache_only(installed, no_network, mon
     (tmp_path / "models--kernels-community--flash-attn2" / "snapshots").mkdir(parents=True)
     assert assess(name, half(H100)).usable
     assert assess(name, half(H100)).note == "a Hub kernel"
-
-
-def test_transformers_stands_a_hub_kernel_in_for_a_missing_package(installed):
-    installed(kernels="0.18.2")
-    backend = assess("flash_attention_2", half(H100))
-    assert (backend.usable, backend.asks_hub) == (True, True)
-    assert backend.note == "a Hub kernel, because flash-attn is not installed"
 
 
 # Models
@@ -207,16 +162,6 @@ def test_what_a_model_cannot_do_is_an_obstacle(installed):
     for name, config, obstacle in OBSTACLES:
         assert obstacle in assess(name, half(H100, config=config)).reason
         assert assess(name, half(H100, config=Qwen2Config())).usable
-
-
-@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
-def test_what_is_usable_can_be_built(name):
-    config = CONFIGS[name]()
-    for backend in list_backends(Workload(config=config)):
-        if backend.usable:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=backend.name)
-            assert model.config._attn_implementation == backend.name
-    assert best_backend(Workload(config=config)).name == ("eager" if name in ("gemma2", "gpt_oss") else "sdpa")
 
 
 def test_without_padding_what_cannot_pack_is_refused(installed):

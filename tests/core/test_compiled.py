@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
 from kit.cells import slow_but
-from kit.observe import entered_tokens
 from kit.tolerance import assert_close, tolerance
 from peft import LoraConfig, get_peft_model
 from simulated_gpu.conformance import CASES, conform, of_operator
@@ -96,21 +95,6 @@ def test_what_trains_uncompiled_trains_compiled(case):
     for reference in (want, padded):
         assert_same(got, reference)
     assert (1 <= found <= 2, breaks) == (True, 0)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_evaluation_is_a_graph_of_its_own_and_both_come_back():
-    model = build()
-    ids, mask = batches(2)[1]
-    want = step(model.train(), ids, mask)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        compile_layers(handle, backend="aot_eager")
-        for _ in range(2):
-            assert_close(step(model.train(), ids, mask)[0], want[0], terms=96, depth=16)
-            with torch.no_grad():
-                model.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
-    assert graphs()[0] == 2
 
 
 def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypatch):
@@ -214,62 +198,3 @@ def test_blocks_of_a_long_segment_are_one_attention(case, monkeypatch):
     """Of whole segments `test_backends_conformance.py` compares outputs and gradients."""
     monkeypatch.setattr(segments, "QUERIES_PER_BLOCK", 4)
     conform(of_operator, CASES[case], "cpu", torch.float32, tolerance(1, terms=300, depth=4))
-
-
-@pytest.mark.slow
-def test_what_is_bound_on_an_instance_is_in_its_compiled_layer():
-    """As Liger binds its norms and MLPs."""
-
-    def halved(self, states):
-        return type(self).forward(self, states) / 2
-
-    models = [build().train() for _ in range(2)]
-    for model in models:
-        for layer in model.model.layers:
-            layer.input_layernorm.__dict__["forward"] = MethodType(halved, layer.input_layernorm)
-    (ids, mask), (plain, compiled) = batches(1)[0], models
-    with remove_padding(plain), remove_padding(compiled) as handle:
-        assert compile_layers(handle, backend="aot_eager") == {}
-        want, got, other = (step(model, ids, mask) for model in (plain, compiled, build().train()))
-    assert_same(got, want)
-    assert (got[0] - other[0]).abs().max() > 1e-2
-    assert graphs()[0] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("multiple", [None, 64])
-def test_fifty_batches_of_few_lengths_are_few_shapes(multiple):
-    """A backend that counts a graph for each shape of its inputs, as CUDA graphs do: one for each bucket."""
-    shapes, compilations, lengths, buckets = set(), [], set(), set()
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-
-        def call(*args):
-            shapes.add(tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args))
-            return graph(*args)
-
-        return call
-
-    def power_of_two(n):
-        return next(2**i for i in range(12) if 2**i >= n)
-
-    model = build().eval()
-    with torch.no_grad(), remove_padding(model, packed_multiple_of=multiple) as handle:
-        compile_layers(handle, backend=backend)
-        for ids, mask in batches(50):
-            with entered_tokens(model) as entered:
-                got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            rows = mask.sum(1).tolist()
-            filler = entered[0] - sum(rows)
-            segments = len(rows) + -(-filler // max(rows))
-            lengths.add(entered[0])
-            # The length of the longest row is no input of the graph here: only the kernel of a GPU takes it.
-            buckets.add((entered[0], power_of_two(segments + 1)))
-            with handle.disabled():
-                want = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            assert_close(got[mask.bool()], want[mask.bool()], terms=96, depth=16)
-    assert len(compilations) == 1
-    assert graphs() == (1, 0)
-    assert (len(lengths), len(shapes)) == ((48, 50) if multiple is None else (21, len(buckets)))
-    assert len(buckets) == 29 or multiple is None

@@ -3,7 +3,6 @@
 from contextlib import nullcontext
 
 import hypothesis
-import peft
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -19,7 +18,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from zoo.models import EOS, PAD, ROWS, SUPPORTED, batch, build
-from zoo.vision_prompts import build_image, build_processor, build_vision_model
 
 from trl_padfix import PaddingRemovalError, generate, left_align, remove_padding
 from trl_padfix.core.remove import attachment_of
@@ -124,52 +122,6 @@ def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sha
         assert (handle.stats.packed_tokens > 0) is not use_cache
         assert attachment_of(model) is handle
         assert handle.enabled
-
-
-def test_lora_merged_or_not_continues_as_alone():
-    ids, mask = batch("right")
-    torch.manual_seed(0)
-    base = build("qwen2")
-    without = alone(base, ids, mask)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, init_lora_weights=False)).eval()
-    unmerged = alone(model, ids, mask)
-    for merge in (lambda: None, model.merge_adapter):
-        merge()
-        assert torch.equal(continued(model, ids, mask), unmerged)
-    assert not torch.equal(unmerged, without)
-
-
-@pytest.mark.parametrize(("name", "side"), [("llava", "left"), ("qwen2_5_vl", "right")])
-def test_prompts_with_images_are_continued_as_alone(name, side):
-    model, processor = build_vision_model(name), build_processor(name)
-    image = processor.apply_chat_template(
-        [{"role": "user", "content": [{"type": "image"}]}], add_generation_prompt=True
-    ).removesuffix("assistant: ")
-    texts = [f"{image}w1 w2 assistant: ", f"{image}w3 {image}w4 w5 w6 assistant: ", f"{image}assistant: "]
-    images = [[build_image(0)], [build_image(1), build_image(2)], [build_image(3)]]
-    processor.tokenizer.padding_side = side
-
-    def process(texts, images):
-        return processor(text=texts, images=images, padding=True, return_tensors="pt", add_special_tokens=False)
-
-    inputs = process(texts, images)
-    settings = {"max_new_tokens": 6, "do_sample": False}
-    found = generate(model, inputs, **settings)[:, inputs["input_ids"].shape[1] :]
-    plain = model.generate(**inputs, **settings)[:, inputs["input_ids"].shape[1] :]
-    expected = []
-    for i in range(3):
-        one = process(texts[i : i + 1], images[i : i + 1])
-        tokens = model.generate(**one, **settings)[0, one["input_ids"].shape[1] :]
-        expected.append(nn.functional.pad(tokens, (0, 6 - len(tokens)), value=0))
-    assert torch.equal(found, torch.stack(expected))
-    assert torch.equal(plain, found) is (side == "left")
-
-
-def test_embeddings_are_aligned_too():
-    model = build("qwen2")
-    ids, mask = batch("right")
-    inputs = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "attention_mask": mask}
-    assert torch.equal(new_tokens(generate(model, inputs, **SETTINGS), 0), alone(model, ids, mask))
 
 
 def test_new_tokens_begin_behind_the_columns_that_were_given():

@@ -13,7 +13,7 @@ from kit.cells import by_turns
 from kit.tolerance import assert_close, tolerance
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
-from transformers import AutoModelForSequenceClassification, Qwen2ForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
@@ -130,35 +130,6 @@ def test_loss_is_the_models_own_on_the_right_scores():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
     same_scores(found, expected)
     same_scores(embedded, expected)
-
-
-class Calibrated(Qwen2ForSequenceClassification):
-    """Halves what its parent scores."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits / 2
-        return output
-
-
-class OfTheFirstToken(Qwen2ForSequenceClassification):
-    """Scores the first token of right-padded rows."""
-
-    def forward(self, input_ids, attention_mask):
-        return self.score(self.model(input_ids, attention_mask=attention_mask)[0][:, 0])
-
-
-def test_subclasses_pool_as_they_say():
-    config = classifier().config
-    ids, mask = pad(ROWS, "right", pad_id=EOS)
-    model = Calibrated(config).eval()
-    with remove_padding(model, pool_last_token=True):
-        found = model(ids, attention_mask=mask).logits
-    same_scores(found, scores_of_last_tokens(model) / 2)
-    model = OfTheFirstToken(config).eval()
-    expected = model(ids, mask)
-    with remove_padding(model):
-        same_scores(model(ids, mask), expected)
 
 
 @pytest.mark.parametrize(("side", "sharing"), [("left", True), ("right", False)])

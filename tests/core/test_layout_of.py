@@ -141,16 +141,6 @@ def test_keys_are_gathered_where_that_costs_less_than_what_it_saves(mode, shared
     assert (handle.stats.shared_forwards, handle.stats.forwards) == (pays, 1)
 
 
-def test_packed_rows_that_begin_alike_share_where_it_pays():
-    model = build("qwen2")
-    for shared, pays in ((1, False), (60, True)):
-        ids = alike(2, 100, shared).view(1, -1)
-        positions = torch.arange(100).repeat(2)[None]
-        with remove_padding(model, prefix_sharing="auto") as handle, torch.no_grad():
-            model(ids, position_ids=positions)
-        assert handle.stats.packed_tokens == 200 - shared * pays
-
-
 def test_embeddings_are_packed_and_not_shared():
     model, ids = build("qwen2"), alike(2, 12, 6)
     embeds, mask = model.get_input_embeddings()(ids), torch.ones_like(ids)

@@ -140,33 +140,6 @@ def test_several_packed_rows_in_a_batch_are_kept_apart():
             assert_close(got[row, column], alone, terms=64, depth=24)
 
 
-def test_the_fused_head_scores_the_labels_of_a_packed_row_only():
-    utils = pytest.importorskip("trl.trainer.utils")
-    if not hasattr(utils, "add_fused_lm_head"):
-        pytest.skip("this TRL has no fused LM head")
-    ids, mask = batch("right")
-    model = build("qwen2")
-    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    labels = ids.masked_fill((mask == 0) | (ids % 3 == 0), -100)
-    labels[:, 0] = -100
-    expected = model(ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-    call = packed(ids, mask)
-    projected = []
-    with remove_padding(model, prefix_sharing=True):
-        hook = model.model.norm.register_forward_hook(lambda m, i, output: projected.append(output.shape))
-        got = model(**call, labels=labels[mask.bool()][None], fused_lm_head=True)
-        hook.remove()
-    where = mask[:, 1:].bool()
-    for name in ("log_probs", "entropy", "is_top1", "label_mask"):
-        # The first token of a sequence stands behind the last one of the sequence before, and has no label.
-        row = torch.nn.functional.pad(got[name][0], (1, 0))
-        begins = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))[:-1]
-        rest = torch.ones_like(row, dtype=torch.bool).index_fill_(0, begins, False)
-        assert_close(row[rest], expected[name][where], terms=64, depth=24)
-        assert not row[~rest].any()
-    assert_close(got["loss"], expected["loss"], terms=64, depth=24)
-
-
 def test_a_mask_beside_bounds_is_left_to_the_model():
     ids, mask = batch("mixed")
     call = packed(ids, mask)

@@ -2,16 +2,14 @@
 Decoders whose layers one packed row cannot serve: each module that mixes tokens runs packed, forked or on rows.
 
 The reference is each row computed alone, as in `test_families.py`; here rows are also longer than the chunks of scans,
-layers are checkpointed, handles removed before backward, and threads share a model.
+layers are checkpointed, and handles removed before backward.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from zoo.family_outcomes import (
     batched,
     gradients_of,
     leaking_layouts,
-    padded,
     rows,
     stable_topk,
     trees_without_parents,
@@ -43,9 +40,7 @@ from trl_padfix import (
 )
 from trl_padfix.core.mixers import forks
 from trl_padfix.core.mixers.forks import NodeTree
-from trl_padfix.core.mixers.primitives import primitives_of
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
-from trl_padfix.core.model.inspection import counts_columns
 
 
 KINDS = {
@@ -348,55 +343,6 @@ def test_adapters_get_the_gradients_of_rows_computed_alone():
         assert_exact(logps, gradients_of(model, weighted(logps)), expected)
 
 
-@pytest.mark.parametrize(("family", "sharing"), [("mamba2", True), ("bloom", False)])
-def test_hidden_states_of_every_layer_are_those_of_the_padded_forward(family, sharing):
-    model, (ids, mask) = build(family), padded("right")
-    call = {"input_ids": ids, "attention_mask": mask, "use_cache": False, "output_hidden_states": True}
-    with torch.no_grad():
-        expected = model(**call).hidden_states
-        with remove_padding(model, prefix_sharing=sharing):
-            found = model(**call).hidden_states
-    assert len(found) == len(expected) > 2
-    real = mask.bool()
-    for state, own in zip(found, expected, strict=True):
-        assert_close(state[real], own[real], terms=64, depth=64)  # of a delta net, whose chunks begin elsewhere
-
-
-def test_two_threads_may_run_one_model():
-    model, found = build("qwen3_5_text"), {}
-    batches = [padded("left"), tuple(x[1:4] for x in padded("right"))]
-
-    def scores(ids, mask):
-        logits = model(ids, attention_mask=mask, use_cache=False).logits.log_softmax(-1)
-        return logits[mask.bool()]
-
-    with torch.no_grad(), remove_padding(model, prefix_sharing=True):
-        expected = [scores(*batch) for batch in batches]
-        barrier = threading.Barrier(2)
-
-        def run(i: int) -> None:
-            barrier.wait()
-            with torch.no_grad():
-                found[i] = [scores(*batches[i]) for _ in range(10)]
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for i in range(2):
-        for scores_of_thread in found[i]:
-            assert_close(scores_of_thread, expected[i], terms=64, depth=24)
-
-
-def test_a_copy_of_the_model_is_attached_by_itself():
-    model = build("qwen3_5_text")
-    with remove_padding(model, prefix_sharing=True):
-        twin = copy.deepcopy(model)
-    with torch.no_grad():
-        assert_close(batched(twin, "left"), reference("qwen3_5_text")[0], terms=64, depth=24)
-
-
 def test_no_function_of_transformers_is_replaced_for_other_models():
     space = vars(modeling_qwen3_5)
     before = dict(space)
@@ -408,70 +354,3 @@ def test_no_function_of_transformers_is_replaced_for_other_models():
         batched(model, "left")
     assert seen
     assert all(inside == before for inside in seen)
-
-
-# Older versions of transformers
-
-
-causal_conv1d_fn = torch_chunk_gated_delta_rule = mamba_inner_fn = None
-
-
-class Linear(nn.Module):
-    """A linear attention as its own versions of transformers have written it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1d = nn.Conv1d(4, 4, 3, groups=4)
-        self.A_log = nn.Parameter(torch.zeros(4))
-        self.causal_conv1d_fn = self.torch_chunk_gated_delta_rule = None
-
-
-class FunctionsOfTheModule(Linear):
-    def forward(self, hidden_states, cache_params=None):
-        return torch_chunk_gated_delta_rule(causal_conv1d_fn(hidden_states))
-
-
-class FunctionsAsAttributes(Linear):
-    def forward(self, hidden_states, cache_params=None):
-        return self.torch_chunk_gated_delta_rule(self.causal_conv1d_fn(hidden_states))
-
-
-class FunctionsInAMethod(Linear):
-    def forward(self, hidden_states, cache_params=None):
-        return self.slow_forward(hidden_states) if mamba_inner_fn is None else None
-
-
-class NoRecurrence(Linear):
-    def forward(self, hidden_states, cache_params=None):
-        return self.slow_forward(causal_conv1d_fn(hidden_states))
-
-
-def test_only_a_mixer_whose_every_function_can_be_replaced_is_forked():
-    assert primitives_of(FunctionsOfTheModule()) == {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
-    for mixer in (FunctionsAsAttributes(), FunctionsInAMethod(), NoRecurrence()):
-        assert primitives_of(mixer) == set()  # by rows: what is not replaced would run over the seams
-
-
-class NumbersByCache(nn.Module):
-    def forward(self, hidden_states, cache_position=None):
-        return hidden_states * cache_position.float()
-
-
-def scale(places, factor):
-    return places * factor
-
-
-class ScalesByCache(nn.Module):
-    def forward(self, hidden_states, cache_position=None):
-        return hidden_states * scale(cache_position, 2)
-
-
-class HandsItOn(nn.Module):
-    def forward(self, hidden_states, cache_position=None, past=None):
-        return hidden_states if past is None else past.update(hidden_states, {"cache_position": cache_position})
-
-
-def test_an_attention_that_computes_with_places_in_the_cache_counts_columns():
-    assert counts_columns(NumbersByCache())
-    assert counts_columns(ScalesByCache())  # Ministral 3's in transformers 5.0
-    assert not counts_columns(HandsItOn())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from contextlib import nullcontext
 from typing import Any
 
@@ -52,15 +50,6 @@ def test_a_backward_computes_a_call_as_its_forward_did(change, monkeypatch):
     monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
     with pytest.raises(CheckpointError):
         gradients(*change)
-
-
-def test_a_model_is_copied_and_pickled_after_a_checkpointed_forward():
-    model, (ids, mask) = build("qwen2"), batch("right")
-    with remove_padding(model):
-        checkpointed(model, ids, mask).sum().backward()
-        twin = copy.deepcopy(model)
-        torch.save(model, io.BytesIO())
-        assert torch.equal(twin(ids, attention_mask=mask).logits, model(ids, attention_mask=mask).logits)
 
 
 def test_a_call_within_torch_func_is_computed_padded():

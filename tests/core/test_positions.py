@@ -20,10 +20,6 @@ MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
 IDS = torch.tensor([[9, 9, 5, 6], [5, 1, 7, 9]])  # 1 is RoBERTa's padding, and here a token like any other
 
 
-def test_rows_are_numbered_from_their_first_token():
-    assert packed_positions(Numbering(), None, None, padding_free_layout(MASK)).tolist() == [0, 1, 0, 1, 2]
-
-
 def test_roberta_numbers_the_tokens_that_are_not_padding():
     numbers = Numbering.of(find_decoder(build("roberta")))
     numbers.embedding.padding_idx = 1
@@ -47,11 +43,6 @@ def test_a_row_is_the_same_wherever_it_stands(family, sharing):
         for row, first, last in ((0, 2, 4), (1, 0, 3)):
             single = model(IDS[row : row + 1, first:last], use_cache=False).logits
             assert_close(packed[row, first:last], single[0], terms=64, depth=16)
-
-
-def test_a_model_that_calls_its_head_decoder_is_found():
-    model = build("modernbert-decoder")
-    assert find_decoder(model) is model.model
 
 
 @pytest.mark.parametrize("family", ["bert", "bart", "big_bird", "gpt2", "roformer"])

@@ -7,18 +7,12 @@ import sys
 from types import MethodType
 
 import pytest
-import torch
-from kit.cells import by_turns
-from kit.tolerance import assert_close, assert_gradients_close
-from simulated_gpu.hub_functions import as_modules
 from torch import nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 from zoo.families import build
-from zoo.family_outcomes import LEAK, alone, batched, gradients_of, weighted
 
 from trl_padfix import PaddingRemovalError, remove_padding
-from trl_padfix.core.mixers import primitives
 from trl_padfix.core.model.inspection import kernel_parameters
 
 
@@ -42,24 +36,6 @@ def rule(monkeypatch) -> nn.Module:
         own = inspect.getclosurevars(type(own).forward).nonlocals["func"]
     assert "cu_seqlens" in kernel_parameters(own)
     return kernels.use_kernel_forward_from_hub(RULE)(own)
-
-
-@pytest.mark.parametrize(("family", "sharing"), by_turns(["mamba", "mamba2", "qwen3_next"], [False, True]))
-def test_functions_that_are_modules_are_called_as_functions_are(family, sharing):
-    model = build(family)
-    expected = alone(model)
-    with as_modules(model), remove_padding(model, prefix_sharing=sharing):
-        logps = batched(model, "left")
-        assert_close(logps.detach(), expected[0], terms=64, depth=24)
-        assert_gradients_close(gradients_of(model, weighted(logps)), expected[1], terms=64, depth=48)
-
-
-def test_a_scan_that_is_given_no_rows_would_be_seen(monkeypatch):
-    model = build("mamba")
-    expected = alone(model)
-    monkeypatch.setitem(primitives._REPLACEMENTS, "mamba_selective_scan", lambda original, call, keys: original)
-    with as_modules(model), torch.no_grad(), remove_padding(model):
-        assert (batched(model, "left") - expected[0]).abs().max() >= LEAK
 
 
 def test_the_arguments_of_a_kernel_are_read_through_its_module(rule):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.cells import slow_but
 from zoo.families import build
 from zoo.models import ROWS, batch
 
@@ -101,16 +102,14 @@ def test_chunks_are_read_from_the_model():
         assert Mixers.of(find_decoder(with_chunks(build(family), SCANS.get(family, 64)))).chunk == SCANS.get(family, 0)
 
 
-@pytest.mark.parametrize(("family", "sharing"), [("qwen3_5_text", True), ("mamba2", False)])
-def test_rows_that_cross_chunks_pass(family, sharing):
-    report = check_parity(build_scan(family), LONG, prefix_sharing=sharing)
-    report.raise_if_failed()
-    assert report.packed_tokens > 3 * SCANS[family]
-
-
-@pytest.mark.parametrize(("family", "sharing"), [("qwen3_5_text", True), ("mamba2", False)])
-def test_a_scan_that_loses_its_state_at_the_end_of_a_chunk_is_caught(family, sharing, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "sharing"), slow_but([("qwen3_5_text", True)], [("qwen3_5_text", True), ("mamba2", False)])
+)
+def test_rows_cross_chunks_and_a_scan_that_loses_its_state_there_is_caught(family, sharing, monkeypatch):
     scan, chunk = NodeTree.scan, SCANS[family]
+    right = check_parity(build_scan(family), LONG, prefix_sharing=sharing)
+    right.raise_if_failed()
+    assert right.packed_tokens > 3 * chunk
 
     def forgetting(self: NodeTree, step: Any, *others: Any, **kwargs: Any) -> torch.Tensor:
         def in_two(parts: list[torch.Tensor], initial: Any, *more: Any) -> Any:

@@ -42,10 +42,10 @@ def scores_of(model):
 
 
 CELLS = by_turns(CASES, [True, False], [False, True])
-"""All of them on older versions; on the newest `remove/test_numbers.py` has more."""
+"""All of them on older versions; on the newest `remove/test_numbers.py` has more, `test_mixers.py` of `HYBRIDS`."""
 
 
-@pytest.mark.parametrize(("name", "implementation", "sharing", "checkpointing"), slow_but(CELLS[::3], CELLS))
+@pytest.mark.parametrize(("name", "implementation", "sharing", "checkpointing"), slow_but([], CELLS))
 def test_packed_rows_equal_rows_alone(name, implementation, checkpointing, sharing):
     model = build(name, implementation).train()
     if checkpointing:
@@ -108,15 +108,6 @@ def test_negative_control_rows_that_see_each_other_fail(name, implementation):
     with leaking_layouts(), remove_padding(model), torch.no_grad():
         assert (scores_of(model)(ids, mask) - expected).abs().max() > 0.1
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
-
-
-@pytest.mark.parametrize(("name", "implementation", "sharing"), [(*CASES[0], True), (*CASES[4], False)])
-def test_check_parity_passes(name, implementation, sharing):
-    ids, mask = pad(ROWS, "mixed")
-    batch = {"input_ids": ids, "attention_mask": mask}
-    report = check_parity(build(name, implementation), batch, prefix_sharing=sharing)
-    assert report.ok, report
-    assert report.packed_tokens < report.padded_tokens
 
 
 class LargestSquare(TorchDispatchMode):
@@ -192,9 +183,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "expected"), slow_but([("bamba", "exact"), ("qwen3_next", "exact")], HYBRIDS.items())
-)
+@pytest.mark.parametrize(("family", "expected"), slow_but([], HYBRIDS.items()))
 def test_layers_that_one_packed_row_cannot_serve_are_exact_or_refused(family, expected):
     if family not in families():
         pytest.skip("not in this version of transformers")

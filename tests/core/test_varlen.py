@@ -24,29 +24,6 @@ from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.layout.flat_maps import SegmentLengths
 
 
-def test_the_simulated_device_counts_kernels_and_waits(gpu):
-    x = to_simulated(torch.arange(6.0))
-    assert (x.device, (x + 1).device) == (torch.device("cuda:0"), torch.device("cuda:0"))
-    gpu.reset()
-    y = (x * 2).view(2, 3)[1].sum()
-    assert gpu.kernels == {"mul": 1, "sum": 1}  # a view and an index are no kernels
-    assert (y.cpu().item(), not gpu.ours()) == (24.0, True)
-    gpu.reset()
-    waiting = [
-        lambda: y.item(),
-        lambda: x.tolist(),
-        lambda: x.nonzero(),
-        lambda: x[x > 1],
-        lambda: torch.zeros(3).to("cuda:0"),
-    ]
-    for i, run in enumerate(waiting, start=1):
-        run()
-        assert sum(gpu.synchronisations.values()) == i
-    torch.zeros(3).to("cuda:0", non_blocking=True)
-    torch.zeros(3, device="cuda:0") + 1
-    assert sum(gpu.synchronisations.values()) == len(waiting)
-
-
 # -- the precision that attention computes in
 
 

@@ -92,24 +92,8 @@ def loss_of_rows(model: Any, samples: list[dict[str, Any]]) -> torch.Tensor:
     return sum((loss_of_sample(model, sample) for sample in samples), torch.zeros(()))
 
 
-def loss_of_padded_rows(model: Any, samples: list[dict[str, Any]], more: int = 0) -> torch.Tensor:
-    """The same loss with one forward of a left-padded batch, with `more` columns of padding than it needs."""
-    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-    ones = [torch.ones_like(row) for row in rows]
-    mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side="left")
-    ids, mask = (torch.nn.functional.pad(x, (more, 0)) for x in (ids, mask))
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    losses = (loss_of_logits(x[-len(row) :], sample) for x, row, sample in zip(logits, rows, samples, strict=True))
-    return sum(losses, torch.zeros(()))
-
-
 def loss_of_sample(model: Any, sample: dict[str, Any]) -> torch.Tensor:
-    return loss_of_logits(model(input_ids=torch.tensor(sample["input_ids"])[None], use_cache=False).logits[0], sample)
-
-
-def loss_of_logits(logits: torch.Tensor, sample: dict[str, Any]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor(sample["input_ids"])[None], use_cache=False).logits[0]
     ids, mask, old = (torch.tensor(sample[name]) for name in ("input_ids", "completion_mask", "old_log_probs"))
     log_probs = logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     trained = mask[1:] == 1

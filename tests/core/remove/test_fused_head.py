@@ -15,10 +15,8 @@ from zoo.model_numbers import (
     DISTINCT,
     assert_equal_where_real,
     assert_same_gradients,
-    checkpointed,
     gradients,
     logits_of,
-    lora,
     weighted_sum,
 )
 from zoo.models import batch, build
@@ -171,18 +169,6 @@ def test_the_fused_head_scores_batches_without_anything_to_remove():
         expected = fused_numbers(model, ids, given, labels)
         with remove_padding(model, prefix_sharing=True):
             assert_same_fused_numbers(fused_numbers(model, ids, given, labels), expected)
-
-
-def test_the_fused_head_works_with_lora_and_checkpointing():
-    ids, mask = batch("mixed")
-    labels = answers(ids, mask)
-    base = fused("qwen2")
-    model = lora(base)
-    expected = fused_numbers(model, ids, mask, labels)
-    checkpointed(model, reentrant=True)
-
-    with remove_padding(model, prefix_sharing=True):
-        assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
 
 
 def test_the_fused_head_may_be_added_after_attaching():
