@@ -68,7 +68,6 @@ SET_UPS = {
         {"max_steps": 7, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6},
         dict,
     ),
-    "precomputed reference": ({"precompute_ref_log_probs": True, "precompute_ref_batch_size": 7}, dict),
     "precomputed reference, ld_alpha": ({"precompute_ref_log_probs": True, "ld_alpha": 0.4}, dict),
     "lora": ({}, adapted),
     "lora, checkpointing": ({"gradient_checkpointing": True}, adapted),

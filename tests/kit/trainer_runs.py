@@ -112,15 +112,6 @@ def build_model(
     return models.build("qwen2", attn_implementation, seed, **given).train()
 
 
-def pass_on_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let adapters call the forward of the model that they hold, and none of its hooks, as PEFT did before 0.21."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.model.forward(*args, **kwargs)
-
-    monkeypatch.setattr("peft.tuners.tuners_utils.BaseTuner.forward", forward)
-
-
 def lora(**settings: Any) -> LoraConfig:
     """Adapters that change the model from the first step on."""
     return LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.0, **settings)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import trl
 from kit.methods import make_trainer
 from kit.observe import entered_tokens
 from kit.rows import build_pairs
@@ -69,36 +68,6 @@ def test_the_model_that_model_init_makes_is_packed(way, trials, tmp_path):
     assert (shares < 1).all()
 
 
-def test_a_trial_that_was_cut_off_does_not_keep_the_callback_on_its_model(tmp_path):
-    callback = PaddingRemovalCallback(parity_check=False)
-    ours = make(tmp_path, counts=(packed := []), callbacks=[callback])
-
-    def prune(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ours, "log", prune)
-        with pytest.raises(KeyboardInterrupt):
-            ours.train()
-    pruned = ours.model
-    ours.train()
-    assert sum(packed[-1]) == callback.stats.packed_tokens < callback.stats.padded_tokens
-    assert is_bare(pruned)
-
-
-def test_a_trainer_of_trl_that_gets_a_model_init_packs_its_models(tmp_path):
-    trainers = []
-    for library, mode in ((trl, {}), (trl_padfix, {"padding_free": True, "parity_check": False})):
-        trainer = make_trainer(library, "Reward", tmp_path, max_steps=3, **mode)
-        trainer.model_init = lambda: build_model("reward", seed=3)
-        trainer.train()
-        trainers.append(trainer)
-    theirs, ours = trainers
-    assert_same(trajectory(ours), trajectory(theirs))
-    assert 0 < ours.padding.stats.packed_tokens < ours.padding.stats.padded_tokens
-    assert attachment_of(ours.model) is ours.padding.handle
-
-
 # -- two trainers on one model
 
 
@@ -145,15 +114,3 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
 
 
 # -- what is logged
-
-
-def test_what_packs_nothing_logs_no_saving_and_says_so_once(tmp_path, caplog):
-    trainer = make_on(model := build_model(), "SFT", tmp_path, padding_free=True)
-    trainer.padding.handle.remove()  # by hand, so that no other trainer has it
-    forwards = entered_tokens(model)
-    trainer.train()
-    assert forwards
-    logged = {name for log in trainer.state.log_history for name in log}
-    assert "perf/tokens_per_second" in logged
-    assert not {name for name in logged if "fraction" in name}
-    assert [said.partition(":")[0] for said in our_warnings(caplog)] == ["[RANK 0] Nothing was packed in step 1"]

@@ -135,20 +135,6 @@ def test_a_reference_whose_attention_is_wrong_gives_other_numbers(make, by_defau
         assert_same(ours, expected)
 
 
-@pytest.mark.parametrize(
-    ("kind", "metric"),
-    [("Reward", "mean_reward"), ("KTO", "kl"), ("GRPO", "kl")],
-)
-def test_other_trainers_do_the_same(kind, metric, make, ran):
-    has_reference = kind not in ("SFT", "Reward")
-    choice = {"attn_implementation": "sdpa", "ref_attn_implementation": "eager"}
-    trainer = make(kind, MODES["prefix sharing"] | (choice if has_reference else {"attn_implementation": "eager"}))
-    ours = finished(trainer, metric)
-    assert ran(trainer.model) == {"sdpa" if has_reference else "eager"}
-    assert not has_reference or ran(trainer.ref_model) == {"eager"}
-    assert_same(ours, finished(make(kind, MODES["prefix sharing"]), metric))
-
-
 # Where it can be asked for
 
 

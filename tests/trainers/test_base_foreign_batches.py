@@ -224,17 +224,6 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
     assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), weights, strict=True))
 
 
-def test_where_every_batch_is_computed_padded_the_log_says_why(tmp_path, caplog):
-    given = {"train_dataset": build_rows(), "data_collator": labels_of_padding, "max_steps": 2}
-    trainer, _ = make_ours(Trainer, tmp_path, True, **given)
-    with caplog.at_level("WARNING"):
-        trainer.train()
-    said = [message for message in caplog.messages if "Nothing was packed" in message]
-    assert len(said) == 1
-    assert "computed padded, for the reasons that are said above" in said[0]
-    assert caplog.text.count("labels whose previous token the attention mask hides") == 1
-
-
 @pytest.mark.parametrize("case", ["an embedding model", "a forward that needs labels"])
 def test_a_leak_between_rows_is_found(case, tmp_path, monkeypatch):
     break_mode(monkeypatch, "padding-free")

@@ -56,18 +56,13 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
         ("DPO", {}, 2, True),  # policy and reference have the same labels
         ("SFT", PACKING, 2, False),  # labels of rows that arrive packed are read by themselves
         ("SFT", {"padding_side": "left", "dataloader_num_workers": 1}, 1, True),
-        ("Reward", {"padding_side": "left"}, 1, True),
     ],
 )
 def test_a_step_waits_once_for_its_batch(kind, config, waits, sharing, gpu, tmp_path):
     assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=sharing, **config)) == waits
 
 
-def test_so_does_an_evaluation(gpu, tmp_path):
-    assert waits_of_step(gpu, make("DPO", tmp_path, prefix_sharing=True), "eval") == 2
-
-
-def test_so_does_each_step_of_a_generation(gpu, tmp_path):
+def test_each_step_of_a_generation_waits_once(gpu, tmp_path):
     trainer = make("GRPO", tmp_path, prefix_sharing=True, gradient_accumulation_steps=2)
     trainer.current_gradient_accumulation_steps = 2  # `train` sets it
     trainer.model.train()

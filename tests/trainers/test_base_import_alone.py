@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 import trl
 from kit.methods import make_trainer
@@ -11,7 +10,6 @@ from kit.trainer_runs import SETTINGS, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import trl_padfix
-from trl_padfix.trainers.parts.packing import RemovePadding
 
 
 def test_states_that_run_over_padding_keep_the_side_of_trl(tmp_path):
@@ -44,22 +42,6 @@ def test_restore_padding_gives_the_callbacks_back(tmp_path):
     trainer.restore_padding()
     assert "call_event" not in vars(trainer.callback_handler)
     trainer.restore_padding()  # twice does no harm
-
-
-def test_an_error_while_the_trainer_is_made_gives_the_callbacks_back(tmp_path, monkeypatch):
-    handlers = []
-    ready = RemovePadding.on_init_end
-
-    def fail_after(part):
-        ready(part)
-        handlers.append(part.trainer.callback_handler)
-        assert "call_event" in vars(handlers[0])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(RemovePadding, "on_init_end", fail_after)
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer(trl_padfix, "SFT", tmp_path)
-    assert "call_event" not in vars(handlers[0])
 
 
 def test_making_a_trainer_draws_no_random_numbers(tmp_path):

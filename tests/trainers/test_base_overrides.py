@@ -5,11 +5,7 @@ import pydoc
 import typing
 from dataclasses import fields
 
-import pytest
 import trl
-from kit.rows import build_rows
-from kit.trainer_runs import build_model, build_tokenizer, lora
-from transformers import Trainer
 
 import trl_padfix
 from trl_padfix.trainers.base import PaddingFreeMixin
@@ -113,47 +109,3 @@ def test_every_introspection_answers_as_trls():
             if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
         }
         assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them
-
-
-def test_the_arguments_that_a_script_finds_arrive(tmp_path):
-    """Scripts for several versions of TRL pass what the signature has; LoRA must not be left out in silence."""
-    rows, tokenizer = build_rows(), build_tokenizer()
-    wanted = dict(peft_config=lora(), eval_dataset=rows, processing_class=tokenizer, tokenizer=tokenizer)
-    trained = []
-    for module in (trl, trl_padfix):
-        known = inspect.getfullargspec(module.SFTTrainer.__init__).args
-        args = module.SFTConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
-        kwargs = {key: value for key, value in wanted.items() if key in known}
-        trainer = module.SFTTrainer(build_model(), args, train_dataset=rows, **kwargs)
-        assert trainer.eval_dataset is not None
-        assert "tokenizer" not in kwargs
-        trained.append(sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
-    assert trained[0] == trained[1] < sum(p.numel() for p in trainer.model.parameters()) / 2
-
-
-@pytest.mark.parametrize(
-    "base",
-    [trl_padfix.DPOTrainer, trl_padfix.GRPOTrainer, trl_padfix.KTOTrainer, trl_padfix.padding_free_trainer(Trainer)],
-)
-def test_what_is_set_on_a_class_holds_for_its_subclasses(base, monkeypatch):
-    class Own(base):
-        pass
-
-    class Deeper(Own):
-        pass
-
-    def theirs(self, *args, **kwargs):
-        return "theirs"
-
-    for name in ("compute_loss", "training_step", "evaluate", "log"):
-        monkeypatch.setattr(base, name, theirs)
-        assert getattr(Own, name) is getattr(Deeper, name) is theirs
-    assert Own.train is Deeper.train is base.train
-
-
-def test_a_class_between_ours_and_trls_shows_its_parameters():
-    wider = type("Wider", (trl.DPOTrainer,), {"evaluate": lambda self, more=1: None})
-    own = type("Own", (trl_padfix.DPOTrainer, wider), {})
-    assert "more" in inspect.signature(own.evaluate).parameters
-    assert "more" in inspect.signature(trl_padfix.padding_free_trainer(wider).evaluate).parameters
-    assert "more" not in inspect.signature(trl_padfix.DPOTrainer.evaluate).parameters

@@ -100,10 +100,8 @@ def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
 SETTINGS = {"per_device_train_batch_size": 4, "max_steps": 3}
 WITH_EVALUATION = {"max_length": None, "eval_dataset": build_rows(8, 1), "eval_strategy": "steps"}
 CELLS = [
-    ("SFT", Cloned(), "budget", WITH_EVALUATION),
     ("SFT", Cloned(), "padding-free", {"max_length": None}),
     ("SFT", Hidden("left"), "prefix sharing", WITH_EVALUATION),
-    ("DPO", HiddenPrompts(pad_token_id=PAD), "padding-free", {"loss_type": ["ipo"]}),
     ("DPO", HidesSome(pad_token_id=PAD), "prefix sharing", {"parity_check": False}),
     ("DPO", HiddenPrompts(pad_token_id=PAD), "budget", {"loss_type": ["aot"]}),
 ]

@@ -7,11 +7,9 @@ import subprocess
 import sys
 
 import pytest
-import trl
 from trl import TrlParser
 
 from trl_padfix import DPOConfig
-from trl_padfix.trainers.field_types import help_from_docstring, parse_implementation
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -50,18 +48,6 @@ def test_defaults_change_nothing():
     assert {name: getattr(config, name) for name in OURS} == OURS
 
 
-def test_sharing_may_be_left_to_the_counts(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("padding_free: true\nprefix_sharing: auto\n")
-    configs = [
-        DPOConfig(padding_free=True, prefix_sharing="auto", **ON_CPU),
-        parse("--padding_free", "--prefix_sharing", "auto"),
-        parse("--config", str(path)),
-    ]
-    assert [config.prefix_sharing for config in configs] == ["auto"] * 3
-    assert parse("--padding_free", "--prefix_sharing", "false").prefix_sharing is False
-
-
 def test_the_parity_check_may_leave_gradients_out(tmp_path):
     assert DPOConfig(parity_check="forward", **ON_CPU).parity_check == "forward"
     assert DPOConfig(parity_check="short", **ON_CPU).parity_check == "short"
@@ -88,54 +74,6 @@ def test_attention_is_a_name_or_a_mapping_of_parts(given):
     for copied in (dataclasses.replace(config, beta=0.2), pickle.loads(pickle.dumps(config))):
         assert (copied.attn_implementation, copied.ref_attn_implementation) == (expected, expected)
     assert config.to_dict()["attn_implementation"] == expected
-
-
-@pytest.mark.parametrize("source", ["flags", "yaml"])
-def test_attention_is_parsed_beside_trls_model_config(source, tmp_path):
-    # The policy's flag is `ModelConfig`'s, which every script of TRL's parses together with the configuration.
-    flags = ["--attn_implementation", json.dumps(PARTS), "--ref_attn_implementation", "eager"]
-    path = tmp_path / "config.yaml"
-    path.write_text(
-        "attn_implementation: {text_config: flash_attention_2, vision_config: sdpa}\nref_attn_implementation: eager\n"
-    )
-    parser = TrlParser((DPOConfig, trl.ModelConfig))
-    given = flags if source == "flags" else ["--config", str(path)]
-    config, model_config = parser.parse_args_and_config([*given, "--use_cpu", "--bf16", "false"])
-    assert config.attn_implementation is None
-    config.attn_implementation = model_config.attn_implementation
-    assert parse_implementation(config.attn_implementation) == PARTS
-    assert config.ref_attn_implementation == "eager"
-
-
-def test_a_field_is_described_in_its_docstring_only():
-    @help_from_docstring
-    @dataclasses.dataclass
-    class Config:
-        """
-        Two fields.
-
-        Args:
-            side (`str`, *optional*):
-                Which side;
-                two lines.
-            told (`int`, *optional*):
-                Not this.
-            size, more:
-                As elsewhere.
-
-        Example:
-            size (`int`): None.
-        """
-
-        side: str = "left"
-        told: int = dataclasses.field(default=1, metadata={"help": "This."})
-        size: int = dataclasses.field(default=1, metadata={"nargs": "?"})
-
-    assert [dict(field.metadata) for field in dataclasses.fields(Config)] == [
-        {"help": "Which side; two lines."},
-        {"help": "This."},
-        {"nargs": "?"},
-    ]
 
 
 def test_a_configuration_survives_to_dict():

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from kit.online_runs import ONLINE_SETTINGS, reward_words, save_policy
-from kit.rows import build_prompts
-from kit.trainer_runs import SETTINGS, break_mode, build_model, build_pairs, build_tokenizer
+from kit.methods import make_trainer
+from kit.trainer_runs import break_mode, build_pairs
 
 import trl_padfix
 from trl_padfix import dry_run
 
 
 def make(folder, **settings):
-    config = trl_padfix.DPOConfig(
-        **SETTINGS | {"output_dir": str(folder), "max_steps": 2, "logging_steps": 1, "eval_strategy": "no"} | settings
-    )
     rows = {"train_dataset": build_pairs(24), "eval_dataset": build_pairs(8, seed=1)}
-    models = {"model": build_model(), "ref_model": build_model(seed=1)}
-    return trl_padfix.DPOTrainer(args=config, processing_class=build_tokenizer(), **models, **rows)
+    return make_trainer(trl_padfix, "DPO", folder, max_steps=2, **rows | settings)
 
 
 def logs(trainer):
@@ -76,13 +71,5 @@ def test_other_errors_are_raised_and_callbacks_are_left_alone(tmp_path):
 
 
 def test_a_trainer_that_generates_is_checked_too(tmp_path, capsys):
-    config = trl_padfix.GRPOConfig(**ONLINE_SETTINGS | {"output_dir": str(tmp_path / "run"), "padding_free": True})
-    trainer = trl_padfix.GRPOTrainer(
-        save_policy(tmp_path / "policy"),
-        reward_words,
-        config,
-        train_dataset=build_prompts(8),
-        processing_class=build_tokenizer(),
-    )
-    assert dry_run(trainer)
+    assert dry_run(make_trainer(trl_padfix, "GRPO", tmp_path, padding_free=True))
     assert "parity, train, model" in capsys.readouterr().out

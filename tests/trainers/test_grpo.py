@@ -4,12 +4,8 @@ import pytest
 import torch
 import trl
 from accelerate.logging import MultiProcessAdapter
-from kit.online_runs import load_policy, save_policy
-from kit.rows import build_prompts
 from kit.trainer_runs import MODES, assert_mode_ran, assert_other, assert_same, our_warnings
-from packaging.version import Version
 
-from trl_padfix import GRPOTrainer
 from trl_padfix.trainers.methods.online import group_prompts, trained_tokens
 
 
@@ -120,33 +116,3 @@ def test_a_budget_cuts_what_is_scored_by_rows_and_refuses_all_else(make, monkeyp
         with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 4 rows"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_ids=flat)
     assert len(seen) == 1
-
-
-def test_eight_completions_of_a_long_prompt_compute_it_once(make, tmp_path):
-    long = save_policy(tmp_path, ends=[1], max_position_embeddings=1024)
-    settings = {"num_generations": 8, "max_completion_length": 64, "max_steps": 2}
-
-    def entered(trainer_class, **config):
-        data = build_prompts(4, low=500, high=524)
-        given = {"model": load_policy(long), "train_dataset": data, "eval_dataset": None}
-        done = make.train("plain", trainer_class, given, **settings, **config)
-        lengths = [len(completion) for completion in done.completions]
-        assert 16 < sum(lengths) / len(lengths) <= 64
-        return done.entered
-
-    padded, packed = entered(trl.GRPOTrainer), entered(GRPOTrainer, **MODES["prefix sharing"])
-    assert padded >= 3 * packed
-
-
-@pytest.mark.skipif(Version(trl.__version__) < Version("1.16"), reason="GRPO of TRL 1.10 has no fused head")
-def test_the_language_model_head_scores_completions_only(make, monkeypatch):
-    scored = []
-    original = trl.trainer.utils._ChunkedLogProbFunction.forward
-
-    def watched(ctx, hidden, *args):
-        scored.append(len(hidden))
-        return original(ctx, hidden, *args)
-
-    monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "forward", staticmethod(watched))
-    done = make.train("no reference", given={"eval_dataset": None}, **MODES["prefix sharing"], max_steps=2)
-    assert sum(scored) == sum(map(len, done.completions))

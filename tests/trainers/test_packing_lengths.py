@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import trl
-from datasets import load_dataset
 from kit import budget_runs
 from kit.observe import entered_tokens
 from kit.trainer_runs import MODES, SIDED_MODES, assert_same, figures
 
 import trl_padfix
-from trl_padfix import padding_free_layout, prefix_sharing_layout
 from trl_padfix.core.layout import shared_prefixes as planning
-from trl_padfix.tools.tiny import train_tokenizer
 
 
 MULTIPLE = 32
-HH_RLHF = os.environ.get("TRL_PADFIX_HH_RLHF")
 CELLS = [
     ("DPO", "lora", "prefix sharing, right"),
     ("SFT", "short", "padding-free, left"),
@@ -68,28 +62,3 @@ def test_chunks_have_few_lengths_within_the_budget(tmp_path, monkeypatch):
     stats = ours.padding.stats
     assert stats.filler_tokens > 0
     assert stats.packed_tokens < stats.real_tokens
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(HH_RLHF is None, reason="TRL_PADFIX_HH_RLHF names no file of HH-RLHF pairs")
-@pytest.mark.parametrize(
-    ("multiple", "pairs", "sharing"), [(64, 8, False), (64, 8, True), (128, 16, True), (256, 32, True)]
-)
-def test_filler_is_a_small_share_of_real_pairs(multiple, pairs, sharing):
-    """50 batches of HH-RLHF, at most 1,024 tokens a row: the share of docs/speed.md, and few lengths."""
-    rows = load_dataset("json", data_files=HH_RLHF, split="train").select(range(1600))
-    texts = [*rows["chosen"], *rows["rejected"]]
-    tokenizer = train_tokenizer(texts, 8192)
-    tokenizer.padding_side = "right"
-    filler, tokens, lengths, own_lengths = 0, 0, set(), set()
-    for begin in range(0, 50 * pairs, pairs):
-        chosen, rejected = (rows[side][begin : begin + pairs] for side in ("chosen", "rejected"))
-        made = tokenizer(chosen + rejected, padding=True, truncation=True, max_length=1024, return_tensors="pt")
-        ids, mask = made["input_ids"], made["attention_mask"]
-        layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
-        own_lengths.add(layout.packed_tokens)
-        layout = layout.filled(multiple)
-        filler, tokens = filler + layout.filler, tokens + layout.packed_tokens
-        lengths.add(layout.packed_tokens)
-    assert 0 < filler / tokens < 0.03, (filler / tokens, len(lengths), len(own_lengths))
-    assert len(lengths) < len(own_lengths)

@@ -32,7 +32,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if "longest row" in line]
 
 
-@pytest.mark.parametrize(("kind", "sharing"), [("DPO", True), ("SFT", False), ("Reward", True)])
+@pytest.mark.parametrize(("kind", "sharing"), [("DPO", True), ("SFT", False)])
 def test_it_is_said_once_with_its_cost(kind, sharing, tmp_path, capsys):
     make(kind, tmp_path, prefix_sharing=sharing).train()
     (line,) = lines(capsys)

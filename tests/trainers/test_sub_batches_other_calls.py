@@ -6,13 +6,10 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
-from kit.trainer_runs import break_mode, build_tokenizer, make_plain_trainer, our_warnings, trained
+from kit.trainer_runs import break_mode, our_warnings
 from torch.utils.checkpoint import checkpoint
-from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
-from trl_padfix import PaddingRemovalCallback, padding_free_trainer
-from trl_padfix.core.call.runner_patch import RunnerPatch
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches
 
@@ -151,35 +148,6 @@ def test_a_collator_with_a_prepared_mask_has_trls_figures(caplog):
 
     assert_same(figures(trl_padfix), figures(trl))
     assert any("`attention_mask` is not of shape `(B, L)`" in line for line in our_warnings(caplog))
-
-
-@pytest.mark.parametrize(("kind", "sharing"), [("trainer", False), ("callback", True)])
-def test_so_has_a_plain_trainer(kind, sharing, tmp_path):
-    figures = []
-    for packs in (False, True):
-        rows = [[2 + (i * j) % 30 for j in range(3 + i % 5)] for i in range(24)]
-        given = {"train_dataset": [{"input_ids": row, "labels": row} for row in rows]}
-        given |= {"data_collator": Maskless(DataCollatorForSeq2Seq(build_tokenizer()))}
-        trainer_class = (
-            padding_free_trainer(Trainer, prefix_sharing=sharing) if packs and kind == "trainer" else Trainer
-        )
-        given |= {"callbacks": [PaddingRemovalCallback(sharing)]} if packs and kind == "callback" else {}
-        figures.append(trained(make_plain_trainer(tmp_path, trainer_class, **given)))
-    assert_same(figures[1], figures[0])
-
-
-def test_patches_of_an_earlier_trainer_go(tmp_path):
-    first = make(trl_padfix, "SFT", tmp_path, budget=True)
-    second = make(trl_padfix, "SFT", tmp_path, budget=True, model=first.model)
-    for module in (second.model, second.model.model):
-        patches, patch = [], vars(module).get("forward")
-        while patch is not None:
-            patches.append(patch)
-            patch = getattr(patch, "below", None)
-        assert sum(isinstance(patch, RunnerPatch) for patch in patches) == 1
-    second.restore_padding()
-    first.restore_padding()
-    assert not any(isinstance(vars(module).get("forward"), RunnerPatch) for module in second.model.modules())
 
 
 def test_arguments_without_a_row_for_each_row_are_not_cut():

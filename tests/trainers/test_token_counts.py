@@ -5,7 +5,7 @@ import torch
 from datasets import Dataset
 from kit.methods import make_trainer
 from kit.rows import build_rows
-from kit.trainer_runs import MODES, assert_same, run, trained, watch_inputs
+from kit.trainer_runs import MODES, assert_same, run, watch_inputs
 from transformers import ProgressCallback
 
 import trl_padfix
@@ -38,42 +38,6 @@ def test_the_bar_shows_tokens_a_second_and_what_is_not_computed(mode, tmp_path, 
             assert rest == ""
         else:
             assert rest == f", {1 - computed / (4 * int(lengths.max())):.0%} of the batch not computed"
-
-
-class OwnLoss:
-    """A user's loss that calls none of TRL's, and looks at all that is in a batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-        assert all(isinstance(value, torch.Tensor) for value in inputs.values())
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        logits, labels = outputs.logits[:, :-1], inputs["labels"][:, 1:]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return (loss, outputs) if return_outputs else loss
-
-
-class Own(trl_padfix.SFTTrainer):
-    compute_loss = OwnLoss.compute_loss
-
-
-class Mixed(OwnLoss, trl_padfix.SFTTrainer):
-    pass
-
-
-@pytest.mark.parametrize(("mode", "kind"), [("padding-free", Mixed), ("prefix sharing", Own)])
-def test_a_loss_that_calls_none_of_trls_is_checked_and_counted(mode, kind, tmp_path):
-    data = Dataset.from_dict({"text": TEXTS})
-    given = {"train_dataset": data, "eval_dataset": data, "max_steps": 2, "exact_eval_means": True}
-    trainer = make_trainer(trl_padfix, "SFT", tmp_path, kind, **given | MODES[mode])
-    trained(trainer)
-    assert {name: [report.ok for report in reports] for name, reports in trainer.padding.parity.items()} == {
-        "train": [True],
-        "eval": [True],
-    }
-    *steps, _, evaluated = trainer.state.log_history
-    assert all(log["perf/tokens_per_second"] > 0 and 0 < log["padfix/pad_fraction"] < 1 for log in steps)
-    assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
-    shared = [log["padfix/shared_fraction"] for log in steps]
-    assert all(fraction > 0 for fraction in shared) if mode == "prefix sharing" else shared == [0, 0]
 
 
 # -- `prefix_sharing="auto"`

@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
 from kit.trainer_runs import assert_same, build_tokenizer, run, watch_inputs, words
@@ -147,11 +146,3 @@ def test_a_template_that_renders_another_prompt_is_refused(tmp_path):
         ValueError, match=r"does not render (\d+) of \1 prompts of the train dataset.*generation prompt"
     ):
         trained(tmp_path, conversations(3), processing_class=tokenizer, expand_turns=True)
-
-
-def test_what_is_left_out_is_said_without_a_trainer_too(monkeypatch, caplog):
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # as in a process in which none was made
-    expand_turns(
-        Dataset.from_list([{"messages": [say("assistant", "w3"), say("user", "w4"), say("assistant", "w5")]}])
-    )
-    assert "begin with the assistant" in caplog.text

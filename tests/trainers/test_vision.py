@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from datasets import Dataset
 from kit.cells import MATRIX, once_each
 from kit.commands import as_flags, logs_of
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_other, assert_same, break_mode, build_model, trained
+from kit.trainer_runs import assert_same, break_mode, build_model, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -101,20 +100,6 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
         assert (log["padfix/shared_fraction"] > 0) == shares
 
 
-@pytest.mark.slow
-def test_steps_on_images_that_see_themselves_are_trls(tmp_path):
-    """Gemma 3: tokens of one image attend to each other."""
-    expected = trained(build_trainer(trl, "SFT", "gemma3", tmp_path, max_steps=5))
-    for mode in MODES.values():
-        ours = trained(build_trainer(trl_padfix, "SFT", "gemma3", tmp_path, max_steps=5, **mode))
-        assert_same(ours, expected, atol=1e-4)
-    # Images whose tokens see earlier ones only are another model.
-    causal_mask = lambda call, around, *_: (call | {"attention_mask": around["attention_mask"]}, None)  # noqa: E731
-    with mock.patch("trl_padfix.core.call.inputs.plain_mask", causal_mask):
-        given = {"parity_check": False, "padding_free": True, "max_steps": 5}
-        assert_other(trained(build_trainer(trl_padfix, "SFT", "gemma3", tmp_path, **given)), expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(("kind", "mode"), once_each(DATA, ["padding-free", "prefix sharing"]))
 def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode, monkeypatch, tmp_path):
     config = break_mode(monkeypatch, mode)
@@ -124,17 +109,6 @@ def test_a_leak_bends_the_trajectory_and_is_found_by_the_parity_check(kind, mode
         assert_same(trained(trainer), trls(kind, "llava"), atol=1e-4, rtol=1e-3)
     with pytest.raises(ParityError):
         build_trainer(trl_padfix, kind, "llava", tmp_path, **config).train()
-
-
-def test_the_tower_runs_once_for_a_pair(tmp_path):
-    trainer = build_trainer(trl_padfix, "DPO", "llava", tmp_path, padding_free=True, max_steps=2)
-    trainer.train()  # the first batch that repeats itself is tried both ways
-    tower = trainer.model.model.vision_tower
-    patches = entered_tokens(tower)
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.compute_loss(trainer.model, batch)
-    tower(batch["pixel_values"].chunk(2)[0])
-    assert patches == [patches[-1]] * 2
 
 
 @needs_torchvision

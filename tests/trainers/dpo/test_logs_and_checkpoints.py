@@ -1,14 +1,12 @@
 """What a script does with a DPO trainer: its figures, evaluations, configurations and checkpoints."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import trl
 from kit.dpo_cases import build_pairs
 from kit.trainer_runs import (
     SIDED_MODES,
-    Run,
     assert_mode_ran,
     assert_same,
     build_model,
@@ -23,27 +21,6 @@ from trl_padfix import DPOTrainer
 STEPS = 5
 
 # -- our own figures
-
-
-@pytest.mark.parametrize("mode", ["padded, left", "prefix sharing, right"])
-def test_fractions_and_tokens_per_second_are_those_of_the_data(mode, make, monkeypatch):
-    ticks = iter(range(10_000))
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks))
-    monkeypatch.setattr("trl_padfix.trainers.metrics.token_counts.time", clock)
-    ours = make.train("short", **SIDED_MODES[mode])
-    train, evaluation = ours.batches[:5], ours.batches[5:]
-    logs = [log for log in ours.logs if "loss" in log]
-    logged = [(log, [batch], "") for log, batch in zip(logs, train, strict=True)]
-    # The clock ticks where a measurement begins and where it ends: every log covers one second.
-    for log, batches, prefix in [*logged, (ours.logs[-1], evaluation, "eval_")]:
-        counts = Run(None, [], 0, batches).counts()
-        real, packed = counts["padding-free"], counts[mode.split(", ")[0]]
-        assert log[f"{prefix}perf/tokens_per_second"] == real
-        if mode.startswith("padded"):
-            assert not any("padfix" in name for name in log)
-            continue
-        assert log[f"{prefix}padfix/pad_fraction"] == pytest.approx(1 - real / counts["padded"])
-        assert log[f"{prefix}padfix/shared_fraction"] == pytest.approx(1 - packed / real)
 
 
 def test_the_parity_check_says_one_line_for_each_model(make, capsys):

@@ -3,25 +3,12 @@
 import pytest
 import trl
 from kit.trainer_runs import (
-    SIDED_MODES,
     assert_mode_ran,
     assert_other,
     assert_same,
     run,
     watch_inputs,
 )
-
-
-@pytest.mark.parametrize(("objective", "mode"), [("short", "padded, left"), ("dft", "prefix sharing, right")])
-def test_eight_batches_of_one_are_one_batch_of_eight(objective, mode, make):
-    runs = [
-        make.train(
-            objective, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, max_steps=3,
-            given={"eval_dataset": None}, **SIDED_MODES[mode],
-        )
-        for size in (1, 8)
-    ]  # fmt: skip
-    assert_same(runs[0].trajectory(), runs[1].trajectory())
 
 
 # -- what TRL refuses
