@@ -33,7 +33,9 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs/guides").glob("*.md")]
 COMMANDS = sorted({command for page in PAGES for command in of_text(page.read_text())})
 TINY = {  # what stands for what a test has not: the Hub, a GPU, time
     r"Qwen/Qwen2\.5-[\w.]+-Instruct": "model",
-    r"--device cuda --dtype \w+ --shape 0\.5b": "--device cpu --shape tiny --pairs 2 --steps 1 --warmup 0",
+    r"--device cuda --dtype \w+ --shape 0\.5b": (
+        "--device cpu --shape tiny --pairs 2 --steps 1 --warmup 0 --data lengths:20/6"
+    ),
     r"--train-tokenizer \d+": "--train-tokenizer 300",
 }
 NOT_RUN = {
