@@ -11,15 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-
-if TYPE_CHECKING:
-    from .call.batch_cache import BatchCache, BatchVersion
-    from .call.calls import ModelCall, PackedCall, RowsCall
-    from .call.layers import LayerCall
-    from .layout.layout import Layout
-    from .model.patching import Attachment, Decision
+from typing import Any, Protocol
 
 
 __all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
@@ -41,17 +33,21 @@ class ForwardRunner(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The running calls, and the settings that hold for them. A field is `None` while no such call runs."""
+    """
+    The running calls, and the settings that hold for them. A field is `None` while no such call runs.
 
-    model: ModelCall | None = None  # call of a model that padding is removed from
-    packed: PackedCall | None = None  # packed forward of its decoder
-    rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
-    layer: LayerCall | None = None  # call of a layer within a packed forward
-    batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
-    planned: tuple[BatchVersion, Layout] | None = None  # a batch, and the layout that its step has planned for it
+    This file imports none of the classes of its fields, whose own files read and set them, with their types.
+    """
+
+    model: Any = None  # `ModelCall`: call of a model that padding is removed from
+    packed: Any = None  # `PackedCall`: packed forward of its decoder
+    rows: Any = None  # `RowsCall`: forward of a decoder over padded rows, for a dry run
+    layer: Any = None  # `LayerCall`: call of a layer within a packed forward
+    batch_cache: Any = None  # `BatchCache`: what the forwards of a loss have read from their tensors
+    planned: Any = None  # `(BatchVersion, Layout)`: a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
-    decision: Decision | None = None  # how the running call of an attached model is computed
-    disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
+    decision: Any = None  # `Decision`: how the running call of an attached model is computed
+    disabled: frozenset[Any] = frozenset()  # attachments that are switched off
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
-from .checks.arguments import require_columns, require_rows
 from .data.batch_labels import scores_padding
+from .data.columns import require_columns, require_rows
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos

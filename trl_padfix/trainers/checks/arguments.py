@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from ...core.refusals import encoder_obstacle
 from ...core.switch import OFF, is_off
 from ...versions import newer_trl
 from ..data.collators import check_padding_side
-from ..data.columns import column_names, image_counts, values
+from ..data.columns import column_names, image_counts, require_rows, values
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.tokenizers import check_tokenizer
 from ..data.vision_collators import count_placeholders, misplaced_message
@@ -33,10 +32,7 @@ if TYPE_CHECKING:
     from ..task import Task
 
 
-__all__ = [
-    "check_arguments", "check_vision", "image_columns", "require_columns", "require_rows", "require_teacher",
-    "rope_kind_beyond",
-]  # fmt: skip
+__all__ = ["check_arguments", "check_vision", "image_columns", "require_teacher", "rope_kind_beyond"]
 
 logger = get_logger(__name__)
 
@@ -109,27 +105,6 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
     except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
         logger.info(f"{model!r} was not looked at before it is loaded ({type(error).__name__}: {error}).")
         return None
-
-
-def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
-    """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
-    is_stream = isinstance(dataset, IterableDataset)
-    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
-        kind = "a stream without a row" if is_stream else "empty"
-        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
-
-
-def require_columns(
-    dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
-) -> None:
-    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. It names the first one's."""
-    columns = column_names(dataset)
-    if all(alternative - columns for alternative in alternatives):
-        missing = sorted(alternatives[0] - columns)
-        raise ValueError(
-            f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
-            f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
-        )
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> str:

@@ -20,8 +20,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
-from ..checks.arguments import require_columns
-from ..data.columns import blank_texts, column_names
+from ..data.columns import blank_texts, column_names, require_columns
 from ..data.data_warnings import warn_or_raise
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows

@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ...core.call.layout_of import PrefixSharing
 from ...core.errors import PaddingRemovalError
+from ...core.handle import PrefixSharing
 
 
 __all__ = ["prefix_sharing_with_neftune"]
