@@ -134,6 +134,10 @@ class Task:
         """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
 
+    def balances_experts(self) -> bool:
+        """Whether TRL adds the load-balancing loss of experts, over all rows of a batch, to the loss."""
+        return getattr(self.trainer, "aux_loss_enabled", False)  # distillation and others have no such loss
+
     def scores_padding(self, inputs: Any) -> bool:
         """Whether the loss scores tokens from padding, which a packed forward has not: it is then computed padded."""
         padding = self.trainer.padding

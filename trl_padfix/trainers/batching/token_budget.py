@@ -156,7 +156,7 @@ class TokenBudget(Part):
             return f"whether `{name}` compares rows is unknown"
         if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
             return f"TRL's loss of {type(trainer).__name__} may compare rows"
-        if getattr(trainer, "aux_loss_enabled", False):
+        if trainer.padding.task.balances_experts():
             return "the load of experts is balanced over all rows"
         # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.
         return self._gradient_hook and f"`{self._gradient_hook}` acts in the backward pass"

@@ -13,6 +13,7 @@ from transformers import MODEL_MAPPING, AutoModel
 
 from ...core.errors import PaddingRemovalError
 from ...core.model.find import find_pretrained
+from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...core.refusals import encoder_obstacle
 from ...core.switch import OFF, is_off
@@ -146,8 +147,7 @@ def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | No
     """
     for module, kind in length_dependent_ropes(model).items():
         limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
-        # "rope_scaling" is the name before transformers 5.
-        rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", {})
-        if max_length is None or max_length > rope.get("original_max_position_embeddings", limit):
+        longest = rope_parameters(module.config).get("original_max_position_embeddings", limit)
+        if max_length is None or max_length > longest:
             return kind
     return None

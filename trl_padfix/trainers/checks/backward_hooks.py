@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.training_args import OptimizerNames
 
+from ...core.model.inspection import name_of
 from .custom_loss import module_of
 
 
@@ -36,7 +37,7 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     if "layerwise" in optimizer:
         return f"optim={optimizer!r}"
     for name, parameter in trainer.model.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if "_in_backward_optimizers" in vars(parameter):
             return f"the optimizer that steps in the backward of {name}"
         if hook := next(_of_user([parameter._backward_hooks, parameter._post_accumulate_grad_hooks]), None):
             return f"{hook}, a gradient hook of {name}"
@@ -56,4 +57,4 @@ def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
             hook = hook.func
         function = hook.__func__ if isinstance(hook, MethodType) else hook
         if module_of(function).partition(".")[0] not in LIBRARIES:
-            yield str(getattr(hook, "__qualname__", type(hook).__qualname__))
+            yield name_of(hook)

@@ -83,7 +83,8 @@ def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
 def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:
     """Row and value of the first integer in the lists of `column` that is neither in `range(size)` nor `ignored`."""
     kind = dataset.features.arrow_schema.field(column).type
-    if not (hasattr(kind, "value_type") and pa.types.is_integer(kind.value_type)):
+    is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+    if not (is_list and pa.types.is_integer(kind.value_type)):
         return None
     first = 0
     for numbers, offsets in _flat(dataset, column):

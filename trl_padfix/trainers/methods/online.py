@@ -11,6 +11,7 @@ from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import trl
 from accelerate.logging import get_logger
@@ -125,8 +126,7 @@ class OnlineTask(Task):
         shares_prefixes = (
             trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         )
-        has_aux_loss = getattr(trainer, "aux_loss_enabled", False)  # distillation has no such loss
-        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not has_aux_loss)
+        return bool(shares_prefixes and fills_steps and self.loss_is_row_sum() and not self.balances_experts())
 
 
 class OnlineTrainer(PaddingFreeMixin):
@@ -244,7 +244,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
+        has_no_axis = isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0
+        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or has_no_axis
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "

@@ -22,7 +22,7 @@ def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> Pre
     Raises:
         PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
     """
-    if not prefix_sharing or not getattr(args, "neftune_noise_alpha", None):
+    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
         return prefix_sharing
     if prefix_sharing == "auto":
         logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")

@@ -64,7 +64,7 @@ class RemovePadding(Part):
         # Here the decoder packs. TRL's own `padding_free` would pack in the collator: since TRL 0.29 it warns that
         # this is off, and before it raises.
         values: dict[str, Any] = {"padding_free": False}
-        if self.settings.padding_free and getattr(config, "torch_compile", False):
+        if self.settings.padding_free and config is not None and config.torch_compile:
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
             # clearing the flag alone is not enough.
             values |= {"torch_compile": False, "torch_compile_backend": None}
@@ -157,7 +157,7 @@ class RemovePadding(Part):
         trainer, collators = self.trainer, self.trainer.padding.task.collators
         collator = trainer.data_collator
         if type(collator) in collators:
-            values = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            values = {f.name: vars(collator)[f.name] for f in fields(collator)}
             side = self.settings.padding_side or self._padding_side_of_tokenizer()
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):
