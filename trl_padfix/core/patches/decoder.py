@@ -104,11 +104,7 @@ class DecoderPatch(BatchPatch):
                 # Empty if the call computes whole rows, or no token.
                 computes = new is not None and not self.takes_whole_rows
                 packed = pack_arguments(inputs, new, self.module, self.numbering, cp_new) if computes else {}
-                if self.takes_whole_rows:
-                    whole = self._accepted(inputs.arguments | {"use_cache": False})
-                    output = over_whole_rows(self.wrapped, whole, layout)
-                else:
-                    output = self._over_packed_row(inputs, layout, packed, cp_layout)
+                output = self._without_padding(inputs, layout, packed, cp_layout)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
             if packed is not None and cp_layout is not None:
@@ -151,7 +147,7 @@ class DecoderPatch(BatchPatch):
         self._match_other_processes(arguments)
         return padded_output(run(), outer, mask) if is_refused or layout is not None else unchanged()
 
-    def _over_packed_row(
+    def _without_padding(
         self,
         inputs: DecoderInputs,
         layout: Layout,
@@ -163,6 +159,8 @@ class DecoderPatch(BatchPatch):
 
         Behind shared prefixes it is the output for these, as recorded, followed by that for the new tokens.
         """
+        if self.takes_whole_rows:
+            return over_whole_rows(self.wrapped, self._accepted(inputs.arguments | {"use_cache": False}), layout)
         states: PrefixStates | None = None
         if isinstance(layout, PrefixedLayout):
             states = layout.prefix_states

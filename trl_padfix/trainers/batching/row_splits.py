@@ -92,9 +92,10 @@ class RowSplitter:
         images: ImageCounts | None,
     ) -> SplitRows | None:
         """[`RowSplitter.split`] of a batch with these ids and mask; `None` if its values cannot be cut by rows."""
+        scored = scored_tokens(batch)
         if not (self.can_split(batch, len(ids), images) and are_cut_by_rows(batch, len(ids), rows_per_item)):
             return None
-        return self.split(ids, mask, rows_per_item=rows_per_item, scored=scored_tokens(batch), images=images)
+        return self.split(ids, mask, rows_per_item=rows_per_item, scored=scored, images=images)
 
     def split(
         self,
