@@ -102,8 +102,11 @@ class DecoderPatch(BatchPatch):
                 is_behind = isinstance(layout, PrefixedLayout)  # behind shared prefixes, or one of them
                 new, cp_new = (layout.new, cp_layout and cp_layout.new) if is_behind else (layout, cp_layout)
                 # Empty if the call computes whole rows, or no token.
-                computes = new is not None and not self.takes_whole_rows
-                packed = pack_arguments(inputs, new, self.module, self.numbering, cp_new) if computes else {}
+                packed = (
+                    {}
+                    if new is None or self.takes_whole_rows
+                    else pack_arguments(inputs, new, self.module, self.numbering, cp_new)
+                )
                 output = self._without_padding(inputs, layout, packed, cp_layout)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
