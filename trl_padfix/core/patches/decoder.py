@@ -90,7 +90,8 @@ class DecoderPatch(BatchPatch):
 
     def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
-        handle, outer, unchanged = self.attachment, model_call(self.module), partial(self.wrapped, *args, **kwargs)
+        handle, decoder, whole = self.attachment, self.module, self.takes_whole_rows
+        outer, unchanged = model_call(decoder), partial(self.wrapped, *args, **kwargs)
         inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
         layout, cp_layout, packed, output, is_refused = None, None, None, None, False
         try:
@@ -102,11 +103,7 @@ class DecoderPatch(BatchPatch):
                 is_behind = isinstance(layout, PrefixedLayout)  # behind shared prefixes, or one of them
                 new, cp_new = (layout.new, cp_layout and cp_layout.new) if is_behind else (layout, cp_layout)
                 # Empty if the call computes whole rows, or no token.
-                packed = (
-                    {}
-                    if new is None or self.takes_whole_rows
-                    else pack_arguments(inputs, new, self.module, self.numbering, cp_new)
-                )
+                packed = {} if whole or new is None else pack_arguments(inputs, new, decoder, self.numbering, cp_new)
                 output = self._without_padding(inputs, layout, packed, cp_layout)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
@@ -119,7 +116,7 @@ class DecoderPatch(BatchPatch):
         handle.stats.add(layout)
         is_prefix = isinstance(layout, PrefixedLayout) and layout.is_prefix
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
-        if not (is_prefix or self.takes_whole_rows or outer.pools_last or outer.scored_index is not None):
+        if not (is_prefix or whole or outer.pools_last or outer.scored_index is not None):
             record_layout(outer, layout)
         return unpack_output(output, layout, outer, cp_layout)
 
