@@ -27,11 +27,10 @@ def scores_padding(batch: object) -> bool:
     labelled = [forward for forward in forwards if _has_token_labels(forward)]
     # One wait for all of them, also for the layouts of these forwards.
     copies = iter(on_host(*(x for forward in labelled for x in forward.values())))
-    for labels, completion_mask, _, mask in zip(*[copies] * len(_READ), strict=True):
-        labels = torch.where(completion_mask == 1, 0, -100) if labels is None else labels
-        if follow_padding(labels, mask):
-            return True
-    return False
+    return any(
+        follow_padding(torch.where(completion_mask == 1, 0, -100) if labels is None else labels, mask)
+        for labels, completion_mask, _, mask in zip(*[copies] * len(_READ), strict=True)
+    )
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
