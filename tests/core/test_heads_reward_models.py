@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
-from trl_padfix.core.call import arguments as calls
+from trl_padfix.core.layout.layout import Layout
 
 
 pytestmark = pytest.mark.stacks
@@ -115,7 +115,8 @@ def test_check_parity_passes(name, implementation, sharing):
 def test_check_parity_fails_where_the_last_token_is_not_the_one_pooled(monkeypatch):
     model = classifier()
     ids, mask = pad(ROWS, "right", pad_id=EOS)
-    monkeypatch.setattr(calls, "_states", lambda hidden, layout, *call: calls.unpack(hidden, layout).roll(1, 1))
+    index_of = Layout.packed_index_of
+    monkeypatch.setattr(Layout, "packed_index_of", lambda layout, index: index_of(layout, index) - 1)
     with remove_padding(model, pool_last_token=True):
         assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 

@@ -200,11 +200,9 @@ def test_whole_rows_see_the_keys_that_they_see_in_the_full_row(window):
 def test_only_rows_that_are_even_are_left_whole():
     one, short = layout_of([*range(1, 31)]), layout_of([1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11])
     assert ranges_of_rows(one, 2) is ranges_of_rows(short, 3) is None
-    with remove_padding(build("qwen2")) as handle:
-        handle.context_parallel = Group(None, 0, 2)
-        assert [handle.cp_layout_of(layout).whole_rows for layout in (one, short, EVEN)] == [False, True, False]
-        handle.context_parallel = Group(None, 0, 3)
-        assert handle.cp_layout_of(EVEN).whole_rows
+    two, three = Group(None, 0, 2), Group(None, 0, 3)
+    assert [ContextParallelLayout.over(x, two).whole_rows for x in (one, short, EVEN)] == [False, True, False]
+    assert ContextParallelLayout.over(EVEN, three).whole_rows
 
 
 def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them():

@@ -27,8 +27,8 @@ from kit.trainer_runs import MODES, Run, run
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 
 import trl_padfix
-from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.layout import shared_prefixes
+from trl_padfix.core.parallel.layout import ContextParallelLayout
 
 
 __all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
@@ -128,7 +128,7 @@ def main(path: str, *names: str) -> None:
     folder, rank = Path(path), int(os.environ["RANK"])
     for name in names:
         print(f"{name} begins", file=sys.stderr, flush=True)
-        whole = mock.patch.object(PaddingRemoval, "cp_layout_of", return_value=None)
+        whole = mock.patch.object(ContextParallelLayout, "over", return_value=None)
         found: dict[str, Any] = {}
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)

@@ -161,7 +161,7 @@ MUTANTS = [
         ("core/test_vision.py",),
     ),
     Mutant(
-        "core/call/images.py",
+        "core/call/prepared_masks.py",
         "padding = mask[:, None, :, None] == 0 if",
         "padding = mask[:, None, :, None] >= 0 if",
         "masks in which tokens of an image see each other are taken for causal ones",

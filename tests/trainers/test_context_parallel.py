@@ -17,7 +17,7 @@ from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, remove_paddin
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.trainers.metrics.exact_eval_means import local_metrics_only
 from trl_padfix.trainers.parts.context_parallel import ContextParallel
-from trl_padfix.trainers.parts.packing import Padding
+from trl_padfix.trainers.parts.part import Padding
 from trl_padfix.trainers.settings import Settings
 
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from .model.find import find_decoder, find_pretrained
 from .model.inspection import parameters_of, takes
-from .model.older import CACHES
+from .model.older import CACHES, rope_parameters
 from .model.positions import position_embeddings
 
 
@@ -218,7 +218,7 @@ def _positions(config: PretrainedConfig) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or limit < 1:  # XLNet has -1 of them
         return None
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = rope_parameters(config)
     for scaling in (rope, *rope.values()):  # newer models have one dict per type of layer
         if isinstance(scaling, dict) and (scaling.get("factor") or 1) > 1:
             original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings

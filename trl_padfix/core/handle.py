@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.utils import logging
 
 from .call.calls import PackedCall, packed_call, rows_call
-from .call.layout_of import Lengths, PrefixSharing
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
@@ -24,7 +24,6 @@ from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, Decision, ForwardPatch, running_decision
 from .parallel.collectives import Group
-from .parallel.layout import ContextParallelLayout, ranges_of_rows
 
 
 if TYPE_CHECKING:
@@ -34,9 +33,34 @@ if TYPE_CHECKING:
     from .anatomy import Anatomy
     from .mixers.mixers import Mixers
 
-__all__ = ["PaddingRemoval", "PaddingStats"]
+__all__ = ["Lengths", "PaddingRemoval", "PaddingStats", "PrefixSharing", "check_multiple", "check_prefix_sharing"]
 
 logger = logging.get_logger(__name__)
+
+PrefixSharing = bool | Literal["auto"]
+"""Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
+
+Lengths = int | Sequence[int]
+"""Lengths of packed rows: multiples of one number, or one of several numbers in ascending order."""
+
+
+def check_prefix_sharing(prefix_sharing: Any) -> None:
+    """Raise a `ValueError` for a value that `prefix_sharing` cannot have."""
+    if not isinstance(prefix_sharing, bool) and prefix_sharing != "auto":
+        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
+
+
+def check_multiple(packed_multiple_of: Any) -> None:
+    """Raise a `ValueError` for a value that `packed_multiple_of` cannot have."""
+    if packed_multiple_of is None:
+        return
+    lengths = packed_multiple_of if isinstance(packed_multiple_of, list | tuple) else [packed_multiple_of]
+    are_numbers = lengths and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths)
+    if not are_numbers or any(a >= b for a, b in pairwise(lengths)):
+        raise ValueError(
+            "`packed_multiple_of` is a number of tokens, such as 64 or 128, a list of lengths in ascending order, "
+            f"such as [1024, 2048, 4096], or None; got {packed_multiple_of!r}."
+        )
 
 
 @dataclass
@@ -319,35 +343,6 @@ class PaddingRemoval(Attachment):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
         return vars(self) | {"_recomputable": set(), "_decisions": {}}
-
-    def cp_layout_of(self, layout: Layout | None) -> ContextParallelLayout | None:
-        """
-        The tokens of a packed row that each process computes; `None` if each process computes the whole row.
-
-        A row with fewer tokens than there are processes is computed whole: a process without tokens would have nothing
-        to exchange.
-        """
-        group = self.context_parallel
-        if group is None or layout is None:
-            return None
-        if isinstance(layout, PrefixedLayout):
-            assert layout.prefix_states is not None
-            ranges = [states.ranges for states in layout.prefix_states.reads]
-            if (new := self.cp_layout_of_new(layout)) is not None:
-                ranges.append(new.ranges)
-            return ContextParallelLayout(layout, group, parts=tuple(ranges))
-        if layout.packed_tokens < group.size:
-            return None
-        # If each process can get whole rows with nearly equal token counts, layers need no communication. With filler
-        # the counts must be exactly equal, so rows are cut.
-        whole_rows = layout.filler is None and ranges_of_rows(layout, group.size) is not None
-        return ContextParallelLayout(layout, group, whole_rows)
-
-    def cp_layout_of_new(self, layout: PrefixedLayout) -> ContextParallelLayout | None:
-        """The new tokens of a forward behind shared prefixes, of which each process computes some."""
-        if self.context_parallel is None or layout.new is None:
-            return None
-        return ContextParallelLayout(layout.new, self.context_parallel)
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -275,7 +275,7 @@ def _device_obstacle(decoder: nn.Module) -> str | None:
     # A `dict` is an ordered set here: the message lists the devices in the order of the layers.
     devices = dict.fromkeys(str(p.device) for p in decoder.parameters() if p.device.type != "meta")
     # accelerate's hooks move modules while they run, offloaded weights among them, to `execution_device`.
-    targets = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in decoder.modules())
+    targets = (getattr(vars(m).get("_hf_hook"), "execution_device", None) for m in decoder.modules())
     devices |= dict.fromkeys(str(d) for d in targets if d not in (None, "cpu", "disk"))
     names = list(dict.fromkeys(f"cuda:{name}" if name.isdigit() else name for name in devices))
     if len(names) < 2:

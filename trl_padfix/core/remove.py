@@ -19,9 +19,8 @@ from torch import nn
 
 from .anatomy import Anatomy
 from .attention.attention import register_packed_attention
-from .call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from .errors import PaddingRemovalError
-from .handle import PaddingRemoval
+from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
 from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
 from .model.inspection import parameters_of, takes

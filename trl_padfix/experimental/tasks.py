@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.batching.row_order import RowOrder
-from ..trainers.checks.arguments import require_columns, require_teacher
+from ..trainers.checks.arguments import require_teacher
 from ..trainers.data.collators import CompletionMixin
+from ..trainers.data.columns import require_columns
 from ..trainers.distributed import datasets_of
 from ..trainers.methods.grpo import GRPOTask
 from ..trainers.methods.online import OnlineTask, OnlineTrainer

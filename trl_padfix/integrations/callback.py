@@ -19,9 +19,8 @@ from transformers import Trainer, TrainerCallback
 
 from ..core.call.batch_cache import batch_cache
 from ..core.call.labels import SCORED_FROM_PADDING
-from ..core.call.layout_of import Lengths, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.errors import PaddingRemovalError, UnpackableCallError
-from ..core.handle import PaddingRemoval, PaddingStats
+from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
+from ..core.handle import PrefixSharing
 from ..versions import require_stack
 from .callback import PaddingRemovalCallback
 

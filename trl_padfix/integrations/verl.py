@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..core.call.layout_of import PrefixSharing
 from ..core.errors import PaddingRemovalError
+from ..core.handle import PrefixSharing
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.distributed import refuse_whole_rows

@@ -47,9 +47,9 @@ from .parts.attention_choice import AttentionChoice
 from .parts.checkpoints import WholeCheckpoints
 from .parts.context_parallel import ContextParallel
 from .parts.generation import Generation
-from .parts.packing import Padding, RemovePadding
+from .parts.packing import RemovePadding
 from .parts.parity import Parity
-from .parts.part import Evaluation, Part, Step, entered
+from .parts.part import Evaluation, Padding, Part, Step, entered
 from .settings import Settings, trls_configuration
 from .signatures import show_parameters
 from .task import Task

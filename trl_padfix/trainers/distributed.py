@@ -14,6 +14,7 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
 from ..core.model.find import find_pretrained
+from ..core.model.views import config_of
 from .temporary_attributes import temporarily_set
 
 
@@ -114,7 +115,7 @@ def _check_heads(model: PreTrainedModel) -> None:
 def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     """The first of `sizes` (`"tp_size"`, `"cp_size"`, `"sp_size"`) that is over 1: processes then share a batch."""
     parallelism = getattr(accelerator, "parallelism_config", None)
-    return next((s for s in sizes if parallelism is not None and (getattr(parallelism, s, 1) or 1) > 1), None)
+    return next((s for s in sizes if parallelism is not None and (vars(parallelism).get(s) or 1) > 1), None)
 
 
 def data_replicas(trainer: PaddingFreeTrainer) -> int:
@@ -130,7 +131,7 @@ def is_zero_3(accelerator: Accelerator) -> bool:
 
 def _size_at_load(model: torch.nn.Module, name: str) -> int:
     """A size of the `DistributedConfig` that transformers has loaded a model with; 1 without one."""
-    sizes = getattr(getattr(model, "config", None), "distributed_config", None)
+    sizes = getattr(config_of(model), "distributed_config", None)
     return getattr(sizes, name, None) or 1
 
 

@@ -140,7 +140,7 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     """The fields of TRL that matter most, and ours that are not at their defaults."""
     args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
     ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
-    shown = ours | {name: getattr(args, name) for name in TRAINING if hasattr(args, name)}
+    shown = ours | {name: vars(args)[name] for name in TRAINING if name in vars(args)}
     return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 

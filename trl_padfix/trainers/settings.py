@@ -222,7 +222,7 @@ def check_packing(settings: Settings) -> None:
         ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
             and if a token budget is no multiple of `packed_multiple_of`.
     """
-    from ..core.call.layout_of import check_multiple, check_prefix_sharing
+    from ..core.handle import check_multiple, check_prefix_sharing
     from ..core.layout.layout import packed_length
 
     if not isinstance(settings.parity_check, bool) and settings.parity_check not in ("forward", "short"):

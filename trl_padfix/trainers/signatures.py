@@ -13,6 +13,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from ..core.model.inspection import package_of
+
 
 __all__ = ["as_declared", "show_parameters"]
 
@@ -81,4 +83,4 @@ def _is_shown(name: str) -> bool:
 
 
 def _is_foreign(method: Any) -> bool:
-    return getattr(method, "__module__", PACKAGE).partition(".")[0] != PACKAGE
+    return package_of(method) not in ("", PACKAGE)

@@ -14,9 +14,9 @@ import torch
 from datasets import Dataset
 
 from ..core.call.labels import SCORED_FROM_PADDING
-from .checks.arguments import require_columns, require_rows
 from .checks.custom_loss import hook_beside_loss
 from .data.batch_labels import scores_padding
+from .data.columns import require_columns, require_rows
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -135,6 +135,10 @@ class Task:
     def model_for_loss(self, model: torch.nn.Module) -> Callable[..., Any]:
         """The model that TRL's loss gets; a subclass may wrap it to drop arguments that it must not receive."""
         return model
+
+    def balances_experts(self) -> bool:
+        """Whether TRL adds the load-balancing loss of experts, over all rows of a batch, to the loss."""
+        return getattr(self.trainer, "aux_loss_enabled", False)  # distillation and others have no such loss
 
     def why_padded(self, inputs: Any) -> str | None:
         """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed."""

@@ -40,7 +40,7 @@ def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers, monkeypatch):
     stats = ours.trainer.padding.stats
     assert 0 < stats.packed_tokens == stats.real_tokens < stats.padded_tokens
     assert_other(make.theirs("short").trajectory(), theirs.trajectory())  # without noise
-    monkeypatch.setattr("trl_padfix.core.patches.decoder._neftune_embeddings", lambda *_: {})
+    monkeypatch.setattr("trl_padfix.core.call.arguments._neftune_embeddings", lambda *_: {})
     assert_other(make.train("short", **of_row).trajectory(), theirs.trajectory())  # with noise of the packed row
 
 

@@ -143,7 +143,7 @@ def packed_attention(
     call: PackedCall | None = kwargs.pop(LAYOUT, None)
     if call is None and (running_layer := layer_call()) is not None:
         call = running_layer.call  # for layers that do not pass keyword arguments on
-    name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    name = f"{type(module).__name__} (layer {vars(module).get('layer_idx', '?')})"
     if call is None:
         raise _unpackable(
             f"{name} did not receive the layout of the packed batch: its decoder does not pass keyword arguments on "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,10 +21,6 @@ from ..parallel.layout import ContextParallelLayout
 from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
 
-
-if TYPE_CHECKING:
-    from ..mixers.dry_run import LayerCalls
-    from ..mixers.row_buckets import RowBuckets
 
 __all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "record_layout", "rows_call"]
 
@@ -89,7 +85,7 @@ class PackedCall:
         last_position (`int` or `torch.Tensor`):
             Largest position of the padded call, padding included.
         dry_run (`Callable`):
-            Records how the decoder calls its layers for row buckets.
+            Records the arguments of each layer, by its `id`, for each of some `RowBuckets`.
         prepared ([`PreparedMasks`], *optional*):
             Masks from the module around the decoder, if they differ from the decoder's own.
         one_bucket (`bool`):
@@ -107,7 +103,7 @@ class PackedCall:
     decoder: nn.Module
     position_ids: torch.Tensor
     last_position: int | torch.Tensor = 0
-    dry_run: Callable[[RowBuckets], list[LayerCalls]] = lambda row_buckets: []
+    dry_run: Callable[[Any], list[dict[int, dict[str, Any]]]] = lambda row_buckets: []
     prepared: PreparedMasks | None = None
     one_bucket: bool = False
     prefix_states: PrefixStates | None = None

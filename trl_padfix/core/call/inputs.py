@@ -11,8 +11,7 @@ import torch
 from ..layout.tree_arguments import tree_arguments_in
 from ..model.older import CACHES
 from .calls import LAYOUT, ModelCall
-from .images import plain_mask
-from .prepared_masks import PreparedMasks
+from .prepared_masks import PreparedMasks, plain_mask
 
 
 if TYPE_CHECKING:

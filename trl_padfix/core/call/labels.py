@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .batch_cache import on_host
-
 
 __all__ = ["SCORED_AT_PADDING", "SCORED_FROM_PADDING", "follow_padding"]
 
@@ -23,7 +21,7 @@ SCORED_AT_PADDING = (
 
 def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
     """
-    Whether a label follows a masked token; labels and mask are both `(B, L)`.
+    Whether a label follows a masked token; labels and mask are both `(B, L)`, on the host.
 
     Example:
 
@@ -36,6 +34,5 @@ def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
 
     ```
     """
-    labels, mask = on_host(labels, mask)
     # Column 0 has no column before it: losses never score its label.
     return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())

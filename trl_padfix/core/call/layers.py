@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -24,10 +24,6 @@ from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import config_of
 from .calls import LAYOUT, PackedCall, packed_call
-
-
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
 
 
 __all__ = ["LayerCall", "LayerPatch", "is_checkpointed", "layer_call"]
@@ -56,8 +52,6 @@ class LayerPatch(ForwardPatch):
     """
 
     serves_recomputation = True
-
-    attachment: PaddingRemoval
 
     def __init__(self, module: nn.Module, attachment: Attachment, is_layer: bool = True):
         super().__init__(module, attachment)

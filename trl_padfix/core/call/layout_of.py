@@ -10,9 +10,7 @@ A layout is built once for the forwards of a loss on the same tensors (`batch_ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,32 +31,7 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["Lengths", "PrefixSharing", "check_multiple", "check_prefix_sharing", "layout_of"]
-
-PrefixSharing = bool | Literal["auto"]
-"""Whether shared prefixes are computed once; with `"auto"` only where this is possible and saves time."""
-
-Lengths = int | Sequence[int]
-"""Lengths of packed rows: multiples of one number, or one of several numbers in ascending order."""
-
-
-def check_prefix_sharing(prefix_sharing: Any) -> None:
-    """Raise a `ValueError` for a value that `prefix_sharing` cannot have."""
-    if not isinstance(prefix_sharing, bool) and prefix_sharing != "auto":
-        raise ValueError(f"`prefix_sharing` is True, False or 'auto', got {prefix_sharing!r}.")
-
-
-def check_multiple(packed_multiple_of: Any) -> None:
-    """Raise a `ValueError` for a value that `packed_multiple_of` cannot have."""
-    if packed_multiple_of is None:
-        return
-    lengths = packed_multiple_of if isinstance(packed_multiple_of, list | tuple) else [packed_multiple_of]
-    are_numbers = lengths and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in lengths)
-    if not are_numbers or any(a >= b for a, b in pairwise(lengths)):
-        raise ValueError(
-            "`packed_multiple_of` is a number of tokens, such as 64 or 128, a list of lengths in ascending order, "
-            f"such as [1024, 2048, 4096], or None; got {packed_multiple_of!r}."
-        )
+__all__ = ["layout_of"]
 
 
 def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-
-if TYPE_CHECKING:
-    from ..parallel.layout import ContextParallelLayout
 
 __all__ = ["ForwardStates", "PrefixStates", "detached_leaf"]
 
@@ -43,11 +40,11 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
     ranges: list[list[tuple[int, int]]] = []  # replaced, never changed
     outputs: int = 0
 
-    def divide(self, cp_layout: ContextParallelLayout) -> None:
+    def divide(self, ranges: list[list[tuple[int, int]]], rank: int) -> None:
         """Record which process computes which tokens, without the filler after the `t` tokens of the prefix."""
         t = len(self.ids)
-        self.ranges = [[(begin, min(end, t)) for begin, end in of_rank if begin < t] for of_rank in cp_layout.ranges]
-        self.outputs = sum(end - begin for begin, end in self.ranges[cp_layout.group.rank])
+        self.ranges = [[(begin, min(end, t)) for begin, end in of_rank if begin < t] for of_rank in ranges]
+        self.outputs = sum(end - begin for begin, end in self.ranges[rank])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""

@@ -9,15 +9,20 @@ earlier token sees beyond: they part before an image, never inside one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..layout.layout import Layout
 from ..model.masks import PackedMask
+from ..model.older import has_cache, masks_of_decoder
 
 
-__all__ = ["PreparedMasks", "as_bool_mask", "by_kind", "with_added_masks"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+__all__ = ["PreparedMasks", "plain_mask", "with_added_masks"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +44,7 @@ class PreparedMasks:
     @classmethod
     def of(cls, prepared: Any) -> PreparedMasks:
         """Read the argument `attention_mask`: one mask, or a `dict` of masks by layer type. `None` means causal."""
-        masks = by_kind(prepared)
+        masks = _by_kind(prepared)
         tensor = next(mask for mask in masks.values() if mask is not None)
         causal = torch.ones(tensor.shape[-2:], dtype=torch.bool, device=tensor.device).tril().expand(tensor.shape)
         return cls({kind: causal if mask is None else mask for kind, mask in masks.items()}, prepared)
@@ -72,7 +77,7 @@ class PreparedMasks:
             rank = (real.cumsum(0) - 1).clamp(min=0)
             furthest, mask_keys = rank, []
             for mask in self.masks.values():
-                sees = as_bool_mask(mask[b, 0]) & real[None, :] & real[:, None]
+                sees = _as_bool_mask(mask[b, 0]) & real[None, :] & real[:, None]
                 mask_keys.append((sees * factors[0, rank]).sum(1))
                 furthest = torch.maximum(furthest, (sees * rank).amax(1))
             keys = [*mask_keys, *(key[b] for key in other_keys)]
@@ -94,8 +99,55 @@ class PreparedMasks:
         lengths = zip(layout.queries.lengths, layout.keys.lengths, strict=True)
         for row, begin, (queries, keys) in zip(rows, begins.tolist(), lengths, strict=True):
             columns = layout.real_index[begin : begin + keys] - row * L
-            segment_masks.append(as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])
+            segment_masks.append(_as_bool_mask(mask[row])[:, columns[-queries:]][:, :, columns][None])
         return segment_masks
+
+
+def plain_mask(
+    call: dict[str, Any], around: dict[str, Any], decoder: PreTrainedModel, is_causal: bool = True
+) -> tuple[dict[str, Any], PreparedMasks | None]:
+    """
+    Replace prepared masks in a decoder call by the two-dimensional mask that they were made from.
+
+    Args:
+        call (`dict`):
+            Arguments of the decoder.
+        around (`dict`):
+            Arguments of the module around it, which has the two-dimensional mask.
+        decoder (`PreTrainedModel`):
+            The decoder.
+        is_causal (`bool`, *optional*, defaults to `True`):
+            Whether the decoder's attention is causal without a mask.
+
+    Returns:
+        The call, and [`PreparedMasks`] if the masks differ from those that the decoder would make: tokens of one image
+        see each other. If the attention is not causal without a mask, the prepared masks are always returned.
+    """
+    prepared, mask, embeds = call.get("attention_mask"), around.get("attention_mask"), call.get("inputs_embeds")
+    is_prepared = isinstance(prepared, dict) or (isinstance(prepared, torch.Tensor) and prepared.dim() == 4)
+    if has_cache(call) or not is_prepared or embeds is None:
+        return call, None
+    if mask is None:
+        mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return call, None
+    if is_causal:
+        masks, usual = _by_kind(prepared), _by_kind(masks_of_decoder(decoder.config, embeds, mask))
+        are_equal = (_same_mask(masks[kind], usual.get(kind), mask) for kind in masks)
+        if (None in masks) == (None in usual) and all(are_equal):
+            return call | {"attention_mask": mask}, None
+    return call | {"attention_mask": mask}, PreparedMasks.of(prepared)
+
+
+def _same_mask(a_mask: torch.Tensor | None, b_mask: torch.Tensor | None, mask: torch.Tensor) -> bool:
+    """Whether two masks agree for all queries that are real tokens. `None` is a causal mask without padding."""
+    if a_mask is None and b_mask is None:
+        return True
+    causal = mask.new_ones(mask.shape[1], mask.shape[1], dtype=torch.bool).tril().expand(len(mask), 1, -1, -1)
+    # Flash attention takes the two-dimensional mask itself.
+    a, b = (causal if x is None else x.bool() if x.dim() == 2 else _as_bool_mask(x) for x in (a_mask, b_mask))
+    padding = mask[:, None, :, None] == 0 if a.dim() == 4 else False
+    return a.shape == b.shape and bool(((a == b) | padding).all())
 
 
 def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:
@@ -107,11 +159,11 @@ def with_added_masks(prepared: Any, dtype: torch.dtype) -> Any:
     return torch.zeros_like(prepared, dtype=dtype).masked_fill_(~prepared, torch.finfo(dtype).min)
 
 
-def by_kind(prepared: Any) -> dict[str | None, Any]:
+def _by_kind(prepared: Any) -> dict[str | None, Any]:
     """Prepared masks by the type of the layers that use them; the key `None` stands for all layers."""
     return prepared if isinstance(prepared, dict) else {None: prepared}
 
 
-def as_bool_mask(mask: torch.Tensor) -> torch.Tensor:
+def _as_bool_mask(mask: torch.Tensor) -> torch.Tensor:
     """A prepared mask as booleans, `True` where a key is seen; masks that are added to scores have 0 there."""
     return mask if mask.dtype == torch.bool else mask == 0

@@ -126,5 +126,5 @@ def _replace_tensors(value: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(value, dict):
         return {k: _replace_tensors(v, by) for k, v in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: _replace_tensors(getattr(value, f.name), by) for f in fields(value)})
+        return type(value)(**{f.name: _replace_tensors(vars(value)[f.name], by) for f in fields(value)})
     return value

@@ -105,7 +105,7 @@ class Mixers:
             modules = list(mixer.module.modules())
             if _has_indexer(modules):  # sparse attention of DeepSeek V3.2
                 reason = "among keys with equal scores its indexer may select other ones if a row has other padding"
-            elif any(hasattr(m, "chunkwise_kernel_fn") and hasattr(m, "sequence_kernel_fn") for m in modules):  # xLSTM
+            elif any({"chunkwise_kernel_fn", "sequence_kernel_fn"} <= vars(m).keys() for m in modules):  # xLSTM
                 reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
             else:
                 continue

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .older import decoder_of
 
 
-__all__ = ["find_decoder", "find_multimodal", "find_pretrained"]
+__all__ = ["find_decoder", "find_multimodal", "find_peft", "find_pretrained", "is_peft"]
 
 
 def find_decoder(model: PreTrainedModel) -> Any:
@@ -47,6 +47,16 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
             f"contains {names}. Attach to each transformers model on its own."
         )
     return outermost[0]
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Whether a module is PEFT's around a transformers model."""
+    return hasattr(module, "get_base_model")
+
+
+def find_peft(model: nn.Module) -> nn.Module | None:
+    """PEFT's module in `model`, a wrapper or the module itself; `None` without adapters of PEFT's own."""
+    return next(filter(is_peft, model.modules()), None)
 
 
 def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel | None:

@@ -46,8 +46,8 @@ def describe_mask(
 ) -> PackedMask:
     """A mask function of transformers' interface. It receives windows and chunks alike as `local_size`."""
     is_empty = local_size is not None and local_size < 1
-    is_chunk = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-    is_window = local_size is not None and local_size == getattr(config, "sliding_window", None)
+    sizes = (getattr(config, name, None) for name in ("attention_chunk_size", "sliding_window"))
+    is_chunk, is_window = (local_size is not None and local_size == size for size in sizes)
     # `or_masks` lets tokens see more than causal ones: the tokens of an image, or of a prompt, see each other.
     is_widened = name_of(kwargs.get("mask_function")).startswith("or_masks")
     return PackedMask(

@@ -30,7 +30,7 @@ from .masks import PackedMask
 
 __all__ = [
     "CACHES", "REMOVABLE_WITH", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
-    "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search",
+    "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search", "rope_parameters",
     "silence_packing_warning", "spare_packed_search", "supports",
 ]  # fmt: skip
 
@@ -47,6 +47,7 @@ REMOVABLE_WITH = {
     "silence_packing_warning": "trl>=1.16",
     "masks_of_decoder": "transformers>=5.2",  # the other spelling
     "mask_of_rows": "transformers>=5.0",
+    "rope_parameters": "transformers>=5.0",
     "has_cache": "transformers>=5.40",  # then all caches are called `cache`; the function stays
 }
 """The first version that does not need each function: once `versions.BOUNDS` begins there, it can be deleted."""
@@ -64,6 +65,11 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     # Up to 4.55 many models have no `get_decoder`. In 4.56 and 4.57 all have one, and it returns the model itself if
     # the decoder's attribute is neither `model` nor `decoder` (GPT-2's `transformer`).
     return model.base_model if decoder is model else decoder
+
+
+def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
+    """The parameters of a model's rotary embedding, perhaps by type of layer; empty without one."""
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def has_cache(call: Mapping[str, Any]) -> bool:
@@ -116,8 +122,8 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
     with _search_lock:
         _search_users.add(user)
         # Some versions after 4.53 have the function under another name.
-        search = getattr(_masking, _SEARCH, None)
-        if search is None or hasattr(search, "padfix_search"):
+        search, replaced = _search()
+        if search is None or replaced is not None:
             return
         # From 5.0 on the search returns `None` for a single sequence, for which it reads from the device.
         waits = search(torch.arange(2)[None]) is None
@@ -133,9 +139,15 @@ def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
     with _search_lock:
         _search_users.discard(user)
-        search: Any = getattr(_masking, _SEARCH, None)
-        if not _search_users and hasattr(search, "padfix_search"):
-            setattr(_masking, _SEARCH, search.padfix_search)
+        _, replaced = _search()
+        if not _search_users and replaced is not None:
+            setattr(_masking, _SEARCH, replaced)
+
+
+def _search() -> tuple[Any, Any]:
+    """The function that searches for packed sequences, and the one that it replaces if it is ours."""
+    search = getattr(_masking, _SEARCH, None)
+    return search, getattr(search, "padfix_search", None)
 
 
 _SEARCH = "find_packed_sequence_indices"

@@ -91,4 +91,4 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_of_zero_3(module: nn.Module) -> bool:
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    return any("ds_id" in vars(parameter) for parameter in module.parameters())

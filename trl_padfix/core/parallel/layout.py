@@ -16,6 +16,7 @@ import torch
 
 from ..layout.flat_maps import inverse_permutation
 from ..layout.layout import Layout
+from ..layout.shared_prefixes import PrefixedLayout
 from .collectives import Exchange, Group, even_split
 
 
@@ -41,6 +42,8 @@ class ContextParallelLayout:
         parts (`tuple`, *optional*):
             `ranges` of each shared prefix that the forward reads, and last those of its new tokens, each counted from
             0. So a token of a prefix stays with the process that computed it. `None` without shared prefixes.
+        new ([`ContextParallelLayout`], *optional*):
+            The new tokens of a forward behind shared prefixes, if it has any.
 
     Example: two processes and a row of five tokens.
 
@@ -62,6 +65,28 @@ class ContextParallelLayout:
     group: Group
     whole_rows: bool = False
     parts: tuple[list[list[tuple[int, int]]], ...] | None = None
+    new: ContextParallelLayout | None = None
+
+    @classmethod
+    def over(cls, layout: Layout | None, group: Group | None) -> ContextParallelLayout | None:
+        """
+        The tokens of a packed row that each process computes; `None` if each process computes the whole row.
+
+        A row with fewer tokens than there are processes is computed whole: a process without tokens would have nothing
+        to exchange.
+        """
+        if group is None or layout is None:
+            return None
+        if isinstance(layout, PrefixedLayout):
+            assert layout.prefix_states is not None
+            new = None if layout.new is None else cls(layout.new, group)
+            ranges = [states.ranges for states in layout.prefix_states.reads] + ([] if new is None else [new.ranges])
+            return cls(layout, group, parts=tuple(ranges), new=new)
+        if layout.packed_tokens < group.size:
+            return None
+        # If each process can get whole rows with nearly equal token counts, layers need no communication. With filler
+        # the counts must be exactly equal, so rows are cut.
+        return cls(layout, group, whole_rows=layout.filler is None and ranges_of_rows(layout, group.size) is not None)
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
@@ -151,7 +176,7 @@ class ContextParallelLayout:
         local = x.index_select(0, self.local_index(tokens[ranks == self.group.rank]))
         counts = ranks.bincount(minlength=self.group.size).tolist()
         # Gathered values are in rank order, that of a stable sort by rank; its inverse is the order of `tokens`.
-        order = inverse_permutation(ranks.argsort(stable=True))
+        order = ranks.argsort(stable=True).argsort()
         return self.group.all_gather_for_loss(local, counts).index_select(0, order)
 
     @cached_property

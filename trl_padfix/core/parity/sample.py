@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
+from ..model.find import find_peft, is_peft
 from ..model.pipelines import pipeline_in
 from ..refusals import batch_obstacle
 from .scores import select_columns
@@ -70,7 +71,7 @@ def called_module(model: nn.Module, batch: dict[str, Any], handle: PaddingRemova
     if all(p.name in available for p in named if p.default is p.empty):
         return model
     # Adapters may put learned tokens before the rows, which the model inside of them does not.
-    return next((m for m in model.modules() if hasattr(m, "get_base_model")), handle.anatomy.pretrained)
+    return find_peft(model) or handle.anatomy.pretrained
 
 
 def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
@@ -129,7 +130,7 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _is_users(model: nn.Module) -> bool:
     """Whether a model is a module of the user's around that of transformers, or of PEFT."""
-    return not isinstance(model, PreTrainedModel) and not hasattr(model, "get_base_model")
+    return not isinstance(model, PreTrainedModel) and not is_peft(model)
 
 
 def _other_arguments(model: nn.Module, batch: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:

@@ -15,23 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from ..attention.attention import attends_within_tokens, is_causal
-from ..call.arguments import local_arguments, pack_arguments, padded_output, unpack_output
+from ..call.arguments import pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
 from ..call.inputs import DecoderInputs
 from ..call.layout_of import layout_of
-from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls, within
-from ..errors import PaddingRemovalError, UnpackableCallError
-from ..layout.layout import Layout, pack
+from ..errors import UnpackableCallError
+from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.dry_run import DryRun
 from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers, over_whole_rows
-from ..model.inspection import bind, hands_arguments_on, parameters_of, takes, takes_any_argument
+from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import has_cache, older_attributes
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.positions import Numbering
@@ -41,16 +39,11 @@ from ..refusals import check_call
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
+    from ..call.prefix_states import PrefixStates
     from ..handle import PaddingRemoval
 
 
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
-
-
-_NO_CACHE = {"use_cache": False}
-"""Decoders cache by default, and a packed row has no rows that a later call could continue."""
 
 
 class DecoderPatch(BatchPatch):
@@ -83,72 +76,58 @@ class DecoderPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        outer, unchanged = model_call(self.module), partial(self.wrapped, *args, **kwargs)
-        inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), self.attachment, outer, self.is_causal)
         try:
-            return self._packed_or_padded(inputs, outer, unchanged)
+            return self._packed_or_padded(args, kwargs)
         except IndexError as error:
+            ids = kwargs.get("input_ids", args[0] if args else None)
             rows = self.module.get_input_embeddings().num_embeddings
-            if inputs.ids is None or int(inputs.ids.max()) < rows:
+            if ids is None or int(ids.max()) < rows:
                 raise
             raise ValueError(
-                f"The batch holds token id {int(inputs.ids.max())}, and the embedding of {type(self.module).__name__} "
-                f"has {rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
+                f"The batch holds token id {int(ids.max())}, and the embedding of {type(self.module).__name__} has "
+                f"{rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
             ) from error
 
-    def _packed_or_padded(self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any]) -> Any:
-        """The output for `inputs` within the call `outer` of the model; `unchanged` is the call of the caller."""
-        # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
+    def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
+        handle, decoder, whole = self.attachment, self.module, self.takes_whole_rows
+        outer, unchanged = model_call(decoder), partial(self.wrapped, *args, **kwargs)
+        inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
+        layout, cp_layout, packed, output = None, None, None, None
         try:
-            layout = layout_of(inputs, self.attachment)
-            cp_layout = self.attachment.cp_layout_of(layout)
-            packed = None
+            # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
+            layout = layout_of(inputs, handle)
+            cp_layout = ContextParallelLayout.over(layout, handle.context_parallel)
             if layout is not None and not (layout.is_trivial and cp_layout is None):  # else there is nothing to pack
-                check_call(self.attachment, inputs, layout)
-                new = layout.new if isinstance(layout, PrefixedLayout) else layout
+                check_call(handle, inputs, layout)
+                is_behind = isinstance(layout, PrefixedLayout)  # behind shared prefixes, or one of them
+                new, cp_new = (layout.new, cp_layout and cp_layout.new) if is_behind else (layout, cp_layout)
                 # Empty if the call computes whole rows, or no token.
-                packed = {} if new is None or self.takes_whole_rows else pack_arguments(inputs, new, self.numbering)
+                packed = {} if whole or new is None else pack_arguments(inputs, new, decoder, self.numbering, cp_new)
+                output = self._without_padding(inputs, layout, packed, cp_layout)
         except UnpackableCallError as error:
-            return self._padded(inputs, outer, unchanged, error)
+            # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
+            if packed is not None and cp_layout is not None:
+                raise
+            return self._refused(inputs, outer, unchanged, error)
         if layout is None:
             if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self._match_other_processes(inputs.arguments)
             return unchanged()
+        handle.stats.add(layout)
         if packed is None:
             # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and
             # caches as the model does alone.
             masks = {} if inputs.prepared is None else {"attention_mask": inputs.prepared.original}
-            self.attachment.stats.add(layout)
             self._match_other_processes(inputs.arguments | masks)
             return padded_output(self.wrapped(**self._accepted(inputs.arguments | masks)), outer)
-        try:
-            if isinstance(layout, PrefixedLayout):
-                output = self._over_prefixed_rows(inputs, layout, packed)
-            elif self.takes_whole_rows:
-                output = over_whole_rows(self.wrapped, self._accepted(inputs.arguments | _NO_CACHE), layout)
-            else:
-                output = self._over_packed_row(inputs, layout, packed, cp_layout)
-        except UnpackableCallError as error:  # from the first layer: its checkpoint could not recompute it packed
-            if cp_layout is not None:  # a padded forward has no local tokens
-                raise
-            return self._padded(inputs, outer, unchanged, error)
-        self.attachment.stats.add(layout)
-        return self._unpacked(output, layout, outer, cp_layout)
-
-    def _unpacked(self, output: Any, layout: Layout, outer: ModelCall, cp_layout: ContextParallelLayout | None) -> Any:
-        """The output for the padded batch. The modules after the decoder get the layout, to pack its states again."""
-        if isinstance(layout, PrefixedLayout) and layout.is_prefix:
-            # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
-            # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
-            if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
-                output["router_logits"] = None
-            return output
+        is_prefix = isinstance(layout, PrefixedLayout) and layout.is_prefix
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
-        if not self.takes_whole_rows and not outer.pools_last and outer.scored_index is None:
+        if not (is_prefix or whole or outer.pools_last or outer.scored_index is not None):
             record_layout(outer, layout)
         return unpack_output(output, layout, outer, cp_layout)
 
-    def _padded(
+    def _refused(
         self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any], error: UnpackableCallError
     ) -> Any:
         """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
@@ -159,36 +138,32 @@ class DecoderPatch(BatchPatch):
         self._match_other_processes({k: x for k, x in tokens.items() if x is not None})
         return padded_output(unchanged(), outer, inputs.given_mask)
 
-    def _over_prefixed_rows(self, inputs: DecoderInputs, layout: PrefixedLayout, packed: dict[str, Any]) -> Any:
-        """The output of the decoder for shared prefixes, as recorded, followed by that for the new tokens."""
-        states = layout.prefix_states
-        assert states is not None  # the schedule of a step sets them before each forward
-        if layout.new is None:
-            return states.prefix_outputs()
-        cp_layout, tokens = self.attachment.cp_layout_of_new(layout), layout.new.packed_tokens
-        if cp_layout is not None:
-            tokens = cp_layout.local_tokens
-            if states.records is not None:
-                states.records.divide(cp_layout)
-        return states.prepend_outputs(self._over_packed_row(inputs, layout.new, packed, cp_layout, states), tokens)
-
-    def _over_packed_row(
+    def _without_padding(
         self,
         inputs: DecoderInputs,
         layout: Layout,
         packed: dict[str, Any],
-        cp_layout: ContextParallelLayout | None = None,
-        prefix_states: PrefixStates | None = None,
+        cp_layout: ContextParallelLayout | None,
     ) -> Any:
-        """The output of the decoder for the packed tokens; with `cp_layout`, for the local ones."""
-        packed = packed | _NO_CACHE | _neftune_embeddings(self.module, inputs.ids, layout)
-        if inputs.prepared is not None:
-            packed["attention_mask"] = inputs.prepared.for_decoder()
+        """
+        The output of the decoder for the packed tokens; with `cp_layout`, for the local ones.
+
+        Behind shared prefixes it is the output for these, as recorded, followed by that for the new tokens.
+        """
+        if self.takes_whole_rows:
+            return over_whole_rows(self.wrapped, self._accepted(inputs.arguments | {"use_cache": False}), layout)
+        states: PrefixStates | None = None
+        if isinstance(layout, PrefixedLayout):
+            states = layout.prefix_states
+            assert states is not None  # the schedule of a step sets them before each forward
+            if layout.new is None:
+                return states.prefix_outputs()
+            layout, cp_layout = layout.new, cp_layout and cp_layout.new
+            if cp_layout is not None and states.records is not None:
+                states.records.divide(cp_layout.ranges, cp_layout.group.rank)
         if self.has_token_types and packed.get("token_type_ids") is None:
             # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
             packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
-        if cp_layout is not None:
-            packed = local_arguments(packed, cp_layout)
         positions, last_position = packed["position_ids"], layout.batch_shape[1] - 1
         if self.depends_on_length and inputs.positions is not None:  # left on the device: no host wait
             last_position = inputs.positions.max()
@@ -202,7 +177,7 @@ class DecoderPatch(BatchPatch):
             dry_run=DryRun(self, self.attachment.mixers.layers, packed, last_position),
             prepared=inputs.prepared,
             one_bucket=self._needs_equal_calls(),
-            prefix_states=prefix_states,
+            prefix_states=states,
             cp_layout=cp_layout,
         )
         if current.one_bucket:
@@ -214,7 +189,7 @@ class DecoderPatch(BatchPatch):
         with within(packed=current):
             output = forward(**packed)
         self.attachment.remember(current)
-        return output
+        return output if states is None else states.prepend_outputs(output, current.local_tokens)
 
     def _needs_equal_calls(self) -> bool:
         """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
@@ -223,7 +198,8 @@ class DecoderPatch(BatchPatch):
     def _match_other_processes(self, call: dict[str, Any]) -> None:
         """Join the dry run of other processes, although this batch needs none."""
         if self._needs_equal_calls():
-            DryRun(self, self.attachment.mixers.layers, self._accepted(call), 0).run_for_collectives()
+            accepted = self._accepted(call)
+            DryRun(self, self.attachment.mixers.layers, accepted, 0).run_for_collectives()
 
     def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `call` that the decoder takes."""
@@ -282,26 +258,3 @@ class NumberingPatch(ForwardPatch):
         # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
         call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
         return self.wrapped(**call)
-
-
-def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layout: Layout) -> dict[str, Any]:
-    """
-    The embeddings of a batch with the noise of NEFTune, packed; empty if NEFTune is off.
-
-    Its hook on the embedding scales the noise by the length of the rows. The hook runs on the padded batch here, so
-    that it draws the same noise as in the padded forward.
-    """
-    embedding = decoder.get_input_embeddings()
-    if ids is None or not (embedding.training and hasattr(embedding, "neftune_noise_alpha")):
-        return {}
-    if layout.computed_tokens < layout.real_tokens:
-        raise PaddingRemovalError(
-            "NEFTune draws noise for every token of every row, so no two rows have a prefix in common. Attach with "
-            "`prefix_sharing=False`, or leave `neftune_noise_alpha` out."
-        )
-    if takes(decoder, "per_layer_inputs"):
-        raise PaddingRemovalError(
-            f"{type(decoder).__name__} looks its token ids up in every layer, and NEFTune's noise can be packed with "
-            "the embeddings only. Set one of `padding_free` and `neftune_noise_alpha`."
-        )
-    return {"input_ids": None, "inputs_embeds": pack(embedding(ids), layout)}

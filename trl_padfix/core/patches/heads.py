@@ -65,7 +65,7 @@ class LMHeadPatch(BatchPatch):
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
             mask = _mask_of(self.attachment, call)
-            if mask is not None and follow_padding(call["labels"], mask):
+            if mask is not None and follow_padding(*on_host(call["labels"], mask)):
                 with self.attachment.padded(SCORED_FROM_PADDING):
                     return self.wrapped(*args, **kwargs)
             # Some models do not pass the arguments that describe their rows, and `use_cache`, to their decoder.
@@ -95,7 +95,9 @@ class LMHeadPatch(BatchPatch):
         index, columns = to_device_async(on_cpu, labels.device), labels.shape[1] - 1
         row, column = index // columns, index % columns
         local = LocalLabels(
-            row * labels.shape[1] + column, labels[row, column + 1], self.attachment.cp_layout_of(layout)
+            row * labels.shape[1] + column,
+            labels[row, column + 1],
+            ContextParallelLayout.over(layout, self.attachment.context_parallel),
         )
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):

@@ -17,7 +17,7 @@ from accelerate.logging import get_logger
 from ...core.call.batch_cache import on_host
 from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
-from ..data.image_rows import ImageCounts, has_pixels, select_rows, split_images
+from ..data.image_rows import ImageCounts, are_cut_by_rows, has_pixels, select_rows, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .token_costs import RowCosts, batch_costs, dataset_costs
 
@@ -82,6 +82,20 @@ class RowSplitter:
             if self.sync_count(int(has_images)) and self.sync_count(int(not has_images or lacks_images)):
                 return False
         return not has_images or split_images(batch, count, images) is not None
+
+    def split_batch(
+        self,
+        batch: Mapping[str, Any],
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        rows_per_item: int,
+        images: ImageCounts | None,
+    ) -> SplitRows | None:
+        """[`RowSplitter.split`] of a batch with these ids and mask; `None` if its values cannot be cut by rows."""
+        scored = scored_tokens(batch)
+        if not (self.can_split(batch, len(ids), images) and are_cut_by_rows(batch, len(ids), rows_per_item)):
+            return None
+        return self.split(ids, mask, rows_per_item=rows_per_item, scored=scored, images=images)
 
     def split(
         self,

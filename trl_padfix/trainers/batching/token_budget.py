@@ -29,7 +29,7 @@ from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
 from ..checks.backward_hooks import gradient_hook_name, module_hook_names
 from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss, observe_user_loss
-from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
+from ..data.image_rows import ImageCounts, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
     is_sharded,
@@ -46,7 +46,7 @@ from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
-from .row_splits import RowSplitter, chunk_batches, packed_chunks, scored_tokens
+from .row_splits import RowSplitter, chunk_batches, packed_chunks
 from .sub_batches import SubBatches
 from .token_costs import RowCosts, dataset_costs
 
@@ -156,7 +156,7 @@ class TokenBudget(Part):
             return f"whether `{name}` compares rows is unknown"
         if type(trainer.padding.task).chunk_weight is Task.chunk_weight:
             return f"TRL's loss of {type(trainer).__name__} may compare rows"
-        if getattr(trainer, "aux_loss_enabled", False):
+        if trainer.padding.task.balances_experts():
             return "the load of experts is balanced over all rows"
         # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.
         return self._gradient_hook and f"`{self._gradient_hook}` acts in the backward pass"
@@ -218,7 +218,7 @@ class TokenBudget(Part):
         step = self.trainer.padding.running
         has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
         if step is not None and has_images and not images and step.batches and "input_ids" in step.batches[0]:
-            images = self._images_of(step.inputs, step.batches[0]["input_ids"])
+            images = find_images(step.inputs, step.batches[0]["input_ids"], self._config)
         return within(runner=self._sub_batches(images or None))
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
@@ -239,9 +239,6 @@ class TokenBudget(Part):
             gather=gather,
             meets_in_tower=self._shards and handle is not None and handle.multimodal is not None,
         )
-
-    def _images_of(self, batch: Mapping[str, Any], ids: torch.Tensor) -> ImageCounts | None:
-        return find_images(batch, ids, self._config)
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
         return self.split_forwards()
@@ -299,11 +296,10 @@ class TokenBudget(Part):
             return _Split(len(chunks), lambda batch: chunks)
         if mask is not None and mask.shape != ids.shape[:2]:  # a mask of four dimensions
             return None
-        images, per_item = self._images_of(inputs, ids), task.rows_per_item
+        images, per_item = find_images(inputs, ids, self._config), task.rows_per_item
         splitter = self._splitter(self._shares_across, gather_object if self._shards else None)
-        if not (splitter.can_split(inputs, len(ids), images) and are_cut_by_rows(inputs, len(ids), per_item)):
+        if (rows := splitter.split_batch(inputs, ids, mask, per_item, images)) is None:
             return None
-        rows = splitter.split(ids, mask, rows_per_item=per_item, scored=scored_tokens(inputs), images=images)
         cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
         return _Split(len(rows.rows), cut, rows.plan, images)
 

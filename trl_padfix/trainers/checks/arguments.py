@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +13,13 @@ from transformers import MODEL_MAPPING, AutoModel
 
 from ...core.errors import PaddingRemovalError
 from ...core.model.find import find_pretrained
+from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...core.refusals import encoder_obstacle
 from ...core.switch import OFF, is_off
 from ...versions import newer_trl
 from ..data.collators import check_padding_side
-from ..data.columns import column_names, image_counts, values
+from ..data.columns import column_names, image_counts, require_rows, values
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.tokenizers import check_tokenizer
 from ..data.vision_collators import count_placeholders, misplaced_message
@@ -33,10 +33,7 @@ if TYPE_CHECKING:
     from ..task import Task
 
 
-__all__ = [
-    "check_arguments", "check_vision", "image_columns", "require_columns", "require_rows", "require_teacher",
-    "rope_kind_beyond",
-]  # fmt: skip
+__all__ = ["check_arguments", "check_vision", "image_columns", "require_teacher", "rope_kind_beyond"]
 
 logger = get_logger(__name__)
 
@@ -111,27 +108,6 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
         return None
 
 
-def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
-    """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
-    is_stream = isinstance(dataset, IterableDataset)
-    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
-        kind = "a stream without a row" if is_stream else "empty"
-        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
-
-
-def require_columns(
-    dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
-) -> None:
-    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. It names the first one's."""
-    columns = column_names(dataset)
-    if all(alternative - columns for alternative in alternatives):
-        missing = sorted(alternatives[0] - columns)
-        raise ValueError(
-            f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
-            f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
-        )
-
-
 def image_columns(dataset: Dataset | IterableDataset) -> str:
     """The names of the image columns of a dataset, joined for a message; empty if it has none."""
     return ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
@@ -171,8 +147,7 @@ def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | No
     """
     for module, kind in length_dependent_ropes(model).items():
         limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
-        # "rope_scaling" is the name before transformers 5.
-        rope = getattr(module.config, "rope_parameters", None) or getattr(module.config, "rope_scaling", {})
-        if max_length is None or max_length > rope.get("original_max_position_embeddings", limit):
+        longest = rope_parameters(module.config).get("original_max_position_embeddings", limit)
+        if max_length is None or max_length > longest:
             return kind
     return None

@@ -32,7 +32,7 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
     if "layerwise" in optimizer:
         return f"optim={optimizer!r}"
     for name, parameter in trainer.model.named_parameters():
-        if hasattr(parameter, "_in_backward_optimizers"):
+        if "_in_backward_optimizers" in vars(parameter):
             return f"the optimizer that steps in the backward of {name}"
         if hook := next(_of_user([parameter._backward_hooks, parameter._post_accumulate_grad_hooks]), None):
             return f"{hook}, a gradient hook of {name}"

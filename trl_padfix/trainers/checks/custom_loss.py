@@ -43,7 +43,7 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     """
     if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1])):
         return name
-    loss_function = getattr(trainer, "compute_loss_func", None)
+    loss_function = vars(trainer).get("compute_loss_func")
     # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
@@ -136,7 +136,7 @@ def _mentioned(method: Any) -> frozenset[str]:
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `compute_loss`: its forwards run within `observe_step`, on the batch of that step."""
-    if getattr(compute_loss, "is_observed", False):  # inherited from a class that was wrapped already
+    if _is_observed(compute_loss):  # inherited from a class that was wrapped already
         return compute_loss
 
     @wraps(compute_loss)
@@ -150,6 +150,10 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(in_step)["is_observed"] = True
     return in_step
+
+
+def _is_observed(function: object) -> bool:
+    return getattr(function, "is_observed", False)
 
 
 def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
@@ -169,7 +173,7 @@ def observe_user_step(
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
-    if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
+    if _is_observed(of_user) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Value
-
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
+from datasets import Dataset, IterableDataset, Value
 
 
 __all__ = [
     "blank_texts", "chunks", "column_names", "empty_lists", "equal_rows", "ids_outside", "image_counts",
-    "list_lengths", "lists", "rows_of_only", "untrained_rows", "values",
+    "list_lengths", "lists", "require_columns", "require_rows", "rows_of_only", "untrained_rows", "values",
 ]  # fmt: skip
 
 
@@ -87,7 +83,8 @@ def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
 def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:
     """Row and value of the first integer in the lists of `column` that is neither in `range(size)` nor `ignored`."""
     kind = dataset.features.arrow_schema.field(column).type
-    if not (hasattr(kind, "value_type") and pa.types.is_integer(kind.value_type)):
+    is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+    if not (is_list and pa.types.is_integer(kind.value_type)):
         return None
     first = 0
     for numbers, offsets in _flat(dataset, column):
@@ -122,3 +119,24 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
     """A column, 10,000 rows at a time, so that a large one is never in memory at once."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
         yield table[column]
+
+
+def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
+    """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
+    is_stream = isinstance(dataset, IterableDataset)
+    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
+        kind = "a stream without a row" if is_stream else "empty"
+        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
+
+
+def require_columns(
+    dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
+) -> None:
+    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. It names the first one's."""
+    columns = column_names(dataset)
+    if all(alternative - columns for alternative in alternatives):
+        missing = sorted(alternatives[0] - columns)
+        raise ValueError(
+            f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "
+            f"{sorted(columns)}. {needs}: rename its columns, or map it to them."
+        )

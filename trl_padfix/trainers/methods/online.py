@@ -11,6 +11,7 @@ from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import trl
 from accelerate.logging import get_logger
@@ -20,10 +21,9 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
-from ..checks.arguments import require_columns
 from ..checks.backward_hooks import gradient_hook_name
 from ..checks.custom_loss import custom_loss_name, custom_step_name
-from ..data.columns import blank_texts, column_names
+from ..data.columns import blank_texts, column_names, require_columns
 from ..data.data_warnings import warn_or_raise
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
@@ -127,7 +127,7 @@ class OnlineTask(Task):
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
             return False
-        if not self.loss_is_row_sum() or getattr(trainer, "aux_loss_enabled", False):  # distillation has no such loss
+        if not self.loss_is_row_sum() or self.balances_experts():
             return False
         of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
         if of_user := of_user or gradient_hook_name(trainer):
@@ -253,7 +253,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
+        has_no_axis = isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0
+        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or has_no_axis
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "

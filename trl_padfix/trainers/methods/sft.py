@@ -12,10 +12,9 @@ from datasets import Dataset
 
 from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin
-from ..checks.arguments import require_columns, require_rows
 from ..data.chat_templates import check_turns
 from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
-from ..data.columns import column_names, untrained_rows
+from ..data.columns import column_names, require_columns, require_rows, untrained_rows
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos

@@ -101,7 +101,7 @@ class AttentionChoice(Part):
 
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
-    ours = parse_implementation(getattr(settings, f"{prefix}attn_implementation"))
+    ours = parse_implementation(vars(settings)[f"{prefix}attn_implementation"])
     kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has none of its own
     theirs = parse_implementation(kwargs.get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:

@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ...core.call.layout_of import PrefixSharing
 from ...core.errors import PaddingRemovalError
+from ...core.handle import PrefixSharing
 
 
 __all__ = ["prefix_sharing_with_neftune"]
@@ -22,7 +22,7 @@ def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> Pre
     Raises:
         PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
     """
-    if not prefix_sharing or not getattr(args, "neftune_noise_alpha", None):
+    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
         return prefix_sharing
     if prefix_sharing == "auto":
         logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")

@@ -1,4 +1,4 @@
-"""The part that removes padding from the models of a trainer, and `trainer.padding`, its public state."""
+"""The part that removes padding from the models of a trainer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 
-from ...core.call.layout_of import PrefixSharing
 from ...core.errors import PaddingRemovalError
-from ...core.handle import PaddingRemoval, PaddingStats
+from ...core.handle import PaddingRemoval, PrefixSharing
 from ...core.model.find import find_decoder, find_multimodal, find_pretrained
 from ...core.model.patching import Attachment
-from ...core.parity.report import ParityReport
 from ...core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from ...core.switch import is_off
 from ..checks.arguments import check_vision, image_columns
@@ -24,98 +22,24 @@ from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import check_ids, image_token_ids
 from ..data.tokenizers import tokenizer_of
 from ..distributed import check_launch, datasets_of, is_zero_3, models_of, trains_on_images
-from ..settings import Settings
-from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .attach_models import attach_to_models
 from .neftune import prefix_sharing_with_neftune
-from .part import Part, Step
+from .part import Part
 
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from ..batching.token_budget import TokenBudget
-    from .checkpoints import WholeCheckpoints
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["Padding", "RemovePadding"]
+__all__ = ["RemovePadding"]
 
 logger = get_logger(__name__)
 
 A = TypeVar("A", bound=Attachment)
-P = TypeVar("P", bound=Part)
-
-
-class Padding:
-    """
-    State of padding removal in a trainer: `trainer.padding`.
-
-    Attributes:
-        settings ([`Settings`]):
-            Our fields of its configuration.
-        handles (`list[PaddingRemoval]`):
-            Handles of the policy, and of the reference or teacher model if there is one; empty without
-            `padding_free`.
-        parity (`dict[str, list[ParityReport]]`):
-            Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
-            evaluation batch.
-        task ([`Task`]):
-            Describes the rows of the trainer, and how its loss depends on them.
-        parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
-            two of them, which the trainer calls by themselves, and `in_steps` those that act in its steps.
-
-    Example:
-
-    ```python
-    trainer = DPOTrainer(model, args=DPOConfig("runs/dpo", padding_free=True), train_dataset=pairs)
-    trainer.train()
-    trainer.padding.stats.pad_fraction  # share of the padded batches that was never computed
-    trainer.padding.parity["train"]  # packed against padded, on the first batch
-    trainer.padding.restore()
-    ```
-    """
-
-    def __init__(self, settings: Settings):
-        self.settings = settings
-        self.handles: list[PaddingRemoval] = []
-        self.parity: dict[str, list[ParityReport]] = {}
-        self.task: Task
-        self.parts: tuple[Part, ...] = ()
-        self.budget: TokenBudget
-        self.checkpoints: WholeCheckpoints
-        self.is_attached = False
-        self.is_restored = False
-        self.in_steps: tuple[Part, ...] = ()
-        self.running: Step | None = None
-
-    @property
-    def handle(self) -> PaddingRemoval | None:
-        """Handle of the policy; `None` before padding is removed."""
-        return self.handles[0] if self.handles else None
-
-    @property
-    def stats(self) -> PaddingStats:
-        """Token counts of the packed forwards of the policy; zeros if nothing is packed."""
-        return self.handles[0].stats if self.handles else PaddingStats()
-
-    @property
-    def is_removed(self) -> bool:
-        """Whether the models pack padded batches."""
-        return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
-
-    def part(self, kind: type[P]) -> P:
-        """The part of class `kind`."""
-        return next(part for part in self.parts if isinstance(part, kind))
-
-    def restore(self) -> None:
-        """Detach from the models, as `trainer.restore_padding()` does."""
-        self.is_restored = True
-        for part in self.parts:
-            part.restore()
 
 
 class RemovePadding(Part):
@@ -140,7 +64,7 @@ class RemovePadding(Part):
         # Here the decoder packs. TRL's own `padding_free` would pack in the collator: since TRL 0.29 it warns that
         # this is off, and before it raises.
         values: dict[str, Any] = {"padding_free": False}
-        if self.settings.padding_free and getattr(config, "torch_compile", False):
+        if self.settings.padding_free and config is not None and config.torch_compile:
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
             # clearing the flag alone is not enough.
             values |= {"torch_compile": False, "torch_compile_backend": None}
@@ -233,7 +157,7 @@ class RemovePadding(Part):
         trainer, collators = self.trainer, self.trainer.padding.task.collators
         collator = trainer.data_collator
         if type(collator) in collators:
-            values = {f.name: getattr(collator, f.name) for f in fields(collator)}
+            values = {f.name: vars(collator)[f.name] for f in fields(collator)}
             side = self.settings.padding_side or self._padding_side_of_tokenizer()
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):

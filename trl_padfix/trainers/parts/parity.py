@@ -18,7 +18,7 @@ from ...core.call.inputs import DecoderInputs
 from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
-from ...core.model.find import find_pretrained
+from ...core.model.find import find_peft, find_pretrained
 from ...core.model.inspection import parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
@@ -287,7 +287,7 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
         compared = [report for report in reports[i :: len(models)] if report.compared]
         if compared and trainer.accelerator.is_local_main_process:
             pretrained = find_pretrained(model)
-            name = Path(getattr(pretrained.config, "name_or_path", None) or "").name or type(pretrained).__name__
+            name = Path(pretrained.config.name_or_path or "").name or type(pretrained).__name__
             say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
 
 
@@ -325,7 +325,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[
     recording = Attachment()
     # A training calls the transformers model, or the PEFT model around it. PEFT before 0.21 calls only the `forward`
     # of the inner model, so that hooks of the inner model never run.
-    called = next((m for m in model.modules() if hasattr(m, "get_base_model")), None) or find_pretrained(model)
+    called = find_peft(model) or find_pretrained(model)
     around = [_Recorder(model, recording, keep_labels)] if model is not called else []
     # A hook, because ms-swift embeds images in another one, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.

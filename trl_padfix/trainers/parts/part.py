@@ -1,5 +1,5 @@
 """
-Base class of the parts of a trainer, with the objects that their hooks receive.
+Base class of the parts of a trainer, with the objects that they read: `trainer.padding`, a step, an evaluation.
 
 A part is one feature of a trainer: its attention, its token budget, its token counts. `base.py` has the
 ordered tuple of parts, and calls each hook below for one part after the other.
@@ -11,17 +11,22 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from ...core.handle import PaddingRemoval, PaddingStats
 
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
     from transformers import Trainer, TrainingArguments
 
+    from ...core.parity.report import ParityReport
+    from ..batching.token_budget import TokenBudget
     from ..settings import Settings
-    from .packing import Padding
+    from ..task import Task
+    from .checkpoints import WholeCheckpoints
 
     class PaddingFreeTrainer(Trainer):
         """A trainer as parts and tasks use it: TRL's class with [`PaddingFreeMixin`], or a test's stand-in."""
@@ -30,7 +35,9 @@ if TYPE_CHECKING:
         accelerator: Any  # many attributes are optional, and set whenever the parallelism is on that needs them
 
 
-__all__ = ["Evaluation", "Part", "Step", "entered"]
+__all__ = ["Evaluation", "Padding", "Part", "Step", "entered"]
+
+P = TypeVar("P", bound="Part")
 
 
 @dataclass
@@ -71,6 +78,75 @@ class Evaluation:
     prefix: str
     loss_only: bool | None
     output: Any = None
+
+
+class Padding:
+    """
+    State of padding removal in a trainer: `trainer.padding`.
+
+    Attributes:
+        settings ([`Settings`]):
+            Our fields of its configuration.
+        handles (`list[PaddingRemoval]`):
+            Handles of the policy, and of the reference or teacher model if there is one; empty without
+            `padding_free`.
+        parity (`dict[str, list[ParityReport]]`):
+            Reports of the parity check, one per model: `"train"` for the first training batch, `"eval"` for the first
+            evaluation batch.
+        task ([`Task`]):
+            Describes the rows of the trainer, and how its loss depends on them.
+        parts (`tuple[Part, ...]`):
+            The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
+            two of them, which the trainer calls by themselves, and `in_steps` those that act in its steps.
+
+    Example:
+
+    ```python
+    trainer = DPOTrainer(model, args=DPOConfig("runs/dpo", padding_free=True), train_dataset=pairs)
+    trainer.train()
+    trainer.padding.stats.pad_fraction  # share of the padded batches that was never computed
+    trainer.padding.parity["train"]  # packed against padded, on the first batch
+    trainer.padding.restore()
+    ```
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings = settings
+        self.handles: list[PaddingRemoval] = []
+        self.parity: dict[str, list[ParityReport]] = {}
+        self.task: Task
+        self.parts: tuple[Part, ...] = ()
+        self.budget: TokenBudget
+        self.checkpoints: WholeCheckpoints
+        self.is_attached = False
+        self.is_restored = False
+        self.in_steps: tuple[Part, ...] = ()
+        self.running: Step | None = None
+
+    @property
+    def handle(self) -> PaddingRemoval | None:
+        """Handle of the policy; `None` before padding is removed."""
+        return self.handles[0] if self.handles else None
+
+    @property
+    def stats(self) -> PaddingStats:
+        """Token counts of the packed forwards of the policy; zeros if nothing is packed."""
+        return self.handles[0].stats if self.handles else PaddingStats()
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the models pack padded batches."""
+        return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
+
+    def part(self, kind: type[P]) -> P:
+        """The part of class `kind`."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    def restore(self) -> None:
+        """Detach from the models, as `trainer.restore_padding()` does."""
+        self.is_restored = True
+        for part in self.parts:
+            part.restore()
 
 
 class Part:
