@@ -163,22 +163,22 @@ def machines(session: nox.Session, kernels: str, threads: int, precision: str) -
 # files, as patterns in `tests/`. The first pattern that fits a file decides. `docs/numbers.md` says when each was run.
 NIGHTLY = {
     1: (
-        "the core, and types of models",
+        "core, types of models",
         ["core/**/test_*.py", "cli/test_*.py", "tools/test_*.py", "mutants/test_*.py", "test_*.py"],
     ),
-    2: ("trainers: each field of the configurations, and their base", ["trainers/test_[a-d]*.py"]),
-    3: ("trainers: methods, budgets, prefixes, images", ["trainers/**/test_*.py"]),
-    4: ("several processes: trainings and their errors", ["end_to_end/test_*processes.py"]),
+    2: ("trainers: settings, base", ["trainers/test_[a-d]*.py"]),
+    3: ("trainers: the rest", ["trainers/**/test_*.py"]),
+    4: ("processes: trainings", ["end_to_end/test_*processes.py"]),
     5: (
-        "several processes: configurations, trainings that split rows",
+        "processes: configurations, split rows",
         ["end_to_end/test_distributed_*.py", "end_to_end/test_split_*.py"],
     ),
     6: (
-        "commands, recipes, documents, other stacks",
+        "commands, recipes, stacks",
         ["end_to_end/**/test_*.py", "integrations/test_*.py"],
     ),
     7: ("random draws", ["campaign/test_*.py"]),
-    8: ("kernels, in Triton's interpreter", ["kernels/test_*.py"]),
+    8: ("kernels (Triton's interpreter)", ["kernels/test_*.py"]),
 }
 SLOW = ("-m", "slow or families")
 NIGHTLY_OPTIONS = {
