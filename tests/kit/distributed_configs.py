@@ -58,7 +58,7 @@ BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
     "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "policy", {}, 2, "has no `tp_plan`"),
     "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
     "adapters on replicas": (SIZES["FSDP2, replicated"], "policy", ADAPTERS, 4, "Use `fsdp_size` alone"),
-    "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "Under tensor parallelism several processes"),
+    "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "under tensor parallelism several processes"),
 }
 """Sizes, model, settings and processes of trainings that cannot run, and what each process says."""
 MODES: dict[str, dict[str, Any]] = {
