@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +101,36 @@ def test_a_loss_on_logits_and_hidden_states_keeps_its_trajectory(holder, sharing
     evaluations = [log for log in ours.state.log_history if "eval_loss" in log]
     assert len(evaluations) == 2
     assert all(0 < log["eval_padfix/pad_fraction"] < 1 for log in evaluations)
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward"])
+@pytest.mark.parametrize("own", ["method", "on the trainer"])
+def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(own, kind, tmp_path, monkeypatch):
+    kept = {}
+
+    def keep(module, args, output):
+        kept["states"] = output if isinstance(output, torch.Tensor) else output[0]
+
+    def with_states(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        out = model(**{name: inputs[name] for name in ("input_ids", "attention_mask")})
+        loss = out.logits.square()[:, 0].mean() + kept["states"][inputs["attention_mask"].bool()].square().mean()
+        return (loss, out) if return_outputs else loss
+
+    def build(folder, callbacks):
+        members = {"compute_loss": with_states} if own == "method" else {}
+        trainer = build_trainer(folder, type("Own", (Trainer,), members), callbacks, model=build_model(kind))
+        if own != "method":
+            trainer.compute_loss = MethodType(with_states, trainer)
+        trainer.model.get_submodule("model.layers.0").register_forward_hook(keep)
+        trainer.train()
+        return trainer
+
+    callback = PaddingRemovalCallback(prefix_sharing=True, parity_check=False)
+    assert_same(trajectory(build(tmp_path / "ours", [callback])), trajectory(build(tmp_path / "theirs", [])))
+    assert callback.stats.padded_forwards > 0
+    monkeypatch.setattr("trl_padfix.trainers.checks.custom_loss.hook_beside_loss", lambda *args, **kwargs: None)
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        build(tmp_path / "packed", [PaddingRemovalCallback(prefix_sharing=True, parity_check=False)])
 
 
 def test_rows_have_the_lengths_that_were_asked_for(tmp_path):

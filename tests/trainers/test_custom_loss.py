@@ -15,8 +15,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import trl_padfix
 from trl_padfix.core.model.changes import ModuleChanges
 from trl_padfix.experimental.tasks import EXPERIMENTS, classes_of
-from trl_padfix.trainers import task
 from trl_padfix.trainers.batching import token_budget
+from trl_padfix.trainers.checks import custom_loss
 from trl_padfix.trainers.checks.custom_loss import custom_loss_name
 
 
@@ -190,7 +190,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(place, budge
     is_padded = budget or place != "model"  # packed, the states of a decoder are unpacked before its hooks
     assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog)) == is_padded
     if is_padded:
-        for module in (task, token_budget):
+        for module in (custom_loss, token_budget):
             monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
         monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
         with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,13 @@ from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
 from ..core.call.batch_cache import batch_cache
-from ..core.call.labels import SCORED_FROM_PADDING
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.data.batch_labels import scores_padding
+from ..trainers.checks.custom_loss import why_padded
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
 from ..trainers.parts.attach_models import attach_to_models
@@ -146,8 +146,7 @@ class PaddingRemovalCallback(TrainerCallback):
             self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         self.handles, self.reports, self._trainer = [], [], trainer
         self._attach_to(models_of(trainer))
-        if self.handles[0].anatomy.head is not None:
-            self._score_no_padding(trainer)
+        self._pad_steps(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted = ForwardCounts()
         self._is_evaluating, self._has_stepped = False, False
@@ -173,14 +172,15 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles.append(self._undo.enter_context(handle))
         return handle
 
-    def _score_no_padding(self, trainer: Trainer) -> None:
-        """Compute a batch padded if its labels are predicted from padding."""
+    def _pad_steps(self, trainer: Trainer) -> None:
+        """Compute a batch padded if its loss needs states that a packed forward does not have."""
         compute, saved = trainer.compute_loss, vars(trainer).get("compute_loss")
 
+        @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
-                is_padded = scores_padding(inputs)
-                with entered(handle.padded(SCORED_FROM_PADDING) for handle in self.handles if is_padded):
+                reason = why_padded(trainer, self.handles[0], inputs)
+                with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = compute_loss

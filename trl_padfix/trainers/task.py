@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
-from ..core.call.labels import SCORED_FROM_PADDING
-from .checks.custom_loss import hook_beside_loss
-from .data.batch_labels import scores_padding
+from .checks.custom_loss import why_padded
 from .data.columns import require_columns, require_rows
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
@@ -145,12 +143,7 @@ class Task:
         padding = self.trainer.padding
         if not (padding.is_removed and padding.handles[0].enabled):
             return None
-        # Packed, the states of the whole decoder are unpacked before its hooks; within a budget they are of some rows.
-        if name := hook_beside_loss(self.trainer, inner=padding.budget.budget is None):
-            return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
-        # A model without a head for tokens predicts no label from the token before it.
-        may_score = padding.handles[0].anatomy.head is not None and scores_padding(inputs)
-        return SCORED_FROM_PADDING if may_score else None
+        return why_padded(self.trainer, padding.handles[0], inputs, in_parts=padding.budget.budget is not None)
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """

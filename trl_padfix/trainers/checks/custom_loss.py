@@ -10,21 +10,24 @@ from functools import cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+from ...core.call.labels import SCORED_FROM_PADDING
 from ...core.model.changes import is_harmless
 from ...core.model.find import find_pretrained
 from ...core.model.inspection import name_of
+from ..data.batch_labels import scores_padding
 from ..temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
     import torch
 
+    from ...core.handle import PaddingRemoval
     from ..parts.part import PaddingFreeTrainer
 
 
 __all__ = [
     "custom_loss_name", "custom_step_name", "hook_beside_loss", "is_custom_collator", "observe_loss",
-    "observe_user_loss", "observe_user_step",
+    "observe_user_loss", "observe_user_step", "why_padded",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -57,6 +60,16 @@ def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | 
     modules = within if inner else [base, *within]
     hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
     return hooks[0] if hooks and custom_loss_name(trainer) else None
+
+
+def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool = False) -> str | None:
+    """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed, or `in_parts`."""
+    # Packed, the states of the whole decoder are unpacked before its hooks; those of a part are of some rows.
+    if name := hook_beside_loss(trainer, inner=not in_parts):
+        return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
+    # A model without a head for tokens predicts no label from the token before it.
+    may_score = handle.anatomy.head is not None and scores_padding(inputs)
+    return SCORED_FROM_PADDING if may_score else None
 
 
 def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
