@@ -201,9 +201,8 @@ def sync_gradients_in_last(trainer: PaddingFreeTrainer, model: torch.nn.Module, 
 
 def _no_sync(trainer: PaddingFreeTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """`no_sync` of what wraps the model; accelerate has not wrapped one that transformers has sharded."""
-    if _size_at_load(trainer.model, "dp_size") > 1:
-        return trainer._defer_fsdp_gradient_reduction()
-    return trainer.accelerator.no_sync(model)
+    is_sharded = _size_at_load(trainer.model, "dp_size") > 1
+    return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 
 
 def refuse_whole_rows(handle: PaddingRemoval) -> None:

@@ -68,7 +68,8 @@ def as_declared(method: Callable[..., Any], declared: Callable[..., Any]) -> Fun
 def show_parameters(cls: type) -> None:
     """Give the public methods that `cls` has of this package, and its `__init__`, the parameters of the next class."""
     ours = [c for c in cls.__mro__ if c.__module__.partition(".")[0] == PACKAGE]
-    for name in {n for c in ours for n, v in vars(c).items() if inspect.isfunction(v) and _is_shown(n)}:
+    names = {name for c in ours for name, value in vars(c).items() if inspect.isfunction(value)}
+    for name in (name for name in names if name == "__init__" or not name.startswith("_")):
         current = inspect.getattr_static(cls, name)
         declared = next((vars(c)[name] for c in cls.__mro__ if name in vars(c) and _is_foreign(vars(c)[name])), None)
         if not inspect.isfunction(declared) or _is_foreign(current):
@@ -76,10 +77,6 @@ def show_parameters(cls: type) -> None:
         # A front is inherited, not made anew: what a user later sets on its class holds for subclasses, too.
         if vars(current).get("declared") is not inspect.unwrap(declared):
             setattr(cls, name, as_declared(vars(current).get("method", current), declared))
-
-
-def _is_shown(name: str) -> bool:
-    return name == "__init__" or not name.startswith("_")
 
 
 def _is_foreign(method: Any) -> bool:

@@ -67,6 +67,18 @@ def replace_layer(model: nn.Module) -> Callable[[], None]:
     return lambda: layers.__setitem__(-1, old)
 
 
+def append_to_mlp(*modules: nn.Module, model: nn.Module) -> Callable[[], None]:
+    """Let `modules` follow the MLP of the first layer; returns a function that puts the MLP back."""
+    layer = layers_of(model)[0]
+    mlp = layer.mlp
+    layer.mlp = nn.Sequential(mlp, *modules)
+    return lambda: setattr(layer, "mlp", mlp)
+
+
+STATISTICS = (nn.Flatten(0, 1), nn.BatchNorm1d(32, track_running_stats=False), nn.Unflatten(0, (len(LENGTHS), L)))
+ENCODER = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of call: arguments beside those of a plain call, and a change of the model, which returns its undoing."""
@@ -130,6 +142,12 @@ KINDS = {
         message="`by_position`",
     ),
     "replaced layer": Kind(change=replace_layer, message="replaced after padding removal"),
+    "statistics of the batch": Kind(
+        change=lambda model: append_to_mlp(*STATISTICS, model=model), families=("qwen2",), message="was added, removed"
+    ),
+    "torch's own layer": Kind(
+        change=lambda model: append_to_mlp(ENCODER, model=model), families=("qwen2",), message="was added, removed"
+    ),
 }
 
 

@@ -30,7 +30,10 @@ _HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_pad
 """Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
 
 _HARMLESS_MODULES = _HARMLESS | {"bitsandbytes", "liger_kernel", "peft", "torchao"}
-"""Packages whose modules treat each token by itself, or wrap others."""
+"""Packages whose modules treat each token by itself, or wrap others; of torch those of `_BY_TOKEN`."""
+
+_BY_TOKEN = {c.__module__ for c in (nn.ReLU, nn.Sequential, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding)}
+"""Modules of `torch.nn.modules` whose classes treat each token by itself; those of others mix tokens."""
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
 """In names of hooks on an embedding that let its output require a gradient: transformers', PEFT's, TRL's."""
@@ -131,7 +134,7 @@ class ModuleChanges:
         # Wrappers (LoRA's, FSDP's, those of checkpointing) keep the patched modules, and so do no harm.
         changed = self.patched.difference(self.modules)
         added = set(self.modules) - self.known
-        changed |= {m for m in added if type(m) in self.types or package_of(type(m)) not in _HARMLESS_MODULES}
+        changed |= {module for module in added if type(module) in self.types or not _is_by_token(type(module))}
         if changed:
             module, self.modules = next(iter(changed)), []  # compare again in the next call
             raise UnpackableCallError(
@@ -140,6 +143,13 @@ class ModuleChanges:
                 f"padding removal was attached. Only modules that were there have patches. {_ONE_ROW} Call "
                 "`handle.remove()` before such a change, and attach again after it.",
             )
+
+
+def _is_by_token(module: type[nn.Module]) -> bool:
+    """Whether modules of a class treat each token by itself, or wrap others."""
+    if module.__module__.startswith("torch.nn.modules."):
+        return module.__module__ in _BY_TOKEN and module is not nn.MultiheadAttention
+    return package_of(module) in _HARMLESS_MODULES
 
 
 def has_reader(module: nn.Module) -> bool:

@@ -56,8 +56,7 @@ def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | 
     Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss may read what the hook
     keeps; else `None`.
     """
-    base, *within = find_pretrained(trainer.model).base_model.modules()
-    modules = within if inner else [base, *within]
+    modules = [*find_pretrained(trainer.model).base_model.modules()][inner:]  # the first is the base model
     hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
     return hooks[0] if hooks and custom_loss_name(trainer) else None
 
@@ -68,8 +67,7 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     if name := hook_beside_loss(trainer, inner=not in_parts):
         return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
     # A model without a head for tokens predicts no label from the token before it.
-    may_score = handle.anatomy.head is not None and scores_padding(inputs)
-    return SCORED_FROM_PADDING if may_score else None
+    return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
 
 def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
@@ -89,9 +87,8 @@ def _custom_method(
 ) -> str | None:
     """The first of `methods` that is a user's, by name; of the trainer and all its classes, or of `owners`."""
     # All owners, also of methods that are hidden: those above may be called by `super()`.
-    classes = type(trainer).__mro__[:-1]
     if owners is None:
-        owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in classes)]
+        owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in type(trainer).__mro__[:-1])]
     for owner, members in owners:
         for name in sorted(methods & members.keys()):
             if not _is_trusted(members[name]):
