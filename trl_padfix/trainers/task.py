@@ -141,9 +141,8 @@ class Task:
     def why_padded(self, inputs: Any) -> str | None:
         """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
-        if not (padding.is_removed and padding.handles[0].enabled):
-            return None
-        return why_padded(self.trainer, padding.handles[0], inputs, in_parts=padding.budget.budget is not None)
+        is_packed, in_parts = padding.is_removed and padding.handles[0].enabled, padding.budget.budget is not None
+        return why_padded(self.trainer, padding.handles[0], inputs, in_parts) if is_packed else None
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         """
