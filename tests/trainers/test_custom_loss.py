@@ -170,7 +170,10 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
 
 @pytest.mark.parametrize("place", ["model", "model.layers.0"])
 @pytest.mark.parametrize("budget", [False, True])
-def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(place, budget, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("owner", ["loss", "step"])
+def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
+    owner, place, budget, tmp_path, monkeypatch, caplog
+):
     kept = {}
 
     def keep(module, args, output):
@@ -180,16 +183,26 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(place, budge
         loss = type(self).__mro__[1].compute_loss(self, model, inputs, num_items_in_batch=num_items_in_batch)
         return loss + kept["states"][inputs["attention_mask"].bool()].square().mean()
 
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        mask = inputs["attention_mask"].bool()
+        loss = logits[mask].square().mean() + kept["states"][mask].square().mean()
+        loss.backward()
+        return loss.detach()
+
+    own = {"compute_loss": compute_loss} if owner == "loss" else {"training_step": training_step}
+
     def figures(library):
         given = {"padding_free": True, "parity_check": False} if library is trl_padfix else {}
         trainer = make(library, "SFT", tmp_path, budget=budget and library is trl_padfix, **given)
         trainer.model.get_submodule(place).register_forward_hook(keep)
-        return figures_of(subclass(trainer, compute_loss=compute_loss))
+        return figures_of(subclass(trainer, **own))
 
     assert_same(figures(trl_padfix), figures(trl))
     is_padded = budget or place != "model"  # packed, the states of a decoder are unpacked before its hooks
     assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog)) == is_padded
-    if is_padded:
+    if is_padded and (owner == "loss" or place != "model"):  # a step of one's own is not split
         for module in (custom_loss, token_budget):
             monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
         monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)

@@ -219,6 +219,8 @@ class PaddingFreeMixin:
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        if reason := self.padding.task.why_padded({}):  # the step may have a loss of its own
+            return entered(handle.padded(reason) for handle in self.padding.handles)
         return entered(part.around_user_step(model) for part in self.padding.in_steps)
 
     # -- steps

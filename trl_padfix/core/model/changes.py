@@ -147,8 +147,9 @@ class ModuleChanges:
 
 def _is_by_token(module: type[nn.Module]) -> bool:
     """Whether modules of a class treat each token by itself, or wrap others."""
-    is_of_torch = module.__module__.startswith("torch.nn.modules.")
-    return module.__module__ in _BY_TOKEN if is_of_torch else package_of(module) in _HARMLESS_MODULES
+    if module.__module__.startswith("torch.nn.modules."):
+        return module.__module__ in _BY_TOKEN and module is not nn.MultiheadAttention
+    return package_of(module) in _HARMLESS_MODULES
 
 
 def has_reader(module: nn.Module) -> bool:

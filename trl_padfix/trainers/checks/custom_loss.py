@@ -53,12 +53,13 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
 
 def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | None:
     """
-    Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss may read what the hook
-    keeps; else `None`.
+    Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss or step may read what
+    the hook keeps; else `None`.
     """
     modules = [*find_pretrained(trainer.model).base_model.modules()][inner:]  # the first is the base model
     hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
-    return hooks[0] if hooks and custom_loss_name(trainer) else None
+    reads = hooks and (custom_loss_name(trainer) or _custom_method(trainer, {"training_step"}))
+    return hooks[0] if reads else None
 
 
 def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool = False) -> str | None:
