@@ -2,8 +2,9 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `PREFIXES` or `TOKENS` names a folder, into which each process writes how many
-shared prefixes of any length its steps had, or how many tokens of packed rows it has computed.
+that share batches different ones. `GRAPHS`, `PREFIXES` or `TOKENS` names a folder, into which each process writes
+what it has compiled, how many shared prefixes of any length its steps had, or how many tokens of packed rows it has
+computed.
 """
 
 import json
@@ -11,12 +12,27 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
+import torch
 from kit.split_runs import counted
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli import launch
 from trl_padfix.core.call import layout_of as batches
+
+
+@contextmanager
+def graphs() -> Iterator[dict[str, Any]]:
+    """The graphs that this process has compiled, at the end and halfway, their breaks, and the calls of layers."""
+    from trl_padfix.core.attention.compiled import CompiledLayerPatch
+
+    calls, twin, found = [], CompiledLayerPatch._twin, {}
+    counters = torch._dynamo.utils.counters
+    CompiledLayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
+    yield found
+    found |= {"unique_graphs": counters["stats"]["unique_graphs"], "halfway": calls[len(calls) // 2]}
+    found |= {"breaks": dict(counters["graph_break"]), "calls": len(calls)}
 
 
 @contextmanager
@@ -35,7 +51,7 @@ def prefixes() -> Iterator[dict[str, int]]:
     yield found
 
 
-WATCHED = {"PREFIXES": prefixes, "TOKENS": counted}
+WATCHED = {"GRAPHS": graphs, "PREFIXES": prefixes, "TOKENS": counted}
 
 
 def count_from_another_id() -> None:

@@ -211,6 +211,18 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
         assert_same(figures(split), figures(whole))
 
 
+@pytest.mark.slow
+def test_two_processes_have_trls_numbers_on_images(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "images")
+    for name, histories in found.items():
+        if not name.endswith("chunks"):
+            # The first accuracies are ties.
+            theirs, whole, split = (figures(history, ("accuracies",)) for history in histories)
+            assert_same(split, whole)
+            assert_same(split, theirs)
+            assert max(found[f"{name}, chunks"], default=1) > 1
+
+
 def test_what_one_big_batch_would_save_is_said_once(tmp_path, caplog):
     given = {"gradient_accumulation_steps": 5, "prefix_sharing": True, "train_dataset": build_branching("SFT")}
     with caplog.at_level("INFO", logger="trl_padfix"):
