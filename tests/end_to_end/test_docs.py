@@ -72,9 +72,6 @@ def test_the_api_page_has_every_public_name():
     assert {*listed} == set(trl_padfix.__all__) - {"__version__"} | {"Padding"}
 
 
-MOST_WORDS, MOST_PAGES = 12_400, 24
-
-
 def test_workflows_and_forms_are_yaml_and_run_what_there_is():
     files = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"]
     loaded = {path.name: yaml.safe_load(path.read_text()) for path in files}

@@ -18,6 +18,9 @@ import pytest
 import torch
 from kit.cells import slow_but
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from zoo import family_outcomes
 from zoo.families import build, build_type
 from zoo.family_outcomes import (
@@ -37,6 +40,7 @@ pytest.importorskip("triton")
 from simulated_gpu.interpreted import counted_kernels
 
 from trl_padfix import remove_padding
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 pytestmark = pytest.mark.kernels
@@ -119,3 +123,15 @@ def test_rows_that_run_into_each_other_and_states_that_do_not_fork_would_be_seen
         assert differences(family, "packed")[0] >= LEAK
     with trees_without_parents():
         assert differences(family, "forked")[0] >= LEAK
+
+
+def test_what_a_kernel_takes_is_read():
+    """Of transformers' function, and of the kernel where the Hub hands it over by itself."""
+    for package in PACKAGES.values():
+        pytest.importorskip(package)
+    for rule in (qwen3_next.torch_chunk_gated_delta_rule, kimi_linear.chunk_kimi_delta_attention):
+        kernel = inspect.getclosurevars(rule).nonlocals["implementation"]
+        for function in (rule, kernel):
+            assert {"cu_seqlens", "initial_state", "output_final_state"} <= kernel_parameters(function)
+    taken = kernel_parameters(mamba2.mamba2_chunk_scan)
+    assert {"seq_idx", "initial_states", "return_final_states"} <= taken

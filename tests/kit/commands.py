@@ -68,17 +68,3 @@ def build_pairs(count: int = 12) -> Dataset:
 
     prompts = [f"Question: {text(2, 12)}\nAnswer: " for _ in range(count)]
     return Dataset.from_list([{"chosen": prompt + text(1, 9), "rejected": prompt + text(1, 9)} for prompt in prompts])
-
-
-def write_rollouts(path: Path) -> str:
-    """Trials of tasks, with a call of a tool in each, all rows of a task behind one another."""
-    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}]
-    rows = []
-    for task, thing in enumerate(["key", "hat", "ring", "map", "ball", "cup"]):
-        asked = [{"role": "user", "content": f"{'alpha ' * 40}find the {thing}"}]
-        for trial in range(2):
-            said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "a hall"}]
-            messages = [*asked, *said, {"role": "assistant", "content": "gamma " * (2 + trial + task)}]
-            rows.append({"task": task, "trial": trial, "reward": float(trial), "messages": messages})
-    Dataset.from_list(rows).to_json(path)
-    return str(path)
