@@ -17,10 +17,3 @@ def test_every_test_file_is_in_one_part():
     files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
     assert sorted(file for part in PARTS.values() for file in part) == files
     assert all(PARTS.values())
-
-
-def test_the_workflow_and_the_page_have_every_part():
-    workflow = (ROOT / ".github/workflows/nightly.yml").read_text()
-    page = (ROOT / "docs/numbers.md").read_text()
-    assert f"matrix: {{part: {list(PARTS)}}}" in workflow
-    assert [number for number in PARTS if f"| `nightly-{number}` | {noxfile.NIGHTLY[number][0]} |" not in page] == []

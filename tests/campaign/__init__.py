@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 
 __all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part"]
@@ -69,7 +68,7 @@ def run_part(
         folder (`Path`):
             Each draw has a folder in it.
         say (`Callable`):
-            Receives the reproduction of each draw that breaks.
+            Receives what each draw that breaks says: its seed, its error and its case.
         limit (`float`, *optional*):
             Seconds after which no draw is begun.
     """
@@ -85,24 +84,7 @@ def run_part(
             outcome.counts[module.attempt(case, place)] += 1
         except Exception as error:
             outcome.counts["broke"] += 1
-            outcome.broken.append(reproduction(part, number, case, error))
+            outcome.broken.append(f"Draw {number} of {part.module} broke: {type(error).__name__}: {error}\n{case}")
             say(outcome.broken[-1])
     outcome.seconds = time.perf_counter() - begin
     return outcome
-
-
-def reproduction(part: Part, seed: int, case: dict[str, Any], error: Exception) -> str:
-    """A draw that failed, as a script of ten lines."""
-    said = " ".join(str(error).split())[:300]
-    return f"""
-# Draw {seed} of {part.module} broke: {type(error).__name__}: {said}
-# From the root of the repository: PYTHONPATH=tests:. python reproduce.py
-import random, tempfile
-from pathlib import Path
-import conftest
-from campaign import {part.module}
-
-case = {part.module}.draw(random.Random({seed}))
-# {case}
-print({part.module}.attempt(case, Path(tempfile.mkdtemp())))
-"""

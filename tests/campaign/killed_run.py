@@ -6,8 +6,7 @@ import json
 import os
 
 from campaign.kills import EPOCH, STEPS
-from datasets import Dataset
-from kit.budget_runs import build_branching, build_data
+from kit.budget_runs import build_data
 from kit.methods import make_trainer
 from kit.processes import on_gpus
 from kit.trainer_runs import build_model
@@ -18,8 +17,7 @@ import trl_padfix
 def main(run: str, resume: str, config: str) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     own = json.loads(config)
-    rows: Dataset = build_branching("DPO", prompts=4) if own.get("group_by_prefix") else build_data("DPO")
-    data = rows.select(range(4 * EPOCH))
+    data = build_data("DPO").select(range(4 * EPOCH))
     settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "max_length": 26}
     settings |= {"per_device_train_batch_size": 4 // processes, "padding_free": True, "prefix_sharing": True}
     settings |= {"use_cpu": not on_gpus(), "disable_dropout": False}

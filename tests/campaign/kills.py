@@ -32,12 +32,6 @@ SET_UPS = {
     "ddp, budget": (2, {"max_tokens_per_batch": 120}),
     "fsdp2": (2, {}),
 }
-OTHERS = {
-    "ddp, accumulated": (2, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),
-    "ddp, grouped": (2, {"group_by_prefix": True}),
-    "ddp, grouped, budget": (2, {"group_by_prefix": True, "max_tokens_per_batch": 120}),
-}
-"""Set-ups that are not drawn."""
 
 
 def draw(chance: random.Random) -> dict[str, Any]:
@@ -85,9 +79,9 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
     return logs, load_file(run / "model.safetensors")
 
 
-def launch(set_up: str, run: Path, resume: str = "none", **config: Any) -> subprocess.Popen:
-    count, own = (SET_UPS | OTHERS)[set_up]
-    target = ["campaign.killed_run", str(run), resume, json.dumps(own | config)]
+def launch(set_up: str, run: Path, resume: str = "none") -> subprocess.Popen:
+    count, own = SET_UPS[set_up]
+    target = ["campaign.killed_run", str(run), resume, json.dumps(own)]
     command = [sys.executable, processes.__file__, *target]
     if count > 1:
         name = "fsdp2" if set_up == "fsdp2" else "multi_gpu"

@@ -2,17 +2,19 @@
 Random draws of everything that is to survive: a few in each run of the tests, all of them with `pytest -m campaign`.
 
 The seed is printed, `--campaign-seed` sets it; no part draws for more than `--campaign-seconds`, and `--campaign-size
-10` takes ten times the draws. A draw that breaks prints a script that repeats it.
+10` takes ten times the draws. A draw that breaks prints its seed.
 """
 
 from __future__ import annotations
 
 import random
+import re
 
 import campaign
 import pytest
-from campaign import PARTS, Part
+from campaign import PARTS, Part, layouts
 from kit.cells import MATRIX
+from kit.trainer_runs import confusing_layout
 
 
 SHORT = [pytest.param(part, id=part.module, marks=() if part.short else MATRIX) for part in PARTS]
@@ -45,17 +47,10 @@ def test_the_campaign_holds(part: Part, seed, tmp_path, request, capsys):
     assert not outcome.broken, "\n".join(outcome.broken)
 
 
-def test_a_draw_that_breaks_prints_how_to_repeat_it(tmp_path, monkeypatch):
-    """The control: a layout that leaks breaks, and the script that is printed breaks on the same."""
-    from campaign import layouts
-    from kit.trainer_runs import confusing_layout
-
+def test_a_layout_that_leaks_breaks(tmp_path, monkeypatch):
+    """The control: of the draws the wrong ones are named, each with the seed that draws it again."""
     monkeypatch.setattr(layouts, "prefix_sharing_layout", confusing_layout)
     said: list[str] = []
     outcome = campaign.run_part(PARTS[0], 20, 0, tmp_path, say=said.append)
     assert outcome.counts["broke"] == len(said) > 3
-    assert len(said[0].strip().splitlines()) <= 10
-    with pytest.raises(AssertionError):
-        exec(said[0], {})
-    monkeypatch.undo()
-    exec(said[0], {})
+    assert all(re.match(r"Draw \d+ of layouts broke: AssertionError", text) for text in said)

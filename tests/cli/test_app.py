@@ -10,9 +10,7 @@ from kit.commands import build_pairs, trl_padfix_command
 
 import trl_padfix
 from trl_padfix.cli import require_extra
-from trl_padfix.cli.doctor import doctor
 from trl_padfix.cli.methods import METHODS
-from trl_padfix.cli.stats import stats
 
 
 def test_the_installed_command_prints_help_and_version():
@@ -80,12 +78,6 @@ def test_json_has_standard_output_to_itself(command, tmp_path):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)
     assert result.stderr.strip()  # what is printed without `--json`
-
-
-def test_summaries_are_listed_whole():
-    output = " ".join(trl_padfix_command("--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output.split())
-    for command in (doctor, stats):
-        assert command.__doc__.partition(". ")[0] in output
 
 
 def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):

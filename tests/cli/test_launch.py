@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import trl
 import yaml
-from datasets import Dataset, load_dataset
 from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_command
 from safetensors.torch import load_file
 from transformers import set_seed
@@ -148,18 +146,6 @@ def test_other_rows_give_other_losses(recipe, trls, tmp_path):
     assert losses(tmp_path) != pytest.approx(trls, rel=1e-2)
 
 
-def test_a_method_without_a_recipe_trains(recipe, tmp_path):
-    pairs = load_dataset("json", data_files=str(recipe.parent / "data/train.jsonl"), split="train")
-    rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in pairs]
-    Dataset.from_list(rows).to_json(tmp_path / "data" / "train.jsonl")
-    settings = yaml.safe_load(recipe.read_text()) | {"eval_strategy": "no", "padding_free": True}
-    del settings["datasets"], settings["test_split_size"], settings["eval_steps"]
-    settings |= {"dataset_name": str(tmp_path / "data"), "output_dir": str(tmp_path / "run")}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
-    main("kto", ["--config", str(tmp_path / "recipe.yaml")])
-    assert all(log["padfix/pad_fraction"] > 0 for log in logs_of(tmp_path / "run") if "loss" in log)
-
-
 def test_trl_has_its_own_classes_again_afterwards(recipe, tmp_path):
     theirs = (trl.DPOTrainer, trl.DPOConfig)
     with pytest.raises(OSError, match="find them in the cached files"):
@@ -268,13 +254,3 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     to_train = ["--accelerate_config", "zero3", "--model_name_or_path", "nowhere/model"]
     _, launch = parse("dpo", [*to_train, "--use_cpu", "true", "--bf16", "false"])
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's
-
-
-def test_the_shell_completes_commands():
-    environment = os.environ | {
-        "_TRL_PADFIX_COMPLETE": "complete_bash",
-        "COMP_WORDS": "trl-padfix d",
-        "COMP_CWORD": "1",
-    }
-    command = str(Path(sys.executable).with_name("trl-padfix"))
-    assert "dpo" in subprocess.run(command, capture_output=True, text=True, env=environment).stdout.split()

@@ -11,7 +11,6 @@ import torch
 import torch._dynamo
 from kit.cells import slow_but
 from kit.tolerance import assert_close, tolerance
-from peft import LoraConfig, get_peft_model
 from simulated_gpu.conformance import CASES, conform, of_operator
 from zoo.gpu_models import build, step
 
@@ -65,36 +64,6 @@ def test_twenty_shapes_are_one_graph_with_the_same_numbers(backend, sharing):
         for ids, mask in batches(20):
             assert_same(step(compiled, ids, mask), step(plain, ids, mask))
     assert graphs() == (1, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", slow_but(["a window"], ["checkpointing", "reentrant checkpointing", "LoRA", "a window"])
-)
-def test_what_trains_uncompiled_trains_compiled(case):
-    ids, mask = batches(6)[5]
-    results = []
-    for is_compiled in (False, True):
-        is_windowed = case == "a window"
-        window = 5 if is_windowed else None
-        model = build(3, use_sliding_window=is_windowed, sliding_window=window, max_window_layers=0).train()
-        if "checkpointing" in case:
-            how = {"use_reentrant": case.startswith("reentrant")}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
-            model.enable_input_require_grads()
-        if case == "LoRA":
-            torch.manual_seed(0)
-            model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, lora_dropout=0.0))
-        with remove_padding(model, prefix_sharing=True) as handle:
-            if is_compiled:
-                assert compile_layers(handle, backend="aot_eager") == {}
-            results.append(step(model, ids, mask))
-            with handle.disabled():
-                padded = step(model, ids, mask)
-    (want, got), (found, breaks) = results, graphs()
-    for reference in (want, padded):
-        assert_same(got, reference)
-    assert (1 <= found <= 2, breaks) == (True, 0)
 
 
 def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypatch):

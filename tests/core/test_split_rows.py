@@ -77,35 +77,6 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
 
 @pytest.mark.matrix
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "models"),
-    [
-        (2, ["qwen2", "gpt_oss"]),
-        (3, ["qwen3_5_text"]),
-    ],
-)
-def test_prefixes_of_a_step_are_computed_once_by_all_processes_together(processes, models):
-    """Also of micro-batches that have no tokens of their own, and share fewer than there are processes."""
-    cases = launched(processes, models, run="split_prefixes")
-    assert len(cases) == 12 * len(models)
-    assert any(case["filler"] for case in cases)
-    for case in cases:
-        assert case["values"] < 2e-5, case
-        assert case["gradients"] < (5e-5 if case["case"] == "qwen3_5_text" else 1e-5), case
-        assert sum(case["entered"]) == case["distinct"] + case["filler"]
-        assert max(case["entered"]) < 0.7 * sum(case["entered"])
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_a_prefix_of_another_process_is_seen():
-    cases = launched(2, ["qwen2"], "prefixes", run="split_prefixes")
-    assert max(case["gradients"] for case in cases) > 0.01
-    assert max(case["values"] for case in cases) > 0.01
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "families"), [(2, ["qwen3_vl", "gemma3"]), (4, ["qwen3_vl"])])
 def test_rows_with_images_are_split(processes, families):
     """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""

@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import trl
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from kit.cells import slow_but
 from kit.commands import as_flags, launch_recipe, logs_of, run_script, save_tiny_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from trl_padfix.cli.launch import main, parse
 
@@ -24,39 +23,6 @@ COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTIL
 
 QUICK = ["sft_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
 TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory):
-    output = tmp_path_factory.mktemp("dpo_tiny")
-    result = launch_recipe(
-        "dpo", "--config", "recipes/dpo_tiny.yaml", "--output_dir", str(output), "--max_steps", "4",
-        "--eval_steps", "2", "--logging_steps", "1", "--save_strategy", "steps", "--save_steps", "4",
-    )  # fmt: skip
-    return output, result
-
-
-@SLOW  # CI runs this recipe as the README has it, too
-def test_the_tiny_recipe_trains_without_padding(tiny_run):
-    output, result = tiny_run
-    assert "it/s" in result.stderr  # the progress bar
-    history = logs_of(output)
-    assert next(entry["eval_loss"] for entry in history if "eval_loss" in entry) == pytest.approx(0.6931, abs=1e-3)
-    assert all(0 < entry["padfix/pad_fraction"] < 1 for entry in history if "loss" in entry)
-    assert any("eval_padfix/shared_fraction" in entry for entry in history)
-
-
-@SLOW
-def test_its_model_loads_in_plain_transformers_and_continues_in_plain_trl(tiny_run, tmp_path):
-    output, _ = tiny_run
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    assert "padfix" not in (output / "config.json").read_text()
-    pairs = load_dataset(str(ROOT / "recipes/data/preferences"), split="train[:4]")
-    arguments = trl.DPOConfig(output_dir=str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to=[])
-    trainer = trl.DPOTrainer(str(output), args=arguments, train_dataset=pairs, processing_class=tokenizer)
-    trainer.train()
-    assert trainer.state.global_step == 1
-    assert model.config.model_type == "qwen2"
 
 
 def test_every_recipe_parses_with_the_method_of_its_command(monkeypatch):

@@ -17,8 +17,10 @@ from unittest import mock
 import pytest
 import torch
 from kit.cells import slow_but
-from simulated_gpu.hub_functions import as_modules
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 from zoo import family_outcomes
 from zoo.families import build, build_type
 from zoo.family_outcomes import (
@@ -38,6 +40,7 @@ pytest.importorskip("triton")
 from simulated_gpu.interpreted import counted_kernels
 
 from trl_padfix import remove_padding
+from trl_padfix.core.model.inspection import kernel_parameters
 
 
 pytestmark = pytest.mark.kernels
@@ -93,11 +96,11 @@ def reference(family: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return found
 
 
-def differences(family: str, mode: str, *, modules: bool = False) -> tuple[float, float, int]:
+def differences(family: str, mode: str) -> tuple[float, float, int]:
     """Of log-probabilities and of gradients; and kernels that were launched."""
     model, (logps, gradients) = make(family), reference(family)
     removal = nullcontext() if mode == "padded" else remove_padding(model, prefix_sharing=MODES[mode])
-    with as_modules(model) if modules else nullcontext(), counted_kernels() as launches, removal:
+    with counted_kernels() as launches, removal:
         launches.clear()  # attaching may run the model on four tokens
         got = scores(model)
     return (got[0] - logps).abs().max().item(), gradient_difference(got[1], gradients), sum(launches.values())
@@ -114,18 +117,21 @@ def test_kernels_give_what_the_padded_model_gives_in_torch(family, mode):
     assert launches > 8
 
 
-@pytest.mark.parametrize("mode", slow_but(["packed"], ["packed", "forked"]))
-@pytest.mark.parametrize("family", slow_but(["qwen3_next"], ["qwen3_next", "mamba2"]))
-def test_functions_that_are_modules_launch_the_same_kernels(family, mode):
-    """Whatever the package `kernels` makes of them, the kernel is given the bounds of the rows."""
-    pytest.importorskip("kernels.layer")
-    plain, wrapped = differences(family, mode), differences(family, mode, modules=True)
-    assert wrapped == plain
-
-
 @pytest.mark.parametrize("family", slow_but(["qwen3_next"], PACKAGES))
 def test_rows_that_run_into_each_other_and_states_that_do_not_fork_would_be_seen(family):
     with leaking_layouts():
         assert differences(family, "packed")[0] >= LEAK
     with trees_without_parents():
         assert differences(family, "forked")[0] >= LEAK
+
+
+def test_what_a_kernel_takes_is_read():
+    """Of transformers' function, and of the kernel where the Hub hands it over by itself."""
+    for package in PACKAGES.values():
+        pytest.importorskip(package)
+    for rule in (qwen3_next.torch_chunk_gated_delta_rule, kimi_linear.chunk_kimi_delta_attention):
+        kernel = inspect.getclosurevars(rule).nonlocals["implementation"]
+        for function in (rule, kernel):
+            assert {"cu_seqlens", "initial_state", "output_final_state"} <= kernel_parameters(function)
+    taken = kernel_parameters(mamba2.mamba2_chunk_scan)
+    assert {"seq_idx", "initial_states", "return_final_states"} <= taken

@@ -48,9 +48,7 @@ def scores(model: Any, fused: bool) -> tuple[torch.Tensor, dict[str, torch.Tenso
     return logps.detach(), gradients_of(model, weighted(logps))
 
 
-def differences(
-    family: str, fused: bool, mode: str, dtype: torch.dtype = torch.float32
-) -> tuple[float, float, Counter[str]]:
+def differences(family: str, fused: bool, mode: str) -> tuple[float, float, Counter[str]]:
     """Of the loss or log-probabilities, and of gradients; and the kernels that were launched."""
     plain = build(family).train()
     model, space = copy.deepcopy(plain), vars(sys.modules[type(plain).__module__])
@@ -59,8 +57,7 @@ def differences(
     def apply() -> None:
         liger._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=fused, cross_entropy=False)
 
-    precision = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-    with mock.patch.dict(space), counted_kernels() as launches, precision:  # Liger writes into `space`
+    with mock.patch.dict(space), counted_kernels() as launches:  # Liger writes into `space`
         if mode != "shared":
             apply()
         with nullcontext() if mode == "padded" else remove_padding(model, prefix_sharing=MODES[mode]):
@@ -81,18 +78,6 @@ def test_ligers_kernels_give_what_the_padded_model_gives_in_torch(family, fused,
     kernels = {"_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_triton_rope"}
     kernels |= {"_geglu_tanh_forward_kernel"} if family == "gemma2" else {"_swiglu_forward_kernel"}
     assert kernels | ({"liger_cross_entropy_kernel"} if fused else set()) <= launches.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_under_autocast_they_are_no_further_from_float32_than_torch(mode):
-    exact = scores(build("qwen2").train(), False)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = scores(build("qwen2").train(), False)
-    value, gradient, launches = differences("qwen2", False, mode, torch.bfloat16)
-    assert launches["_rms_norm_backward_kernel"]
-    assert value <= 1.5 * (rounded[0] - exact[0]).abs().max()
-    assert gradient <= 1.5 * gradient_difference(rounded[1], exact[1])
 
 
 @pytest.mark.parametrize("mode", ["packed", "shared"])

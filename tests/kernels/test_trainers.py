@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
 from kit.rows import build_prompts, build_rows
 from kit.trainer_runs import MODES, assert_same, break_mode, run
-from transformers.models.qwen2 import modeling_qwen2
 
 import trl_padfix
 
@@ -87,19 +84,3 @@ def test_a_leaking_layout_would_be_seen(kind, tmp_path, monkeypatch):
     broken = break_mode(monkeypatch, "padding-free")
     ours, _, _ = train(kind, trl_padfix, True, tmp_path, parity_check=False, **broken)
     assert not torch.allclose(ours, theirs, rtol=1e-3)
-
-
-LIGER = product(["DPO", "SFT", "KTO", "GRPO"], ["padding-free", "prefix sharing"])
-
-
-@pytest.mark.parametrize(("kind", "mode"), slow_but([("DPO", "prefix sharing")], LIGER))
-def test_ligers_layers_give_trls_step(kind, mode, tmp_path, monkeypatch):
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setattr("trl_padfix.trainers.checks.arguments.runs_triton", lambda *args: True)
-    theirs, _, _ = train(kind, trl, False, tmp_path)
-    liger = {"use_liger_kernel": True, "parity_check": False} | MODES[mode]
-    with mock.patch.dict(vars(modeling_qwen2)):  # Liger writes into it
-        ours, launches, _ = train(kind, trl_padfix, False, tmp_path, **liger)
-    assert_same(ours, theirs)
-    kernels = {"_rms_norm_forward_kernel", "_rms_norm_backward_kernel", "_swiglu_forward_kernel", "_triton_rope"}
-    assert kernels <= launches.keys()

@@ -20,9 +20,9 @@ from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-def trl_padfix_command(*arguments: str, env: dict[str, str] | None = None, stdin: str | None = None):
+def trl_padfix_command(*arguments: str, env: dict[str, str] | None = None):
     env = {"COLUMNS": "120", "TERMINAL_WIDTH": "120", "NO_COLOR": "1"} | (env or {})
-    return CliRunner().invoke(app, list(arguments), env=env, input=stdin, prog_name="trl-padfix")
+    return CliRunner().invoke(app, list(arguments), env=env, prog_name="trl-padfix")
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
@@ -30,18 +30,18 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
     return [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
 
 
-def run_script(*words: str, fails: bool = False) -> subprocess.CompletedProcess:
+def run_script(*words: str) -> subprocess.CompletedProcess:
     """Run Python with these words in the root of the repository."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert (result.returncode != 0) == fails, result.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     return result
 
 
-def launch_recipe(script: str, *arguments: str, fails: bool = False) -> subprocess.CompletedProcess:
+def launch_recipe(script: str, *arguments: str) -> subprocess.CompletedProcess:
     """Run a script of `recipes/` as its pages say."""
-    return run_script(f"recipes/{script}.py", *arguments, "--use_cpu", "true", fails=fails)
+    return run_script(f"recipes/{script}.py", *arguments, "--use_cpu", "true")
 
 
 def logs_of(output: Path) -> list[dict[str, float]]:
@@ -68,17 +68,3 @@ def build_pairs(count: int = 12) -> Dataset:
 
     prompts = [f"Question: {text(2, 12)}\nAnswer: " for _ in range(count)]
     return Dataset.from_list([{"chosen": prompt + text(1, 9), "rejected": prompt + text(1, 9)} for prompt in prompts])
-
-
-def write_rollouts(path: Path) -> str:
-    """Trials of tasks, with a call of a tool in each, all rows of a task behind one another."""
-    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}]
-    rows = []
-    for task, thing in enumerate(["key", "hat", "ring", "map", "ball", "cup"]):
-        asked = [{"role": "user", "content": f"{'alpha ' * 40}find the {thing}"}]
-        for trial in range(2):
-            said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "a hall"}]
-            messages = [*asked, *said, {"role": "assistant", "content": "gamma " * (2 + trial + task)}]
-            rows.append({"task": task, "trial": trial, "reward": float(trial), "messages": messages})
-    Dataset.from_list(rows).to_json(path)
-    return str(path)

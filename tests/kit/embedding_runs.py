@@ -63,10 +63,10 @@ def build_embedder(folder: Path, pooling: str = "lasttoken", padding_side: str =
     return SentenceTransformer(modules=pipeline, device="cpu")
 
 
-def build_reranker(folder: Path, kind: str = "classifier", padding_side: str = "right") -> Any:
+def build_reranker(folder: Path, kind: str) -> Any:
     """A `CrossEncoder` on a random decoder, with a score head or with the logits of two words."""
     if kind == "classifier":
-        transformer, head = _transformer(folder, padding_side, "sequence-classification", "reward"), []
+        transformer, head = _transformer(folder, "right", "sequence-classification", "reward"), []
     else:  # sentence-transformers takes no other side for these
         transformer, head = _transformer(folder, "left", "text-generation"), [LogitScore(7, 8)]
     return CrossEncoder(modules=[transformer, *head], device="cpu")
@@ -81,16 +81,16 @@ def with_lora(model: Any) -> Any:
     return model
 
 
-def triplets(count: int, seed: int = 0) -> Dataset:
-    draw = random.Random(seed)
+def triplets(count: int) -> Dataset:
+    draw = random.Random(0)
     columns = {"anchor": (1, 9), "positive": (1, 20), "negative": (1, 20)}
     return Dataset.from_dict({name: [words(draw, *r) for _ in range(count)] for name, r in columns.items()})
 
 
-def scored_pairs(count: int, queries: int = 2) -> Dataset:
+def scored_pairs(count: int) -> Dataset:
     """Few long queries with many documents each."""
     draw = random.Random(0)
-    asked = [words(draw, 9, 14) for _ in range(queries)]
+    asked = [words(draw, 9, 14) for _ in range(2)]
     rows = [{"query": draw.choice(asked), "document": words(draw, 1, 9)} for _ in range(count)]
     return Dataset.from_list([row | {"label": float(draw.random() < 0.5)} for row in rows])
 

@@ -55,7 +55,7 @@ IMAGE, VIDEO = 151655, 151656
 """Ids of the placeholders of Qwen2.5-VL, which ms-swift does not read from the configuration."""
 
 
-def save_vision_model(folder: Path, side: int = 56) -> Path:
+def save_vision_model(folder: Path) -> Path:
     """A random Qwen2.5-VL and its processor, as a model folder, with a tokenizer of few words and Qwen's ids."""
     vocabulary = {"<|im_start|>": 500, "<|im_end|>": 501, "<|vision_start|>": 502, "<|vision_end|>": 503}
     vocabulary |= {"<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO}
@@ -64,7 +64,7 @@ def save_vision_model(folder: Path, side: int = 56) -> Path:
     special = {"eos_token": "<|im_end|>", "pad_token": "<|pad|>", "additional_special_tokens": [*vocabulary]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(parts)), **special)
     assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == IMAGE
-    shape = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": side * side}
+    shape = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 56 * 56}
     images, videos = transformers.Qwen2VLImageProcessorPil(**shape), transformers.Qwen2VLVideoProcessor(**shape)
     transformers.Qwen2_5_VLProcessor(images, tokenizer, videos).save_pretrained(folder)
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}

@@ -40,14 +40,14 @@ WITH_BUFFERS = {"nemotron_h", "deepseek_v32"}
 build_pairs = partial(trainer_runs.build_pairs, prompt=(2, 14), answer=(1, 10), common=None, end="<eos>")
 
 
-def build_uneven(kind: str, count: int = 16) -> Dataset:
+def build_uneven(kind: str) -> Dataset:
     """
     Rows of which every other two are of one length.
 
     Distributed in their order, two at a time: one process has nothing to remove in a step, the other one ragged rows.
     """
     draw = random.Random(2)
-    rows = (build_pairs(count, 0) if kind == "dpo" else build_rows(count)).to_list()
+    rows = (build_pairs(16, 0) if kind == "dpo" else build_rows(16)).to_list()
     for i, row in enumerate(rows):
         if i // 2 % 2 == 0:
             row.update({name: words(draw, 5, 5) for name in row})

@@ -21,10 +21,10 @@ ENDS = [1, 2, 3, 4, 5]
 """Tokens that end a completion: so many that completions are ragged."""
 
 
-def save_policy(path: Path, ends: list[int] = ENDS, **more: Any) -> str:
+def save_policy(path: Path, **more: Any) -> str:
     """A policy in a directory, where TRL finds the reference again."""
     model = build_model(**more)
-    model.generation_config.eos_token_id = ends
+    model.generation_config.eos_token_id = ENDS
     model.save_pretrained(path)
     build_tokenizer().save_pretrained(path)
     return str(path)

@@ -11,9 +11,7 @@ import torch
 VOCABULARY = 40
 
 
-def build_samples(
-    groups: int = 2, generations: int = 4, seed: int = 0, prompt: tuple[int, int] = (20, 30)
-) -> list[dict[str, Any]]:
+def build_samples(groups: int = 2, generations: int = 4, seed: int = 0) -> list[dict[str, Any]]:
     """
     Samples in groups: a common system prompt, a prompt for each group, and completions.
 
@@ -22,7 +20,7 @@ def build_samples(
     draw = np.random.default_rng(seed)
     system, samples = draw.integers(2, VOCABULARY - 1, 11).tolist(), []
     for group in range(groups):
-        head = system + draw.integers(2, VOCABULARY - 1, draw.integers(*prompt)).tolist()
+        head = system + draw.integers(2, VOCABULARY - 1, draw.integers(20, 30)).tolist()
         for i in range(generations):
             ids, mask = list(head), [0] * len(head)
             if i % 2:

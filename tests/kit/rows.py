@@ -57,6 +57,6 @@ def build_examples(count: int, seed: int = 0) -> Dataset:
     )
 
 
-def build_prompts(count: int, seed: int = 0, low: int = 2, high: int = 18, begin: str = "") -> Dataset:
+def build_prompts(count: int, seed: int = 0, begin: str = "") -> Dataset:
     draw = random.Random(seed)
-    return Dataset.from_list([{"prompt": begin + words(draw, low, high)} for _ in range(count)])
+    return Dataset.from_list([{"prompt": begin + words(draw, 2, 18)} for _ in range(count)])

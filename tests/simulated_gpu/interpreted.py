@@ -14,7 +14,7 @@ import math
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 from triton.runtime import autotuner, interpreter
 
 
-__all__ = ["counted_kernels", "flash_attn", "trl_on_triton", "without_extensions", "worst", "worst_of_all"]
+__all__ = ["counted_kernels", "trl_on_triton", "without_extensions"]
 
 assert triton.knobs.runtime.interpret, "TRITON_INTERPRET was not set before kernels were defined"
 
@@ -170,52 +170,3 @@ def without_extensions() -> None:
     sys.modules["mamba_ssm"] = package
     scan = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     package.mamba_chunk_scan_combined = scan.mamba_chunk_scan_combined
-
-
-def flash_attn() -> types.ModuleType:
-    """flash-attn's interface with its Triton backend, which is for AMD (`FLASH_ATTENTION_TRITON_AMD_ENABLE`)."""
-
-    class Driver:
-        def get_current_target(self) -> Any:
-            return triton.backends.compiler.GPUTarget("hip", "gfx942", 64)
-
-    def known_keys(self: Any, fn: Any, names: Any, configs: Any, key: Any, *more: Any, **others: Any) -> None:
-        own(self, fn, names, configs, [k for k in key if k in names], *more, **others)
-
-    own = autotuner.Autotuner.__init__
-    active = mock.patch.object(triton.runtime.driver, "_active", Driver())
-    # The backend names keys that are no arguments, which this Triton refuses (ROCm/aiter#5372).
-    keys = mock.patch.object(autotuner.Autotuner, "__init__", known_keys)
-    with active, keys, mock.patch.dict("os.environ", FLASH_ATTENTION_TRITON_AMD_ENABLE="TRUE"):
-        interface = importlib.import_module("flash_attn.flash_attn_interface")
-    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"):  # registered for CUDA only
-        setattr(interface, f"_wrapped{name}", getattr(interface, name)._init_fn)
-    return interface
-
-
-def worst(got: torch.Tensor, wanted: torch.Tensor, floor: float = 1e-30) -> float:
-    """Largest difference, relative to the largest wanted value, or to `floor` if that is more."""
-    got, wanted = got.detach().double(), wanted.detach().double()
-    return ((got - wanted).abs().max() / wanted.abs().max().clamp(min=floor)).item()
-
-
-def worst_of_all(
-    got: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    exact: Sequence[torch.Tensor],
-) -> float:
-    """
-    Largest of the differences between outputs, and between gradients of the inputs `given` and `exact`.
-
-    Gradients of the outputs are drawn. Those of a loss would be computed from outputs that are rounded: the sine of a
-    bfloat16 near 27 is off by up to 0.06, whatever a kernel does backward. Gradients of inputs are relative to a
-    hundredth of the largest at least: that of a decay is zero for the first token of a row, but for rounding.
-    """
-    learned = [(a, b, torch.randn_like(a)) for a, b in zip(got, wanted, strict=True) if a.requires_grad]
-    outputs, references, drawn = zip(*learned, strict=True)
-    torch.autograd.backward(outputs, drawn)
-    torch.autograd.backward(references, [u.to(x.dtype) for x, u in zip(references, drawn, strict=True)])
-    floor = max(x.grad.abs().max().item() for x in exact) / 100
-    errors = [worst(a, b) for a, b in zip(got, wanted, strict=True)]
-    return max(errors + [worst(a.grad, b.grad, floor) for a, b in zip(given, exact, strict=True)])

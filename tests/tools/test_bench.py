@@ -9,9 +9,8 @@ import pytest
 import torch
 from bench import Settings, VariantResult, WrongNumbersError, attached, measure, prepare, select_rows
 from kit.cells import slow_but
-from kit.commands import build_pairs, write_rollouts
+from kit.commands import build_pairs
 from kit.observe import entered_tokens
-from kit.processes import ROOT
 from kit.trainer_runs import leaking_layout
 
 from trl_padfix import prefix_sharing_layout
@@ -150,18 +149,3 @@ def test_memory_is_that_of_a_step():
 
 
 # -- rows
-
-
-@pytest.mark.parametrize(
-    "options", slow_but([["--trainer", "sft"]], [["--trainer", "sft"], ["--trainer", "grpo", "--pairs", "1"]])
-)
-def test_the_data_that_ships_is_measured(options, capsys):
-    data = "recipes/data/preferences" if "sft" not in options else "recipes/data/dialogues"
-    assert "equal in all variants" in run(capsys, *options, "--data", str(ROOT / data))
-
-
-def test_turns_are_rows_of_their_own(tmp_path, capsys):
-    options = ["--trainer", "sft", "--data", write_rollouts(tmp_path / "rollouts.jsonl"), "--json", "-"]
-    _, whole, _ = json.loads(run(capsys, *options))["variants"]
-    _, turns, _ = json.loads(run(capsys, *options, "--expand-turns"))["variants"]
-    assert turns["tokens"] < whole["tokens"]  # a row ends with its turn

@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import gpu_checks
 import gpu_report
 import pytest
 import torch
@@ -20,9 +19,7 @@ from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.trainer_runs import leaking_layout
 from packaging.requirements import Requirement
-from simulated_gpu.simulated_cuda import simulated_cuda, to_simulated
 
-import trl_padfix.core.attention.varlen as kernels
 from trl_padfix.versions import TESTED
 
 
@@ -176,23 +173,6 @@ def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch
 
 
 @pytest.mark.slow
-def test_on_a_gpu_every_layer_is_to_run_on_torchs_varlen_kernel(monkeypatch):
-    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
-    build, pairs = gpu_checks._model, gpu_checks._pairs
-    monkeypatch.setattr(gpu_checks, "_model", lambda device, *args: to_simulated(build("cpu", *args)))
-    monkeypatch.setattr(gpu_checks, "_pairs", lambda device, **sizes: [to_simulated(x) for x in pairs("cpu", **sizes)])
-    kernels.torch_varlen_is_complete.cache_clear()
-    with simulated_cuda():
-        found = list(check_device("cuda", toy=True, backend=None))
-        assert len([check for check in found if "without torch's variable-length attention" in check.name]) == 4
-        assert all(check.ok for check in found), [str(check) for check in found]
-        monkeypatch.setattr("trl_padfix.core.attention.attention.torch_varlen_applies", lambda *args: False)
-        wrong = [check for check in check_device("cuda", toy=True, backend=None) if not check.ok]
-        assert len(wrong) == 4
-    kernels.torch_varlen_is_complete.cache_clear()
-
-
-@pytest.mark.slow
 @pytest.mark.matrix
 def test_the_whole_plan_runs_at_toy_size(tmp_path):
     plan = plan_of(toy=True, backend="aot_eager")
@@ -218,33 +198,3 @@ def test_without_a_gpu_there_is_no_report(tmp_path, capsys):
         main(["--json", str(path)])
     assert "There is no CUDA GPU here" in capsys.readouterr().err
     assert not path.exists()
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """One cell of the plan, and a check that has the result that the test gives it."""
-    figures, measure = {"check": 0.0}, gpu_report.measure_gpu
-    monkeypatch.setattr(gpu_report, "plan_of", lambda **options: cells("dpo"))
-    checks = lambda device, **options: [Check("a comparison", figures["check"], 1.0, 2.0)]  # noqa: E731
-    monkeypatch.setattr(gpu_report, "measure_gpu", lambda *a, **k: measure(*a, **k, checks=checks))
-    return figures
-
-
-def test_on_a_cpu_the_file_says_cpu_and_becomes_no_table(small, tmp_path, capsys):
-    path = tmp_path / "report.json"
-    assert main(["--device", "cpu", "--json", str(path), "--data", "lengths:9/5"]) == 0
-    said = capsys.readouterr().out
-    assert "This was a CPU." in said
-    assert "|" not in said
-    saved = json.loads(path.read_text())
-    assert saved["device"] == "cpu"
-    assert saved["cells"][0]["data"] == "lengths:9/5"
-    with pytest.raises(SystemExit, match="2"):
-        main(["--table", str(path)])
-    assert "made on a CPU" in capsys.readouterr().err
-
-
-def test_wrong_numbers_stop_it_with_an_error(small, tmp_path, capsys):
-    small["check"] = 1.5
-    assert main(["--device", "cpu", "--json", str(tmp_path / "report.json")]) == 1
-    assert "STOPPED. a comparison: 1.5 where 1 is allowed" in capsys.readouterr().out
