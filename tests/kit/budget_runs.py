@@ -48,16 +48,16 @@ def build_data(kind: str, count: int = ROWS) -> Dataset:
     return Dataset.from_list([row | ({"label": i % 3 > 0} if kind == "KTO" else {}) for i, row in enumerate(rows)])
 
 
-def build_branching(kind: str) -> Dataset:
-    """As many rows, of which every eighth begins alike: with as many words as they then have of their own."""
+def build_branching(kind: str, prompts: int = 8) -> Dataset:
+    """As many rows, of which every `prompts`-th begins alike: with as many words as they then have of their own."""
     draw = random.Random(1)
-    begins = [words(draw, 9, 12) for _ in range(8)]
+    begins = [words(draw, 9, 12) for _ in range(prompts)]
     rows = build_data(kind).to_list()
     for i, row in enumerate(rows):
         if kind == "SFT":
-            row["text"] = begins[i % 8] + " ".join(row["text"].split()[:9])
+            row["text"] = begins[i % prompts] + " ".join(row["text"].split()[:9])
         else:
-            row["prompt"] = begins[i % 8]
+            row["prompt"] = begins[i % prompts]
     return Dataset.from_list(rows)
 
 

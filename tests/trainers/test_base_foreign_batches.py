@@ -207,7 +207,7 @@ def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_cha
 
     def make_with(change: Any) -> Any:
         model = build_model()
-        model.model.layers[0].register_forward_hook(lambda module, args, output: change(output))
+        model.model.layers[0].register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
         kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}))
         given = {"model": model, "data_collator": labelled, "train_dataset": build_rows(), "max_steps": 2}
         return make_plain_trainer(tmp_path, kind, remove_unused_columns=False, **given)

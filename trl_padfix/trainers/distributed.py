@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero_3", "local_metrics_only",
+    "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
     "max_over_processes", "models_of", "named_models_of", "raise_on_all", "refuse_whole_rows", "splitting_parallelism",
     "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
@@ -123,10 +123,10 @@ def data_replicas(trainer: PaddingFreeTrainer) -> int:
     return getattr(trainer, "get_tp_size", lambda: 1)()
 
 
-def is_zero_3(accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed shards parameters, and gathers those of a module when it is called."""
+def is_zero(stage: int, accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed shards gradients (2) or parameters, too, and gathers those of a module for its call (3)."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return plugin is not None and plugin.zero_stage == 3
+    return plugin is not None and plugin.zero_stage == stage
 
 
 def _size_at_load(model: torch.nn.Module, name: str) -> int:
@@ -147,7 +147,7 @@ def is_sharded(trainer: PaddingFreeTrainer) -> bool:
     models that transformers has loaded so, with experts of several processes, too.
     """
     is_loaded_so = any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
-    return is_loaded_so or trainer.is_fsdp_enabled or is_zero_3(trainer.accelerator)
+    return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
 
 
 def max_over_processes(trainer: PaddingFreeTrainer, count: int) -> int:

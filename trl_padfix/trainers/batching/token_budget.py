@@ -33,6 +33,7 @@ from ..data.image_rows import ImageCounts, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
     is_sharded,
+    is_zero,
     max_over_processes,
     models_of,
     splitting_parallelism,
@@ -169,7 +170,7 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        for of_models in ("_shares_across", "_shards", "_config"):
+        for of_models in ("_shares_across", "_shards", "_matches", "_config"):
             vars(self).pop(of_models, None)
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
@@ -182,6 +183,11 @@ class TokenBudget(Part):
     def _shards(self) -> bool:
         """Whether processes with other rows meet in every forward."""
         return is_sharded(self.trainer)
+
+    @cached_property
+    def _matches(self) -> bool:
+        """Whether processes meet in every backward, and so need equally many."""
+        return self._shards or is_zero(2, self.trainer.accelerator)
 
     @cached_property
     def _config(self) -> PretrainedConfig:
@@ -234,10 +240,9 @@ class TokenBudget(Part):
             sharing=bool(handle and handle.prefix_sharing),
             shares_across=shares_across,
             short=budget / group_size if group_size > 1 else float("inf"),
-            # Processes that shard a model meet in every forward, so all need equally many.
-            sync_count=(lambda count: max_over_processes(trainer, count)) if self._shards else None,
+            sync_count=(lambda count: max_over_processes(trainer, count)) if self._matches else None,
             gather=gather,
-            meets_in_tower=self._shards and handle is not None and handle.multimodal is not None,
+            meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,
         )
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
@@ -290,14 +295,14 @@ class TokenBudget(Part):
         """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
-            if self._shards:  # processes have other numbers of sequences in their rows
+            if self._matches:  # processes have other numbers of sequences in their rows
                 return None
             chunks = packed_chunks(inputs, self._splitter(shares_across=False))
             return _Split(len(chunks), lambda batch: chunks)
         if mask is not None and mask.shape != ids.shape[:2]:  # a mask of four dimensions
             return None
         images, per_item = find_images(inputs, ids, self._config), task.rows_per_item
-        splitter = self._splitter(self._shares_across, gather_object if self._shards else None)
+        splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
         if (rows := splitter.split_batch(inputs, ids, mask, per_item, images)) is None:
             return None
         cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)

@@ -21,7 +21,7 @@ from ..checks.arguments import check_vision, image_columns
 from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import check_ids, image_token_ids
 from ..data.tokenizers import tokenizer_of
-from ..distributed import check_launch, datasets_of, is_zero_3, models_of, trains_on_images
+from ..distributed import check_launch, datasets_of, is_zero, models_of, trains_on_images
 from ..temporary_attributes import temporarily_set
 from .attach_models import attach_to_models
 from .neftune import prefix_sharing_with_neftune
@@ -218,7 +218,7 @@ class RemovePadding(Part):
 
     def _compile(self) -> None:
         args, handles = self.trainer.args, self.trainer.padding.handles
-        if handles and is_zero_3(self.trainer.accelerator):
+        if handles and is_zero(3, self.trainer.accelerator):
             raise PaddingRemovalError(
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
