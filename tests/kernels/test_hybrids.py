@@ -45,7 +45,9 @@ from trl_padfix.core.model.inspection import kernel_parameters
 
 pytestmark = pytest.mark.kernels
 
-TOLERANCE = 2e-5
+TOLERANCE = 4e-4
+"""How far weights one rounding away move log-probabilities of a delta net; a leak moves them 25 times as far."""
+
 PACKAGES = {
     "qwen3_next": "fla", "qwen3_5_text": "fla", "olmo_hybrid": "fla", "kimi_linear": "fla",
     "mamba2": "mamba_ssm", "granitemoehybrid": "mamba_ssm",

@@ -26,7 +26,10 @@ from simulated_gpu.interpreted import counted_kernels  # noqa: E402
 from trl_padfix import remove_padding  # noqa: E402
 
 
-pytestmark = pytest.mark.kernels
+pytestmark = [
+    pytest.mark.kernels,
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),  # by Liger
+]
 
 TOLERANCE = 2e-5
 MODES = {"padded": None, "packed": False, "shared": True}
