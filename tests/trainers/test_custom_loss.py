@@ -170,7 +170,7 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
 
 @pytest.mark.parametrize("place", ["model", "model.layers.0"])
 @pytest.mark.parametrize("budget", [False, True])
-@pytest.mark.parametrize("owner", ["loss", "step"])
+@pytest.mark.parametrize("owner", ["loss", "step", "around"])
 def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
     owner, place, budget, tmp_path, monkeypatch, caplog
 ):
@@ -191,7 +191,15 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
         loss.backward()
         return loss.detach()
 
-    own = {"compute_loss": compute_loss} if owner == "loss" else {"training_step": training_step}
+    def around_step(self, model, inputs, num_items_in_batch=None):
+        loss = type(self).__mro__[1].training_step(self, model, inputs, num_items_in_batch)
+        return loss + kept["states"][inputs["attention_mask"].bool()].square().mean().detach()
+
+    own = {
+        "loss": {"compute_loss": compute_loss},
+        "step": {"training_step": training_step},
+        "around": {"training_step": around_step},
+    }[owner]
 
     def figures(library):
         given = {"padding_free": True, "parity_check": False} if library is trl_padfix else {}
@@ -202,7 +210,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
     assert_same(figures(trl_padfix), figures(trl))
     is_padded = budget or place != "model"  # packed, the states of a decoder are unpacked before its hooks
     assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog)) == is_padded
-    if is_padded and (owner == "loss" or place != "model"):  # a step of one's own is not split
+    if is_padded and (owner != "step" or place != "model"):  # a step of one's own is not split
         for module in (custom_loss, token_budget):
             monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
         monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)

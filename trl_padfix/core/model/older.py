@@ -122,8 +122,8 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
     with _search_lock:
         _search_users.add(user)
         # Some versions after 4.53 have the function under another name.
-        search, replaced = _search()
-        if search is None or replaced is not None:
+        search = getattr(_masking, _SEARCH, None)
+        if search is None or hasattr(search, "padfix_search"):
             return
         # From 5.0 on the search returns `None` for a single sequence, for which it reads from the device.
         waits = search(torch.arange(2)[None]) is None
@@ -139,15 +139,9 @@ def resume_packed_search(user: object) -> None:
     """Undo [`spare_packed_search`] for `user`."""
     with _search_lock:
         _search_users.discard(user)
-        _, replaced = _search()
-        if not _search_users and replaced is not None:
-            setattr(_masking, _SEARCH, replaced)
-
-
-def _search() -> tuple[Any, Any]:
-    """The function that searches for packed sequences, and the one that it replaces if it is ours."""
-    search = getattr(_masking, _SEARCH, None)
-    return search, getattr(search, "padfix_search", None)
+        search: Any = getattr(_masking, _SEARCH, None)
+        if not _search_users and hasattr(search, "padfix_search"):
+            setattr(_masking, _SEARCH, search.padfix_search)
 
 
 _SEARCH = "find_packed_sequence_indices"

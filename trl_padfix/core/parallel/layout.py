@@ -176,7 +176,7 @@ class ContextParallelLayout:
         local = x.index_select(0, self.local_index(tokens[ranks == self.group.rank]))
         counts = ranks.bincount(minlength=self.group.size).tolist()
         # Gathered values are in rank order, that of a stable sort by rank; its inverse is the order of `tokens`.
-        order = ranks.argsort(stable=True).argsort()
+        order = inverse_permutation(ranks.argsort(stable=True))
         return self.group.all_gather_for_loss(local, counts).index_select(0, order)
 
     @cached_property

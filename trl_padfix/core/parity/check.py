@@ -177,13 +177,12 @@ def _comparing(
 def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> ParityReport:
     """Compare packed with padded."""
     handle, padded, long_row = forwards.handle, outcome.padded, outcome.packed.long_row
-    others = [] if outcome.other_padded is None else [outcome.other_padded]
-    distance = _distance(outcome.packed, padded, others, forwards, widest)
+    distance = _distance(outcome.packed, padded, outcome.others_padded, forwards, widest)
     obstacle, count = outcome.gradient_obstacle, outcome.packed.values.numel()
     if padded.gradient is not None and not padded.gradient.isfinite().all():
         obstacle = "those of the padded forward are not finite"
         distance = replace(distance, gradient=None)
-    rounding = None if outcome.other_padded is None else _differences(outcome.other_padded, padded).mean().item()
+    rounding = next((_differences(other, padded).mean().item() for other in outcome.others_padded), None)
     return ParityReport(
         **vars(distance),
         compared=count and count + (0 if long_row is None else len(long_row)),

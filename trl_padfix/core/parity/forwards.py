@@ -43,11 +43,11 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The packed and the padded forward, and a padded one with another attention function: it differs by rounding."""
+    """The packed and the padded forward, and one with another attention function, which differs by rounding."""
 
     packed: Scores
     padded: Scores
-    other_padded: Scores | None  # `None` where the tolerance is not measured
+    others_padded: list[Scores]  # empty where the tolerance is not measured
     packed_tokens: int
     gradient_obstacle: str = ""  # empty if gradients were compared, or not requested
 
@@ -86,8 +86,8 @@ class Forwards:
         if packed.gradient is not None and self.handle.context_parallel is not None:
             # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
             packed = packed._replace(gradient=self.handle.context_parallel.all_reduce_mean(packed.gradient))
-        padded, other = self._twice(partial(self._scores, self.sample), gradients)
-        return Outcome(packed, padded, other, self.handle.stats.packed_tokens)
+        padded, others = self._twice(partial(self._scores, self.sample), gradients)
+        return Outcome(packed, padded, others, self.handle.stats.packed_tokens)
 
     def alone(self, gradients: bool) -> tuple[Scores, list[Scores], torch.dtype | None]:
         """
@@ -98,20 +98,18 @@ class Forwards:
         otherwise where sums begin elsewhere: so the rows run with weights one rounding away, too.
         """
         if self.dtype not in WIDEST_SCORE or not _fits_float64(self.model):
-            rows, other = self._twice(self._of_each_row, gradients)
-            return rows, [] if other is None else [other], None
+            return *self._twice(self._of_each_row, gradients), None
         run = partial(self._run, self._of_each_row, gradients)
         with self.handle.disabled():
             rows = run()
             try:
                 with _weights(self.model, torch.Tensor.double):
-                    exact = run()
-            except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without float64
+                    exact, others = run(), [rows]
+                for seed in range(ROUNDED_WEIGHTS):
+                    with _weights(self.model, partial(_one_rounding_away, seed=seed)):
+                        others.append(run())
+            except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without a dtype
                 return rows, [], None
-            others = [rows]
-            for seed in range(ROUNDED_WEIGHTS):
-                with _weights(self.model, partial(_one_rounding_away, seed=seed)):
-                    others.append(run())
             return exact, others, torch.float64
 
     def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,14 +133,14 @@ class Forwards:
             self.size = max(self.size, *(bound.abs().item() for bound in logits.detach().aminmax()))
         return scores_of(logits, sample.ids, sample.mask, sample.columns)
 
-    def _twice(self, score: Callable[[], torch.Tensor], gradients: bool) -> tuple[Scores, Scores | None]:
+    def _twice(self, score: Callable[[], torch.Tensor], gradients: bool) -> tuple[Scores, list[Scores]]:
         """The scores without padding removal; if rounding is measured, with another attention function as well."""
         with self.handle.disabled():
-            scores, other = self._run(score, gradients), None
+            scores, others = self._run(score, gradients), []
             if self.dtype not in WIDEST_SCORE and (attention := _other_attention(self.handle)) is not None:
                 with within(attention=attention):
-                    other = self._run(score, gradients)
-        return scores, other
+                    others.append(self._run(score, gradients))
+        return scores, others
 
     def _run(self, score: Callable[[], torch.Tensor], gradients: bool) -> Scores:
         if not gradients:

@@ -285,8 +285,11 @@ def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -
 
 def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float:
     """What the balancing loss of experts adds to the loss of an output."""
+    if output.get("aux_loss") is None:
+        return 0.0
+    # Some models read the weight from their configuration only.
     weights = (getattr(x, "router_aux_loss_coef", None) for x in (model, model.config.get_text_config()))
-    return 0.0 if output.get("aux_loss") is None else next(filter(None, weights), 0.0) * output["aux_loss"]
+    return next((weight for weight in weights if weight is not None), 0.0) * output["aux_loss"]
 
 
 @torch.no_grad()

@@ -317,7 +317,9 @@ class TokenBudget(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
             return False
-        if self._why_all_rows() is not None or not any("input_ids" in x for x in task.padded_batches(inputs)):
+        if self._why_all_rows() is not None or hook_beside_loss(trainer) is not None:
+            return False
+        if not any("input_ids" in batch for batch in task.padded_batches(inputs)):
             return False
         return task.chunk_weight(inputs, inputs, num_items) is not None
 

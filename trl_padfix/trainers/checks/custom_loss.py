@@ -147,7 +147,7 @@ def _mentioned(method: Any) -> frozenset[str]:
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `compute_loss`: its forwards run within `observe_step`, on the batch of that step."""
-    if _is_observed(compute_loss):  # inherited from a class that was wrapped already
+    if getattr(compute_loss, "is_observed", False):  # inherited from a class that was wrapped already
         return compute_loss
 
     @wraps(compute_loss)
@@ -161,10 +161,6 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(in_step)["is_observed"] = True
     return in_step
-
-
-def _is_observed(function: object) -> bool:
-    return getattr(function, "is_observed", False)
 
 
 def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
@@ -184,7 +180,7 @@ def observe_user_step(
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
-    if _is_observed(of_user) or custom_step_name(trainer, everywhere=True) is None:
+    if getattr(of_user, "is_observed", False) or custom_step_name(trainer, everywhere=True) is None:
         return
 
     @wraps(of_user)

@@ -25,12 +25,8 @@ def scores_padding(batch: object) -> bool:
         return False
     forwards = [{name: _tensor(batch, prefix + name) for name in _READ} for prefix in PREFIXES]
     labelled = [forward for forward in forwards if _has_token_labels(forward)]
-    # One wait for all of them, also for the layouts of these forwards.
-    copies = iter(on_host(*(x for forward in labelled for x in forward.values())))
-    return any(
-        follow_padding(torch.where(completion_mask == 1, 0, -100) if labels is None else labels, mask)
-        for labels, completion_mask, _, mask in zip(*[copies] * len(_READ), strict=True)
-    )
+    on_host(*(x for forward in labelled for x in forward.values()))  # one wait, also for the layouts of these forwards
+    return any(_follow_padding(**forward) for forward in labelled)
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
@@ -43,3 +39,8 @@ def _has_token_labels(forward: dict[str, Any]) -> bool:
     labels = forward["completion_mask"] if forward["labels"] is None else forward["labels"]
     ids, mask = forward["input_ids"], forward["attention_mask"]
     return labels is not None and ids is not None and mask is not None and labels.shape == ids.shape == mask.shape
+
+
+def _follow_padding(labels: Any, completion_mask: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
+    labels, completion_mask, attention_mask = on_host(labels, completion_mask, attention_mask)
+    return follow_padding(torch.where(completion_mask == 1, 0, -100) if labels is None else labels, attention_mask)

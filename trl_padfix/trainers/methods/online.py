@@ -11,7 +11,6 @@ from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import trl
 from accelerate.logging import get_logger
@@ -253,8 +252,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        has_no_axis = isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 0
-        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or has_no_axis
+        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "

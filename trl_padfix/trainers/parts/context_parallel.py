@@ -98,10 +98,8 @@ class ContextParallel(Part):
         Raises:
             ValueError: If the processes of the group have different ids, masks or labels; on each of them.
         """
-        if (group := self.group) is None:
-            return
-        checksums = _checksums(batch)
-        if not group.all_equal(checksums, self.trainer.accelerator.device):
+        group = self.group
+        if group is not None and not group.all_equal(_checksums(batch), self.trainer.accelerator.device):
             raise ValueError(
                 f"The {group.size} processes that share packed rows (`cp_size`) were given different batches. "
                 "Shuffle with one seed on all of them, and leave the dispatching of batches to accelerate."
