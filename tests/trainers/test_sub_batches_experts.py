@@ -88,7 +88,7 @@ def test_sub_batches_have_the_router_logits_and_gradients_of_the_whole_forward(k
 def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items, monkeypatch):
     """TRL 1.10 and Liger compute the loss within the head; TRL reads sums over the labels beside it."""
     model = build_experts("mixtral").eval()
-    model.router_aux_loss_coef = 0.5
+    model.router_aux_loss_coef = 50.0
     ids = torch.randint(2, 39, (6, 14), generator=torch.Generator().manual_seed(0))
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids > 30, -100)}
     call |= {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}
@@ -107,11 +107,11 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
         return torch.stack([output.loss, output.num_correct_tokens, output.aux_loss])
 
     monkeypatch.setattr(model, "forward", head)
-    split = figures(SubBatches(RowSplitter(28, False)))
+    split = figures(SubBatches(RowSplitter(14, False)))
     assert_close(split, figures(None), terms=64, depth=32)
     monkeypatch.setattr(sub_batches, "_balancing_term", lambda model, output: 0.0)
-    wrong = figures(SubBatches(RowSplitter(28, False)))
-    assert abs(wrong[0] - split[0]) > 0.01
+    wrong = figures(SubBatches(RowSplitter(14, False)))
+    assert abs(wrong[0] - split[0]) > 0.1
     assert wrong[1] == split[1] > 0
 
 
