@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from kit.budget_runs import BUDGETS, EXPERTS, assert_same, build_experts, figures_of, make
 from kit.processes import logged
 from kit.tolerance import assert_close
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 import trl_padfix
@@ -84,11 +86,17 @@ def test_sub_batches_have_the_router_logits_and_gradients_of_the_whole_forward(k
                 assert_close(ours, theirs, terms=64, depth=32, size=size)
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("num_items", [None, 40])
-def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items, monkeypatch):
-    """TRL 1.10 and Liger compute the loss within the head; TRL reads sums over the labels beside it."""
+def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items, counts, monkeypatch):
+    """
+    TRL up to 1.15 and Liger compute the loss within the head. TRL's counts tokens beside it, and reads the weight from
+    the configuration under transformers 5.
+    """
     model = build_experts("mixtral").eval()
-    model.router_aux_loss_coef = 50.0
+    weights = {"model": 50.0, "config": 20.0}
+    model.router_aux_loss_coef, model.config.router_aux_loss_coef = weights.values()
+    added = weights["config"] - weights["model"] if counts and Version(transformers.__version__).major > 4 else 0.0
     ids = torch.randint(2, 39, (6, 14), generator=torch.Generator().manual_seed(0))
     call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids > 30, -100)}
     call |= {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}
@@ -97,14 +105,15 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
     def head(**given: Any) -> Any:
         output = forward(**given)
         hits = output.logits[:, :-1].argmax(-1) == given["labels"][:, 1:]
-        output["num_correct_tokens"] = hits.sum()
+        output["loss"] = output.loss + added * output.aux_loss
+        output |= {"num_correct_tokens": hits.sum()} if counts else {}
         output["logits"] = None
         return output
 
     def figures(runner: SubBatches | None) -> torch.Tensor:
         with remove_padding(model), attach_runner_patch(model), within(runner=runner), torch.no_grad():
             output = model(**call, use_cache=False, output_router_logits=True)
-        return torch.stack([output.loss, output.num_correct_tokens, output.aux_loss])
+        return torch.stack([output.loss, output.num_correct_tokens if counts else ids.new_ones(()), output.aux_loss])
 
     monkeypatch.setattr(model, "forward", head)
     split = figures(SubBatches(RowSplitter(14, False)))
