@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
-from kit.budget_runs import assert_same, build_branching, build_experts, figures_of, make, train_split
+from kit.budget_runs import BUDGETS, assert_same, build_branching, build_experts, figures_of, make, train_split
 from kit.cells import slow_but
 from kit.processes import logged
 from kit.rows import build_pairs
@@ -254,3 +254,12 @@ def test_a_row_beyond_the_budget_is_computed_by_itself_with_a_warning(tmp_path, 
     assert_same(ours.figures, figures_of(make(trl, "DPO", tmp_path)))
     assert max(ours.chunks) == 8
     assert "more tokens than `max_tokens_per_batch=20`" in caplog.text
+
+
+def test_it_follows_the_batch_size_that_is_found_and_no_argument_that_is_changed(tmp_path):
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
+    trainer.args.per_device_train_batch_size = 2
+    assert trainer.padding.budget.budget == BUDGETS["SFT"]  # Trainer goes on with batches of 8
+    trainer.args.auto_find_batch_size, trainer.args.per_device_train_batch_size = True, 8
+    trainer._train_batch_size = 4
+    assert trainer.padding.budget.budget == BUDGETS["SFT"] // 2

@@ -93,7 +93,9 @@ class TokenBudget(Part):
         lowered by the same factor, because memory depends on tokens.
         """
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
-        return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
+        if budget is None or not args.auto_find_batch_size:  # Trainer ignores another number that is set in `args`
+            return budget
+        return max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
     # -- checks
 
@@ -128,7 +130,7 @@ class TokenBudget(Part):
 
     def _check_recomputation(self) -> None:
         """
-        Warn of losses whose forwards are recomputed in backward, and of backward hooks of modules.
+        Warn of losses whose forwards are recomputed in backward, and of hooks of modules.
 
         Raises:
             ValueError: If DeepSpeed would have to recompute forwards.
@@ -146,8 +148,8 @@ class TokenBudget(Part):
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(
-                f"`max_tokens_per_batch`: {hooks[0]} is a backward hook of a module. It runs once for each part of a "
-                "batch, with the gradients of that part."
+                f"`max_tokens_per_batch`: {hooks[0]} is a hook of a module. It runs once for each part of a batch, on "
+                "the states or gradients of that part."
             )
 
     def _why_all_rows(self) -> str | None:
