@@ -172,7 +172,7 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        for of_models in ("_shares_across", "_shards", "_matches", "_config"):
+        for of_models in ("_shards", "_matches", "_config"):
             vars(self).pop(of_models, None)
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
@@ -195,7 +195,7 @@ class TokenBudget(Part):
     def _config(self) -> PretrainedConfig:
         return find_pretrained(self.trainer.model).config
 
-    @cached_property
+    @property  # not cached: code of a user may switch gradient checkpointing on at any time
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
