@@ -263,3 +263,11 @@ def test_it_follows_the_batch_size_that_is_found_and_no_argument_that_is_changed
     trainer.args.auto_find_batch_size, trainer.args.per_device_train_batch_size = True, 8
     trainer._train_batch_size = 4
     assert trainer.padding.budget.budget == BUDGETS["SFT"] // 2
+
+
+def test_one_process_does_not_tell_other_threads_to_skip_their_step(tmp_path):
+    trainer, synced = make(trl_padfix, "SFT", tmp_path, budget=True, max_steps=1), []
+    trainer.model.model.register_forward_pre_hook(lambda *args: synced.append(trainer.accelerator.sync_gradients))
+    trainer.train()
+    assert len(synced) > 1
+    assert all(synced)

@@ -273,6 +273,8 @@ class TokenBudget(Part):
             split = None
         if split is None or (split.count == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
+        # Alone, nothing is reduced: accelerate's state is that of all threads, and another one may be at its step.
+        is_alone = not (has_others or trainer.is_deepspeed_enabled)
         runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
         with (
@@ -287,7 +289,7 @@ class TokenBudget(Part):
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
                 runner.start(i, *self._ids_and_mask(chunk))
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
-                with sync_gradients_in_last(trainer, model, is_last), metrics.chunk(num_items_of):
+                with sync_gradients_in_last(trainer, model, is_last or is_alone), metrics.chunk(num_items_of):
                     total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
         runner.check()
         metrics.log()

@@ -73,7 +73,7 @@ class RemovePadding(Part):
         self._set_up_collator()
 
     def attach_to_models(self) -> None:
-        self._detach()
+        self.restore()
         # When a model is trained in stages, the trainer of the previous stage is still attached.
         for model in models_of(self.trainer):
             for attachment in attachments_of(model):
@@ -246,13 +246,10 @@ class RemovePadding(Part):
         if isinstance(dataset, Dataset):  # the collator checks each batch of a stream
             check_vision(dataset, self.trainer.processing_class, name, self.settings.strict)
 
-    def _detach(self) -> None:
+    def restore(self) -> None:
         for attachment in reversed(self._attachments):
             attachment.remove()
         self._attachments, self.trainer.padding.handles = [], []
-
-    def restore(self) -> None:
-        self._detach()
 
 
 def _decoders_of(models: list[Any]) -> list[Any]:
