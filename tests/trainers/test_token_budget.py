@@ -12,7 +12,21 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, build_branching, build_experts, figures_of, make, train_split
+from capacity import LiveBytes
+from kit.budget_runs import (
+    BUDGETS,
+    FREE,
+    IMAGE_BUDGETS,
+    IMAGE_DATA,
+    IMAGES,
+    assert_same,
+    build_branching,
+    build_experts,
+    figures_of,
+    make,
+    make_on_images,
+    train_split,
+)
 from kit.cells import slow_but
 from kit.processes import logged
 from kit.rows import build_pairs
@@ -221,6 +235,39 @@ def test_two_processes_have_trls_numbers_on_images(tmp_path):
             assert_same(split, whole)
             assert_same(split, theirs)
             assert max(found[f"{name}, chunks"], default=1) > 1
+
+
+def kept_bytes(trainer: Any) -> int:
+    """The most bytes that autograd keeps for backward in a step, without the weights."""
+    kept = LiveBytes(
+        [p for model in (trainer.model, getattr(trainer, "ref_model", None)) if model for p in model.parameters()]
+    )
+    step = trainer.training_step
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        with kept:
+            return step(*args, **kwargs)
+
+    trainer.training_step = measured
+    trainer.train()
+    return kept.most
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO, sigmoid", "DPO, aot", "GRPO, grpo", "SFT, images", "DPO, images"])
+def test_a_step_keeps_the_activations_of_one_part(name, tmp_path):
+    kind, _, loss = name.partition(", ")
+
+    def kept(rows: int, **budget: Any) -> int:
+        config = {"max_steps": 1, "per_device_train_batch_size": rows} | budget
+        if loss == "images":
+            data = {"train_dataset": IMAGE_DATA[kind](32, IMAGES)}
+            return kept_bytes(make_on_images(trl_padfix, kind, "llava", tmp_path, **data, **FREE | config))
+        return kept_bytes(make(trl_padfix, kind, tmp_path, budget=True, **CASES[name].config | config))
+
+    budget = IMAGE_BUDGETS[kind] if loss == "images" else {}
+    assert kept(32, **budget) < 1.6 * kept(8, **budget)
+    whole = {"max_tokens_per_batch": None}
+    assert kept(32, **whole) > 3 * kept(8, **whole)
 
 
 def test_what_one_big_batch_would_save_is_said_once(tmp_path, caplog):
