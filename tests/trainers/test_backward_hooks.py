@@ -70,9 +70,12 @@ def test_a_layerwise_optimizer_is_one(tmp_path):
     assert backward_hooks.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
 
 
-def test_backward_hooks_of_modules_are_warned_about(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("kind", "place"), [("full_backward", "lm_head"), ("forward", "model"), ("forward_pre", "model.norm")]
+)
+def test_hooks_of_modules_are_warned_about(kind, place, tmp_path, caplog):
     trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
-    trainer.model.lm_head.register_full_backward_hook(lambda *args: None)
+    getattr(trainer.model.get_submodule(place), f"register_{kind}_hook")(lambda *args: None)
     with caplog.at_level("WARNING", logger="trl_padfix"):
         trainer.get_train_dataloader()
-    assert "of lm_head is a backward hook of a module" in caplog.text
+    assert f"of {place} is a hook of a module" in caplog.text

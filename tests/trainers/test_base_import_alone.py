@@ -7,7 +7,7 @@ import trl
 from kit.methods import make_trainer
 from kit.rows import build_rows
 from kit.trainer_runs import SETTINGS, build_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 import trl_padfix
 
@@ -33,15 +33,18 @@ def test_states_that_run_over_padding_keep_the_side_of_trl(tmp_path):
     assert losses(trl_padfix, padding_side="left") != theirs
 
 
-# What a trainer changes on others, it undoes
+def test_the_side_that_a_callback_sets_stays(tmp_path):
+    """Scripts set it in one event, and generate in another."""
 
+    class Left(TrainerCallback):
+        def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
+            processing_class.padding_side = "left"
 
-def test_restore_padding_gives_the_callbacks_back(tmp_path):
-    trainer = make_trainer(trl_padfix, "SFT", tmp_path)
-    assert "call_event" in vars(trainer.callback_handler)
-    trainer.restore_padding()
-    assert "call_event" not in vars(trainer.callback_handler)
-    trainer.restore_padding()  # twice does no harm
+    for library in (trl, trl_padfix):
+        trainer = make_trainer(library, "SFT", tmp_path, max_steps=1, callbacks=[Left()])
+        assert trainer.processing_class.padding_side == "right"
+        trainer.train()
+        assert trainer.processing_class.padding_side == "left"
 
 
 def test_making_a_trainer_draws_no_random_numbers(tmp_path):

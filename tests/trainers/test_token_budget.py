@@ -14,6 +14,7 @@ import torch
 import trl
 from capacity import LiveBytes
 from kit.budget_runs import (
+    BUDGETS,
     FREE,
     IMAGE_BUDGETS,
     IMAGE_DATA,
@@ -300,3 +301,20 @@ def test_a_row_beyond_the_budget_is_computed_by_itself_with_a_warning(tmp_path, 
     assert_same(ours.figures, figures_of(make(trl, "DPO", tmp_path)))
     assert max(ours.chunks) == 8
     assert "more tokens than `max_tokens_per_batch=20`" in caplog.text
+
+
+def test_it_follows_the_batch_size_that_is_found_and_no_argument_that_is_changed(tmp_path):
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
+    trainer.args.per_device_train_batch_size = 2
+    assert trainer.padding.budget.budget == BUDGETS["SFT"]  # Trainer goes on with batches of 8
+    trainer.args.auto_find_batch_size, trainer.args.per_device_train_batch_size = True, 8
+    trainer._train_batch_size = 4
+    assert trainer.padding.budget.budget == BUDGETS["SFT"] // 2
+
+
+def test_one_process_does_not_tell_other_threads_to_skip_their_step(tmp_path):
+    trainer, synced = make(trl_padfix, "SFT", tmp_path, budget=True, max_steps=1), []
+    trainer.model.model.register_forward_pre_hook(lambda *args: synced.append(trainer.accelerator.sync_gradients))
+    trainer.train()
+    assert len(synced) > 1
+    assert all(synced)

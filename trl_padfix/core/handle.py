@@ -222,12 +222,12 @@ class PaddingRemoval(Attachment):
             "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
         )
 
-    def say_once(self, message: str, kind: str | None = None) -> None:
-        """Log a warning, unless this handle has logged one of this `kind`; by default the message is its kind."""
+    def say_once(self, message: str, kind: str | None = None, level: int = logging.WARNING) -> None:
+        """Log a message, unless this handle has logged one of this `kind`; by default the message is its kind."""
         kind = message if kind is None else kind
         if kind not in self._reported:
             self._reported.add(kind)
-            logger.warning(message)
+            logger.log(level, message)
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:

@@ -266,8 +266,13 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         )
     if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
         raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
-    if handle.changes is not None:
-        handle.changes.check()
+    if handle.changes is not None and (hook := handle.changes.check()) is not None:
+        handle.say_once(
+            f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
+            f"token once, and no padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
+            "itself, or compute padded (`with handle.disabled(): ...`; in a trainer `padding_free=False`). Said once.",
+            "packed hook",
+        )
 
 
 def _device_obstacle(decoder: nn.Module) -> str | None:

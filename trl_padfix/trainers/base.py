@@ -168,7 +168,7 @@ class PaddingFreeMixin:
 
     def restore_padding(self) -> None:
         """
-        Detach from the models and the callbacks, which are then in the state before this trainer was created.
+        Detach from the models, which are then in the state before this trainer was created.
 
         After training, padding removal stays attached until this call, or until another trainer of this package gets
         the models; this trainer takes them over again when it next trains or evaluates. After this call it does not.

@@ -219,8 +219,9 @@ def test_a_call_that_cannot_be_packed_is_computed_as_it_came(name, caplog, monke
 
 
 @pytest.mark.parametrize("where", ["layer", "embedding"])
-def test_a_hook_that_is_packed_gives_other_numbers(where):
+def test_a_hook_that_is_packed_gives_other_numbers_and_it_is_said(where, caplog, monkeypatch):
     """Negative control: the hook of the test above does go by position."""
+    monkeypatch.setattr(transformers.utils.logging.get_logger("trl_padfix.core.handle"), "propagate", True)
     model, inputs = build("qwen2"), batch()
     module = layers_of(model)[0] if where == "layer" else model.get_input_embeddings()
     with torch.no_grad(), module.register_forward_hook(by_position):
@@ -228,7 +229,9 @@ def test_a_hook_that_is_packed_gives_other_numbers(where):
     with torch.no_grad(), remove_padding(model) as handle, module.register_forward_hook(by_position):
         handle.accept_hooks()
         got = model(**inputs).logits
-    assert handle.stats.packed_tokens == REAL
+        model(**inputs)
+    assert handle.stats.packed_tokens == 2 * REAL
+    assert [r.getMessage().count("`by_position`, a hook of a") for r in caplog.records] == [1]
     assert (got - expected)[inputs["attention_mask"].bool()].abs().max() > 0.01
 
 

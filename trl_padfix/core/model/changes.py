@@ -69,9 +69,12 @@ class ModuleChanges:
         self.accepted |= {hook for _, hook in self._hooks() if not is_harmless(hook)}
         self.accepted |= {forward for forward in self._forwards() if forward is not None}
 
-    def check(self) -> None:
+    def check(self) -> str | None:
         """
         Compare the modules of the decoder with those at attachment; on the host, in a millisecond for 2,000 modules.
+
+        Returns:
+            `str`, *optional*: A user's hook that was accepted, with the modules that it is registered for.
 
         Raises:
             UnpackableCallError: If a module was replaced, or has a new hook or forward.
@@ -81,11 +84,13 @@ class ModuleChanges:
             if forward is not None and forward not in self.accepted and not is_of(forward, _HARMLESS_MODULES):
                 self._refuse("forward", f"`{name_of(forward)}` was set as the forward of a module in", "Set it")
         if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # as in nearly all models
-            return
-        for place, hook in self._hooks():
-            if hook not in self.accepted and not is_harmless(hook):
+            return None
+        of_user = [(place, hook) for place, hook in self._hooks() if not is_harmless(hook)]
+        for place, hook in of_user:
+            if hook not in self.accepted:
                 what = f"`{name_of(hook)}` was registered as a hook of {place} in"
                 self._refuse("hook", what, "Remove the hook after use; or register it")
+        return next((f"`{name_of(hook)}`, a hook of {place}," for place, hook in of_user), None)
 
     def _refuse(self, kind: str, what: str, remedy: str) -> NoReturn:
         raise UnpackableCallError(

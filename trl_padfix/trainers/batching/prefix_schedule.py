@@ -10,6 +10,7 @@ gradients. The last user of a prefix backpropagates through the graph of the pre
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ...core.call.batch_cache import BatchVersion
@@ -34,9 +34,6 @@ from ...core.remove import packs_now
 
 
 __all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
-
-logger = get_logger(__name__)
-
 
 RunPrefix = Callable[[PrefixedLayout], None]
 """Runs a prefix forward with this layout, on the ids and the mask of the running chunk."""
@@ -231,7 +228,8 @@ def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
-        logger.info(f"Each part of a batch computes the prefixes that it shares with others again: {reason}.")
+        said = f"Each part of a batch computes the prefixes that it shares with others again: {reason}."
+        handles[0].say_once(said, level=logging.INFO)
     return reason is None
 
 

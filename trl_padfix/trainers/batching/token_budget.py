@@ -93,7 +93,9 @@ class TokenBudget(Part):
         lowered by the same factor, because memory depends on tokens.
         """
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
-        return budget and max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
+        if budget is None or not args.auto_find_batch_size:  # Trainer ignores another number that is set in `args`
+            return budget
+        return max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
     # -- checks
 
@@ -128,7 +130,7 @@ class TokenBudget(Part):
 
     def _check_recomputation(self) -> None:
         """
-        Warn of losses whose forwards are recomputed in backward, and of backward hooks of modules.
+        Warn of losses whose forwards are recomputed in backward, and of hooks of modules.
 
         Raises:
             ValueError: If DeepSpeed would have to recompute forwards.
@@ -146,8 +148,8 @@ class TokenBudget(Part):
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(
-                f"`max_tokens_per_batch`: {hooks[0]} is a backward hook of a module. It runs once for each part of a "
-                "batch, with the gradients of that part."
+                f"`max_tokens_per_batch`: {hooks[0]} is a hook of a module. It runs once for each part of a batch, on "
+                "the states or gradients of that part."
             )
 
     def _why_all_rows(self) -> str | None:
@@ -170,7 +172,7 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        for of_models in ("_shares_across", "_shards", "_matches", "_config"):
+        for of_models in ("_shards", "_matches", "_config"):
             vars(self).pop(of_models, None)
         modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
         self._attached = [attach_runner_patch(module) for module in modules]
@@ -193,7 +195,7 @@ class TokenBudget(Part):
     def _config(self) -> PretrainedConfig:
         return find_pretrained(self.trainer.model).config
 
-    @cached_property
+    @property  # not cached: code of a user may switch gradient checkpointing on at any time
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
@@ -271,6 +273,8 @@ class TokenBudget(Part):
             split = None
         if split is None or (split.count == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
+        # Alone, nothing is reduced: accelerate's state is that of all threads, and another one may be at its step.
+        is_alone = not (has_others or trainer.is_deepspeed_enabled)
         runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
         with (
@@ -285,7 +289,7 @@ class TokenBudget(Part):
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
                 runner.start(i, *self._ids_and_mask(chunk))
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
-                with sync_gradients_in_last(trainer, model, is_last), metrics.chunk(num_items_of):
+                with sync_gradients_in_last(trainer, model, is_last or is_alone), metrics.chunk(num_items_of):
                     total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
         runner.check()
         metrics.log()

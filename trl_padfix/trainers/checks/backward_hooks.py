@@ -1,4 +1,4 @@
-"""Detects code of a user that acts in the backward pass, and so once for each backward of a step."""
+"""Detects code of a user that acts in the forward or backward pass, and so once for each part of a split batch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
 
 
 def module_hook_names(model: nn.Module) -> list[str]:
-    """The backward hooks of modules that a user has registered, by name."""
-    hooks = [(name, m._backward_hooks, m._backward_pre_hooks) for name, m in model.named_modules()]
+    """The hooks of modules that a user has registered, by name."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    hooks = [(name, *(vars(m)[kind] for kind in kinds)) for name, m in model.named_modules()]
     return [f"{hook} of {name or type(model).__name__}" for name, *kinds in hooks for hook in _of_user(kinds)]
 
 

@@ -52,7 +52,6 @@ class RemovePadding(Part):
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
         self._prefix_sharing: PrefixSharing = False
-        self._undo = contextlib.ExitStack()
         self._attachments: list[Attachment] = []
         self._models: list[Any] = []
         self._decoders: list[Any] = []
@@ -74,7 +73,7 @@ class RemovePadding(Part):
         self._set_up_collator()
 
     def attach_to_models(self) -> None:
-        self._detach()
+        self.restore()
         # When a model is trained in stages, the trainer of the previous stage is still attached.
         for model in models_of(self.trainer):
             for attachment in attachments_of(model):
@@ -212,7 +211,6 @@ class RemovePadding(Part):
     def on_init_end(self) -> None:
         for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
             self._check_images(name, dataset)
-        self._keep_padding_side()
         if self.trainer.args.torch_compile:
             self._compile()
 
@@ -248,25 +246,10 @@ class RemovePadding(Part):
         if isinstance(dataset, Dataset):  # the collator checks each batch of a stream
             check_vision(dataset, self.trainer.processing_class, name, self.settings.strict)
 
-    def _keep_padding_side(self) -> None:
-        """Restore the tokenizer's `padding_side` after events: TRL's `LogCompletionsCallback` leaves it at left."""
-        handler, processing = self.trainer.callback_handler, self.trainer.processing_class
-        call_event = handler.call_event
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with temporarily_set(processing, padding_side=getattr(processing, "padding_side", None)):
-                return call_event(*args, **kwargs)
-
-        self._undo.enter_context(temporarily_set(handler, call_event=call))
-
-    def _detach(self) -> None:
+    def restore(self) -> None:
         for attachment in reversed(self._attachments):
             attachment.remove()
         self._attachments, self.trainer.padding.handles = [], []
-
-    def restore(self) -> None:
-        self._undo.close()
-        self._detach()
 
 
 def _decoders_of(models: list[Any]) -> list[Any]:

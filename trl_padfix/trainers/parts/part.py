@@ -224,7 +224,7 @@ class Part:
         """Called before TRL adds its metrics to `logs` and logs them."""
 
     def restore(self) -> None:
-        """Put models and callbacks back into the state before this trainer. May be called twice."""
+        """Put models back into the state before this trainer. May be called twice."""
 
     def on_init_error(self) -> None:
         """Called if the trainer's `__init__` fails; by default `restore`."""
