@@ -12,7 +12,7 @@ from transformers import BloomConfig, Gemma3Config, Lfm2Config, Qwen2VLConfig, X
 from zoo.models import CONFIGS
 
 import trl_padfix
-from trl_padfix import remove_padding
+from trl_padfix import remove_padding, versions
 from trl_padfix.core.attention.backends import FLASH_PACKAGES, HUB_KERNELS, Machine
 from trl_padfix.tools.doctor import diagnose
 
@@ -111,6 +111,7 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
     assert result.exit_code == 1
     assert result.output.startswith("NOT READY.")
     assert "trl 0.9.0: the trainers of this package need trl" in words(result.output)
+    assert versions.INSTEAD in words(result.output)
     assert "transformers is not installed: the trainers" in words(result.output)
 
 

@@ -65,8 +65,7 @@ def _group_options(parser: TrlParser, ours: set[str]) -> None:
     groups = [parser.add_argument_group(f"padding removal, {title}") for title in OPTION_GROUPS]
     for title, group in zip(OPTION_GROUPS, groups, strict=True):
         group._group_actions = [action for action in actions if group_of.get(action.dest, first) == title]
-    rest = parser._optionals
-    rest._group_actions = [action for action in rest._group_actions if action not in actions]
+    parser._optionals._group_actions = [a for a in parser._optionals._group_actions if a not in actions]
     parser._action_groups = [*groups, *parser._action_groups[: -len(groups)]]
 
 

@@ -61,7 +61,7 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (typer.Exit, typer.Abort):  # subclasses of `RuntimeError`
+    except (typer.Exit, typer.Abort, BrokenPipeError):  # subclasses of `RuntimeError`; click is silent on `| head`
         raise
     except Exception as error:
         if os.environ.get(DEBUG) or (message := _message(error)) is None:
