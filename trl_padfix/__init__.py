@@ -33,7 +33,8 @@ _MODULES = {
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
-    "trainers.methods.distillation": ["DistillationConfig", "DistillationTrainer"],
+    "trainers.distillation_config": ["DistillationConfig"],
+    "trainers.methods.distillation": ["DistillationTrainer"],
     "trainers.methods.dpo": ["DPOTrainer"],
     "trainers.dry_run": ["dry_run"],
     "trainers.methods.grpo": ["GRPOTrainer"],
@@ -70,8 +71,9 @@ if TYPE_CHECKING:
     from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
+    from .trainers.distillation_config import DistillationConfig
     from .trainers.dry_run import dry_run
-    from .trainers.methods.distillation import DistillationConfig, DistillationTrainer
+    from .trainers.methods.distillation import DistillationTrainer
     from .trainers.methods.dpo import DPOTrainer
     from .trainers.methods.grpo import GRPOTrainer
     from .trainers.methods.kto import DataCollatorForUnpairedPreference, KTOTrainer

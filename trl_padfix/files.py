@@ -16,7 +16,7 @@ __all__ = [
     "write_whole", "write_whole_folder",
 ]  # fmt: skip
 
-DATA_FILES = {".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Builders of `datasets`, by the endings of data files."""
 
 _WHY = {

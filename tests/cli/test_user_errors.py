@@ -22,6 +22,7 @@ CASES = [
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
     (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
     (stats("empty.jsonl"), "empty.jsonl is empty"),
+    (stats("corrupt.jsonl"), "An error occurred while generating the dataset (JSON parse error"),
     (stats("null.jsonl"), "Row 3 (counted from 0) has None in column `text`"),
     (stats("columns.jsonl"), "The data has the columns words. Trainers take dpo: chosen, rejected;"),
     (stats("good.jsonl", "--trainer", "dpo"), "Trainers take dpo: chosen, rejected. Rename them."),
@@ -79,12 +80,6 @@ def test_a_mistake_is_a_message_and_an_exit_code(material):
         assert message in result.output, args
         assert "Traceback" not in result.output, args
     assert files(material) == before
-
-
-def test_a_broken_line_is_told_in_the_words_of_datasets():
-    result = trl_padfix_command(*stats("corrupt.jsonl"))
-    assert result.exit_code == 1
-    assert "JSON" in f"{result.output} {result.exception} {result.exception.__cause__}"
 
 
 @pytest.mark.parametrize("args", [["--debug", *stats("nowhere.jsonl")], [*stats("nowhere.jsonl"), "--debug"]])

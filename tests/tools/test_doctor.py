@@ -12,7 +12,7 @@ from transformers import BloomConfig, Gemma3Config, Lfm2Config, Qwen2VLConfig, X
 from zoo.models import CONFIGS
 
 import trl_padfix
-from trl_padfix import remove_padding
+from trl_padfix import remove_padding, versions
 from trl_padfix.core.attention.backends import FLASH_PACKAGES, HUB_KERNELS, Machine
 from trl_padfix.tools.doctor import diagnose
 
@@ -101,11 +101,17 @@ def test_a_pair_that_is_not_tested_is_said_and_one_out_of_bounds_fails(monkeypat
         "trl_padfix.versions.installed_version", lambda name: {"trl": "0.17.0", "transformers": "4.52.4"}.get(name)
     )
     assert doctor().exit_code == 0
+    installed_version = {"transformers": "5.24.0"}.get
+    monkeypatch.setattr("trl_padfix.versions.installed_version", installed_version)
+    assert "stack no TRL: `remove_padding` and the callback run, no trainer upstream" in words(doctor().output)
+    result = trl_padfix_command("stats", __file__, "--train-tokenizer", "300")
+    assert "trl_padfix.tools.stats` needs trl <2,>=1.10, and none is installed" in result.output
     monkeypatch.setattr("trl_padfix.versions.installed_version", lambda name: {"trl": "0.9.0"}.get(name))
     result = doctor()
     assert result.exit_code == 1
     assert result.output.startswith("NOT READY.")
     assert "trl 0.9.0: the trainers of this package need trl" in words(result.output)
+    assert versions.INSTEAD in words(result.output)
     assert "transformers is not installed: the trainers" in words(result.output)
 
 

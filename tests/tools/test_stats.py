@@ -140,9 +140,10 @@ def test_rows_come_from_files_and_folders(tmp_path):
     rows.to_json(tmp_path / "pairs.jsonl")
     rows.to_json(tmp_path / "pairs.json.gz", compression="gzip")
     rows.to_parquet(tmp_path / "pairs.parquet")
+    rows.to_csv(tmp_path / "pairs.csv")
     (tmp_path / "folder").mkdir()
     rows.to_json(tmp_path / "folder" / "train.jsonl")
-    for name in ("pairs.jsonl", "pairs.json.gz", "pairs.parquet", "folder"):
+    for name in ("pairs.jsonl", "pairs.json.gz", "pairs.parquet", "pairs.csv", "folder"):
         loaded = load_rows(str(tmp_path / name))
         assert loaded.to_list() == rows.to_list()
         assert list(texts_of(loaded))[:2] == [rows[0]["chosen"], rows[0]["rejected"]]

@@ -48,15 +48,15 @@ def describe(diagnosis: Diagnosis) -> list[str]:
     gpus = ", ".join(f"{n} x {name}" for name, n in count.items()) or f"{machine.name} ({system['cores']} cores)"
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
     precisions = ", ".join(f"{name} ({word})" for name, word in diagnosis.dtypes.items())
-    tested = ", ".join(f"{pair.transformers} with {pair.trl}" for pair in TESTED)
-    pair = "a pair that is tested together"
+    tested = "" if diagnosis.tested else "; tested: " + ", ".join(f"{t.transformers} with {t.trl}" for t in TESTED)
+    pair = f"transformers and TRL are {'not ' if tested else ''}a pair that is tested together{tested}"
     lines = [
         *(("", text) for text in _verdict(diagnosis)),
         ("", ""),
         ("machine", f"{gpus}{capability}; {precisions}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
-        ("stack", f"transformers and TRL are {pair if diagnosis.tested else f'not {pair}; tested: {tested}'}"),
+        ("stack", pair if versions["trl"] else "no TRL: `remove_padding` and the callback run, no trainer"),
         ("upstream", f"names that are read of other packages: {diagnosis.upstream}"),
         ("", ""),
         ("", f"attention in {diagnosis.dtype}:"),

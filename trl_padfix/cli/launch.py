@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from ..files import DATA_FILES, folder_obstacle, is_missing_path
 from . import disable_telemetry, require_extra
 from .config_file import check_names, keys_of, name_of
 from .methods import METHODS, OPTION_GROUPS
@@ -32,9 +33,6 @@ __all__ = ["main", "make_parser", "parse", "run"]
 
 TINY = ("dpo", "sft")
 """Methods that can train a tiny model that is built on the spot."""
-
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Builders of `datasets` for data files, by their endings."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -52,11 +50,9 @@ def make_parser(method: str) -> TrlParser:
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
         parser.add_argument("--tiny_model", choices=["tiny", "small"], help=about)
-    package = __name__.partition(".")[0]
-    ours = [c for c in config.__mro__ if c.__module__.partition(".")[0] == package]
-    mixins = [c for c in ours if not issubclass(c, TrainingArguments)]
-    names = {field.name for mixin in mixins for field in fields(mixin)} | {"dry_run", "tiny_model"}
-    _group_options(parser, names)
+    ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
+    names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
+    _group_options(parser, names | {"dry_run", "tiny_model"})
     return parser
 
 
@@ -69,8 +65,7 @@ def _group_options(parser: TrlParser, ours: set[str]) -> None:
     groups = [parser.add_argument_group(f"padding removal, {title}") for title in OPTION_GROUPS]
     for title, group in zip(OPTION_GROUPS, groups, strict=True):
         group._group_actions = [action for action in actions if group_of.get(action.dest, first) == title]
-    rest = parser._optionals
-    rest._group_actions = [action for action in rest._group_actions if action not in actions]
+    parser._optionals._group_actions = [a for a in parser._optionals._group_actions if a not in actions]
     parser._action_groups = [*groups, *parser._action_groups[: -len(groups)]]
 
 
@@ -94,7 +89,6 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from ..files import folder_obstacle
     from ..trainers.parts.checkpoints import checkpoint_to_resume
 
     if not args:
@@ -151,15 +145,13 @@ def warn_of_unused_lora(args: Sequence[str]) -> str | None:
 
 def _check_paths(arguments: Any) -> None:
     """Raise a `ValueError` for a model or dataset that is not there, a file as a dataset, and an empty file."""
-    from ..files import is_missing_path
-
     given = vars(arguments)
     for field in ("model_name_or_path", "dataset_name"):
         if (name := given.get(field)) and is_missing_path(name):
             raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
     # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
     path = Path(given.get("dataset_name") or "")
-    if builder := BUILDERS.get(path.suffix):
+    if builder := DATA_FILES.get(path.suffix):
         wrong = "is a file" if path.is_file() else "names a file, and there is none here"
         raise ValueError(
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
@@ -168,7 +160,7 @@ def _check_paths(arguments: Any) -> None:
     files = [path / name for name in os.listdir(path)] if given.get("dataset_name") and path.is_dir() else []
     files += [Path(d.data_files) for d in given.get("datasets") or [] if isinstance(d.data_files, str)]
     for file in files:
-        if file.suffix in BUILDERS and file.is_file() and not file.stat().st_size:
+        if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
             raise ValueError(f"the data file {str(file)!r} is empty.")
 
 

@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from ..files import refuse_missing
+from ..versions import require
 from .console import JsonOption, one_of, outputs, write_json
 
 
@@ -17,7 +18,7 @@ __all__ = ["stats"]
 
 
 def stats(
-    data: Annotated[str, Argument(help="Hub id, folder, .jsonl, .json.gz or .parquet.")],
+    data: Annotated[str, Argument(help="Hub id, folder, .jsonl, .json.gz, .csv or .parquet.")],
     tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
         int | None, Option(min=300, max=10**6, help="Instead: train a BPE of so many entries on the data's own text.")
@@ -36,6 +37,7 @@ def stats(
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
     outputs(plot=plot, json=json)
+    require("trl", "tools.stats")
 
     from ..tools.data import load_rows, texts_of
     from ..tools.stats import measure, summary
@@ -67,8 +69,7 @@ def stats(
     for column, values in figures.items():
         typer.echo(f"{column:12}" + "".join(f"{value:9,.0f}" for value in values.values()))
     if max_length:
-        dropped = len(lengths) - len(kept)
-        typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {dropped:,}.")
+        typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {len(lengths) - len(kept):,}.")
     typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))
     counts = {"data": data, "rows": len(lengths), "lengths": figures, "truncated": truncated}
     write_json(json, counts | {"verdict": asdict(verdict)})

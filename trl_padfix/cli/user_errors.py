@@ -61,20 +61,21 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
     """
     try:
         yield
-    except (typer.Exit, typer.Abort):  # subclasses of `RuntimeError`
+    except (typer.Exit, typer.Abort, BrokenPipeError):  # subclasses of `RuntimeError`; click is silent on `| head`
         raise
     except Exception as error:
-        if os.environ.get(DEBUG) or not _has_message(error):
+        if os.environ.get(DEBUG) or (message := _message(error)) is None:
             raise
-        typer.echo(f"{command if isinstance(command, str) else command()}: {error}", err=True)
+        typer.echo(f"{command if isinstance(command, str) else command()}: {message}", err=True)
         typer.echo(f"({DEBUG}=1 shows the traceback.)", err=True)
         raise SystemExit(1) from error
 
 
-def _has_message(error: Exception) -> bool:
-    """Whether an error comes from a `raise` statement of a package that checks what it is given."""
-    if not isinstance(error, (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError)):
-        return False
+def _message(error: Exception) -> str | None:
+    """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
+    if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # "An error occurred": of what, it is told
+        return f"{error} ({error.__cause__})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)
-    return is_raised or isinstance(error, OSError)
+    checked = isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)) and is_raised
+    return str(error) if checked or isinstance(error, OSError) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from ..files import DATA_FILES, refuse_missing
+from ..files import DATA_FILES
 from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
 
 
@@ -23,15 +23,13 @@ def load_rows(data: str, split: str = "train") -> Dataset:
 
     Args:
         data (`str`):
-            A local `.jsonl`, `.json`, `.json.gz` or `.parquet`, a folder, or a Hub id.
+            A local `.jsonl`, `.json`, `.json.gz`, `.csv` or `.parquet`, a folder, or a Hub id.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a folder or Hub id; a file has one split.
 
     Raises:
-        FileNotFoundError: If `data` is a path where there is nothing.
         ValueError: If there is no row.
     """
-    refuse_missing(data)
     path = Path(data)
     if path.is_file() and not path.stat().st_size:  # `datasets` fails on an empty file with an error about schemas
         raise ValueError(f"{data} is empty.")

@@ -32,7 +32,7 @@ from ..core.attention.backends import (
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
 from ..upstream import contract, unmet
-from ..versions import BOUNDS, TESTED, installed_version, installed_versions
+from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]
@@ -120,6 +120,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
         f"{package} {versions[package] or 'is not installed'}: the trainers of this package need {package} {bounds}"
+        f"{'. ' + INSTEAD if package == 'trl' else ''}"
         for package, bounds in BOUNDS.items()
         # `remove_padding` and the callback need no TRL, and the environment of another stack may have none.
         if not (package == "trl" and versions["trl"] is None)

@@ -1,1 +1,1 @@
-"""A module for each trainer: its task, its configuration if it is not in `config.py`, its class."""
+"""A module for each trainer: its task and its class."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +9,6 @@ import trl
 
 from ...core.model.find import find_pretrained
 from ..checks.arguments import require_teacher
-from ..field_types import help_from_docstring
-from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
@@ -19,36 +16,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 
-__all__ = ["DistillationConfig", "DistillationTrainer"]
-
-
-@help_from_docstring
-@dataclass
-class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
-    """
-    TRL's [`~trl.DistillationConfig`] with padding removal.
-
-    There is no `padding_side`: prompts are padded left and completions right, as generation leaves them.
-
-    Args:
-        padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch:
-            As in [`GRPOConfig`], for the forwards of student and teacher.
-        teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            As `attn_implementation`, for the teacher. By default the one that the teacher is loaded with.
-        **kwargs:
-            All fields of [`~trl.DistillationConfig`].
-
-    Raises:
-        ValueError: For `prefix_sharing` without `padding_free`.
-
-    Example:
-
-    ```python
-    >>> args = DistillationConfig("runs/distillation", padding_free=True, use_cpu=True, bf16=False)
-
-    ```
-    """
+__all__ = ["DistillationTrainer"]
 
 
 class DistillationTask(OnlineTask):
