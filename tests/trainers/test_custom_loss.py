@@ -55,6 +55,7 @@ def as_mixin(trainer, patch):
     subclass(trainer, Scaled)
 
 
+RECOMPUTED = "computed again in the backward pass"
 PLACES = {place.__name__: place for place in (on_class, on_object, as_partial, as_mixin)}
 
 
@@ -207,7 +208,9 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
         trainer.model.get_submodule(place).register_forward_hook(keep)
         return figures_of(subclass(trainer, **own))
 
+    token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
+    assert RECOMPUTED not in caplog.text  # a padded batch is not split
     is_padded = budget or place != "model"  # packed, the states of a decoder are unpacked before its hooks
     assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog)) == is_padded
     if is_padded and (owner != "step" or place != "model"):  # a step of one's own is not split
@@ -216,6 +219,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
         monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
         with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
             figures(trl_padfix)
+        assert (RECOMPUTED in caplog.text) == (budget and owner == "loss")
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):

@@ -141,7 +141,7 @@ class TokenBudget(Part):
                 f"{reason}, so `max_tokens_per_batch` would compute forwards again in the backward pass, which "
                 "DeepSpeed does not do. Leave one of them out."
             )
-        if reason:
+        if reason and hook_beside_loss(trainer) is None:  # else a batch is padded, and whole
             logger.warning_once(
                 f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
                 "sub-batches of its forward but one are computed again in the backward pass."
