@@ -251,10 +251,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
     # Checkpointing that is on in the model (reentrant by default), and checkpointing that Trainer will switch on.
-    functions = [getattr(m, "_gradient_checkpointing_func", None) for m in handle.decoder.modules()]
-    is_reentrant = [
-        not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions if f is not None
-    ]
+    functions = filter(None, (vars(m).get("_gradient_checkpointing_func") for m in handle.decoder.modules()))
+    is_reentrant = [not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions]
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name, and the older one
         if (is_on := getattr(args, name, None)) is not None:
             is_reentrant.append(is_on and (getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant"))

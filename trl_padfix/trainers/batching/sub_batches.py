@@ -289,11 +289,11 @@ def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float
     """What the balancing loss of experts adds to the loss of an output."""
     if output.get("aux_loss") is None:
         return 0.0
-    # Some models read the weight from their configuration only, and so does, under transformers 5, the head of TRL up to
-    # 1.15, whose outputs count tokens.
-    is_read_from_config = output.get("num_correct_tokens") is not None and Version(transformers.__version__).major > 4
-    owners = (model, model.config.get_text_config())[:: -1 if is_read_from_config else 1]
-    weights = (getattr(x, "router_aux_loss_coef", None) for x in owners)
+    # Some models read the weight from their configuration only. So does, under transformers 5, the head of TRL before
+    # 1.16, whose outputs count tokens.
+    weights = [getattr(x, "router_aux_loss_coef", None) for x in (model, model.config.get_text_config())]
+    if output.get("num_correct_tokens") is not None and Version(transformers.__version__).major > 4:
+        weights.reverse()
     return next((weight for weight in weights if weight is not None), 0.0) * output["aux_loss"]
 
 

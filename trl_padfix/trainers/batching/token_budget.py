@@ -172,21 +172,20 @@ class TokenBudget(Part):
         self.restore()
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget
-        for of_models in ("_shards", "_matches", "_config"):
-            vars(self).pop(of_models, None)
-        modules = map(self.trainer.padding.task.scoring_module, models_of(self.trainer))
-        self._attached = [attach_runner_patch(module) for module in modules]
+        vars(self).pop("_config", None)
+        scoring_module = self.trainer.padding.task.scoring_module
+        self._attached = [attach_runner_patch(scoring_module(model)) for model in models_of(self.trainer)]
 
     def restore(self) -> None:
         for attachment in self._attached:
             attachment.remove()
 
-    @cached_property
+    @property
     def _shards(self) -> bool:
         """Whether processes with other rows meet in every forward."""
         return is_sharded(self.trainer)
 
-    @cached_property
+    @property
     def _matches(self) -> bool:
         """Whether processes meet in every backward, and so need equally many."""
         return self._shards or is_zero(2, self.trainer.accelerator)
@@ -199,12 +198,11 @@ class TokenBudget(Part):
     def _shares_across(self) -> bool:
         """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
-        trainer = self.trainer
-        can_match = is_fsdp2(trainer) and self._why_all_rows() is None
-        for model in map(trainer.padding.task.scoring_module, models_of(trainer)):
-            parameters = inspect.signature(type(find_pretrained(model)).forward).parameters
-            can_match = can_match and "logits_to_keep" in parameters
-        return shares_across_parts(trainer.padding.handles, trainer.args, self._shards and not can_match)
+        trainer, meets = self.trainer, self._shards
+        if meets and is_fsdp2(trainer) and self._why_all_rows() is None:
+            models = map(find_pretrained, map(trainer.padding.task.scoring_module, models_of(trainer)))
+            meets = any("logits_to_keep" not in inspect.signature(type(m).forward).parameters for m in models)
+        return shares_across_parts(trainer.padding.handles, trainer.args, meets)
 
     # -- forwards in sub-batches
 
