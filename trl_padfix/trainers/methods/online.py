@@ -169,10 +169,11 @@ class OnlineTrainer(PaddingFreeMixin):
             batch_size = len(input_ids)  # one call: the budget splits it, not TRL's number of rows
             given = {f"argument {i}": value for i, value in enumerate(args, 6)} | kwargs
             require_rows_in(without_images(given), batch_size, "`max_tokens_per_batch` splits them. Leave it out.")
+        score = super()._get_per_token_logps_and_entropies
         with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs
-            )
+            if args:
+                return score(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
+            return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
 
     def scoring(
         self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None
