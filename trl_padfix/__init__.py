@@ -33,7 +33,7 @@ _MODULES = {
     "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
-    "trainers.distillation_config": ["DistillationConfig"],
+    "trainers.methods.distillation_config": ["DistillationConfig"],
     "trainers.methods.distillation": ["DistillationTrainer"],
     "trainers.methods.dpo": ["DPOTrainer"],
     "trainers.dry_run": ["dry_run"],
@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
-    from .trainers.distillation_config import DistillationConfig
     from .trainers.dry_run import dry_run
     from .trainers.methods.distillation import DistillationTrainer
+    from .trainers.methods.distillation_config import DistillationConfig
     from .trainers.methods.dpo import DPOTrainer
     from .trainers.methods.grpo import GRPOTrainer
     from .trainers.methods.kto import DataCollatorForUnpairedPreference, KTOTrainer

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import trl
 
-from .field_types import help_from_docstring
-from .settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
+from ..field_types import help_from_docstring
+from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 __all__ = ["DistillationConfig"]
