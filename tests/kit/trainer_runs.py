@@ -42,6 +42,7 @@ from trl_padfix import (
     padding_free_trainer,
     prefix_sharing_layout,
 )
+from trl_padfix.trainers.parts.step_parity import check_step
 
 
 SPECIAL = {"<bos>": 0, "<eos>": 1, "<pad>": 39}
@@ -182,11 +183,15 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
         if counting[0] and not has_cache(kwargs):
             entered.append(args[0].shape[:2].numel())
 
-    def uncounted(*args, **kwargs):
-        counting[0] = False
-        report = check_parity(*args, **kwargs)
-        counting[0] = True
-        return report
+    def uncounted(check):
+        def run(*args, **kwargs):
+            counting[0], before = False, len(batches)
+            report = check(*args, **kwargs)
+            counting[0] = True
+            del batches[before:]
+            return report
+
+        return run
 
     layer = next(m for m in trainer.model.modules() if isinstance(m, nn.ModuleList))[0]
     hook = layer.register_forward_pre_hook(count, with_kwargs=True)
@@ -194,7 +199,10 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
     if watch is not None:
         watch(trainer, batches)
     trainer.remove_callback(PrinterCallback)
-    with patch("trl_padfix.trainers.parts.parity.check_parity", uncounted):
+    checks = [
+        patch(f"trl_padfix.trainers.parts.parity.{f.__name__}", uncounted(f)) for f in (check_parity, check_step)
+    ]
+    with checks[0], checks[1]:
         trainer.train(**how)
         if trainer.eval_dataset is not None:
             trainer.evaluate()

@@ -72,7 +72,7 @@ def test_pairs_stay_together_with_what_has_an_entry_for_each():
     ids = torch.arange(1, 25).view(6, 4)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "margin": torch.arange(3.0)}
     split = RowSplitter(8, sharing=False).split(*list(batch.values())[:2], rows_per_item=2)
-    chunks = chunk_batches(batch, split, 2, None)
+    chunks = chunk_batches(batch, split, 2, None, len(batch["input_ids"]))
     assert len(chunks) == 3
     for chunk in chunks:
         pair = int(chunk["margin"])
@@ -92,7 +92,7 @@ def test_columns_of_padding_are_left_out_and_those_that_are_scored_are_not(side)
 
     def widths(batch):
         split = RowSplitter(9, sharing=False).split(ids, mask, scored=scored_tokens(batch))
-        return sorted(chunk["labels"].shape[1] for chunk in chunk_batches(batch, split, 1, None))
+        return sorted(chunk["labels"].shape[1] for chunk in chunk_batches(batch, split, 1, None, len(batch["input_ids"])))
 
     # On the left one column of padding stays: it predicts the first token, if that has a label.
     assert widths(batch) == [7 if side == "left" else 6, 9]

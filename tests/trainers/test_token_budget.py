@@ -203,7 +203,7 @@ def test_a_split_batch_has_the_numbers_of_the_whole_one(name, accumulation, thei
 
     monkeypatch.setattr(task, "chunk_weight", wrong)
     if not case.is_sum:
-        monkeypatch.setattr(TokenBudget, "_why_all_rows", lambda self: None)
+        monkeypatch.setattr(TokenBudget, "why_all_rows", lambda self: None)
     wrongly = split("wrong")
     assert max(wrongly.chunks) > 1
     with pytest.raises(AssertionError):

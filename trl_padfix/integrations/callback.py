@@ -27,10 +27,11 @@ from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.custom_loss import why_padded
 from ..trainers.distributed import models_of, splitting_parallelism
+from ..trainers.messages import say
 from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
 from ..trainers.parts.attach_models import attach_to_models
 from ..trainers.parts.neftune import prefix_sharing_with_neftune
-from ..trainers.parts.parity import compare, first_call, print_reports, say
+from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 
 

@@ -19,7 +19,7 @@ from ..core.handle import PrefixSharing
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.distributed import refuse_whole_rows
-from ..trainers.parts.parity import say
+from ..trainers.messages import say
 from ..versions import require_stack
 from .callback import in_words
 

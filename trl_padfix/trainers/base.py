@@ -40,7 +40,7 @@ from ..core.call.batch_cache import batch_cache
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.custom_loss import observe_loss, observe_user_step
+from .checks.custom_loss import observe_loss, observe_user_loss, observe_user_step
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
@@ -231,7 +231,7 @@ class PaddingFreeMixin:
         return batches, *count
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.padding.budget.around_training_step():
+        with self.padding.budget.around_training_step(), observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
     @observe_loss
@@ -240,7 +240,7 @@ class PaddingFreeMixin:
 
     @contextlib.contextmanager
     def observe_step(
-        self, model: torch.nn.Module, inputs: dict[str, Any], returns_outputs: bool = False
+        self, model: torch.nn.Module, inputs: dict[str, Any], arguments: dict[str, Any] | None = None
     ) -> Iterator[Step]:
         """
         A block with the forwards of policy and reference on one batch.
@@ -254,7 +254,7 @@ class PaddingFreeMixin:
             self._follow_models()
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        step = Step(model, inputs, mode, number, padding.task.padded_batches, returns_outputs)
+        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {})
         for part in padding.in_steps:
             if is_outer:
                 step = part.begin_step(step)
@@ -273,7 +273,8 @@ class PaddingFreeMixin:
             yield step
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        with observe_user_loss(self):
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:

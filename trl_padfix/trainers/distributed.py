@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
+from transformers import Trainer
 
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
     "max_over_processes", "models_of", "named_models_of", "raise_on_all", "refuse_whole_rows", "splitting_parallelism",
+    "step_on_prepared",
     "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
 
@@ -203,6 +205,19 @@ def _no_sync(trainer: PaddingFreeTrainer, model: torch.nn.Module) -> contextlib.
     """`no_sync` of what wraps the model; accelerate has not wrapped one that transformers has sharded."""
     is_sharded = _size_at_load(trainer.model, "dp_size") > 1
     return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
+
+
+def step_on_prepared(
+    trainer: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], num_items: Any
+) -> torch.Tensor:
+    """Loss and backward of prepared `inputs`, by transformers' `training_step`; callable within a running one."""
+    prepared = temporarily_set(
+        trainer,
+        _prepare_inputs=lambda inputs: inputs,
+        _prepare_context_parallel_inputs=lambda model, inputs: (contextlib.nullcontext, inputs),
+    )
+    with prepared, torch.autocast(trainer.args.device.type, enabled=False):
+        return Trainer.training_step(trainer, model, inputs, num_items)
 
 
 def refuse_whole_rows(handle: PaddingRemoval) -> None:

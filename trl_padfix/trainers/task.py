@@ -124,6 +124,10 @@ class Task:
         """The batch with the images and token types for one of `padded_batches`, for the parity check."""
         return inputs
 
+    def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch of few rows without columns that are padding in all of them, where `input_ids` has none."""
+        return batch
+
     # -- loss
 
     def scoring_module(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -141,6 +145,8 @@ class Task:
     def why_padded(self, inputs: Any) -> str | None:
         """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
+        if padding.why_padded is not None:
+            return padding.why_padded
         is_packed, in_parts = padding.is_removed and padding.handles[0].enabled, padding.budget.budget is not None
         return why_padded(self.trainer, padding.handles[0], inputs, in_parts) if is_packed else None
 

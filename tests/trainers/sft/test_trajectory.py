@@ -46,7 +46,7 @@ def test_neftune_draws_the_noise_of_the_padded_batch(kind, makers, monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_noise_is_bounded_by_the_length_of_the_padded_row(side, make):
-    trainer = make(config=NOISE | {"padding_free": True, "padding_side": side, "max_steps": 1})
+    trainer = make(config=NOISE | {"padding_free": True, "padding_side": side, "max_steps": 1, "parity_check": False})
     table = trainer.model.get_input_embeddings().weight.detach().clone()
     batches, embedded = [], []
     compute_loss = trainer.compute_loss

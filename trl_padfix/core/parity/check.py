@@ -77,8 +77,8 @@ def check_parity(
 
     Args:
         model (`torch.nn.Module`):
-            Causal language model, reward model or embedding model, or a wrapper around one. If the wrapper needs more
-            arguments than ids, mask and labels, the model inside of it is compared.
+            Causal language model, reward model or embedding model, or a wrapper around one. Of a user's wrapper the
+            model inside of it is compared; of a model with a user's forward, its decoder.
         batch (`dict`):
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a packed batch `input_ids` and `position_ids`
             (and `cu_seq_lens_q`, if the batch has it). Other entries are used by multimodal models only.
@@ -167,7 +167,7 @@ def _comparing(
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are no reason: the comparison tests them.
         stack.enter_context(handle.temporarily(stats=PaddingStats(), strict=True))
-        called = called_module(model, batch, handle)
+        called = called_module(model, handle)
         sample = sample_of(called, batch, handle)
         if handle.anatomy.pools_by_token_id:
             sample = stack.enter_context(pooling_last_column(sample, handle.anatomy.pretrained))

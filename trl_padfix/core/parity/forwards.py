@@ -24,7 +24,7 @@ from .sample import Sample
 from .scores import logits_of, logits_of_packed, scores_of
 
 
-__all__ = ["Forwards", "Outcome", "Scores", "without_hooks"]
+__all__ = ["Forwards", "Outcome", "Scores", "other_attention", "without_hooks"]
 
 EXACT_WEIGHTS = 2**31
 """Bytes of weights in float64 up to which rows alone are computed in float64."""
@@ -137,7 +137,7 @@ class Forwards:
         """The scores without padding removal; if rounding is measured, with another attention function as well."""
         with self.handle.disabled():
             scores, others = self._run(score, gradients), []
-            if self.dtype not in WIDEST_SCORE and (attention := _other_attention(self.handle)) is not None:
+            if self.dtype not in WIDEST_SCORE and (attention := other_attention(self.handle)) is not None:
                 with within(attention=attention):
                     others.append(self._run(score, gradients))
         return scores, others
@@ -148,7 +148,7 @@ class Forwards:
         return Scores(*with_gradient(self.handle.anatomy.pretrained, self.sample.ids, score))
 
 
-def _other_attention(handle: PaddingRemoval) -> str | None:
+def other_attention(handle: PaddingRemoval) -> str | None:
     """Another attention function with the same results as the decoder's, if there is one."""
     if handle.decoder.config._attn_implementation != "eager":
         return "eager"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,8 @@ from transformers import PreTrainedModel
 
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
-from ..model.find import find_peft, is_peft
+from ..model.find import find_peft
+from ..model.inspection import is_of, parameters_of, takes_any_argument
 from ..model.pipelines import pipeline_in
 from ..refusals import batch_obstacle
 from .scores import select_columns
@@ -24,6 +24,13 @@ from .snippets import longest_pair, short_snippets
 __all__ = [
     "Sample", "called_module", "longest_row", "padded_batch", "pooling_last_column", "prepare", "prepare_longest",
 ]  # fmt: skip
+
+
+_LIBRARIES = {
+    "accelerate", "deepspeed", "liger_kernel", "peft", "sentence_transformers", "torch", "transformers",
+    "transformers_modules", "trl", "trl_padfix", "unsloth",
+}  # fmt: skip
+"""Packages whose forwards take ids and mask alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,24 +61,19 @@ class Sample:
             yield replace(self, inputs=inputs | of_row, columns=columns, is_packed=False)
 
 
-def called_module(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> nn.Module:
+def called_module(model: nn.Module, handle: PaddingRemoval) -> nn.Module:
     """
-    The module whose forwards are compared: `model`, or the transformers model inside of it.
+    The module whose forwards are compared: `model`, or a part of it if its forward is a user's.
 
-    The forward of a user's module may need more arguments than snippets of a batch have, such as the positions that
-    its score head reads. Then the model inside of it is compared.
+    A user's forward may need more than a few short rows: their labels, the positions that its head reads.
     """
+    pretrained = handle.anatomy.pretrained
     if handle.multimodal is not None or pipeline_in(model) is not None:  # they get the whole batch, or a dictionary
         return model
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    labels = batch.get("labels")
-    has_token_labels = labels is None or labels.shape == batch["input_ids"].shape
-    available = {"input_ids", "attention_mask"} | ({"labels"} if has_token_labels else set())
-    if all(p.name in available for p in named if p.default is p.empty):
-        return model
+    if not is_of(type(pretrained).forward, _LIBRARIES):
+        return handle.decoder
     # Adapters may put learned tokens before the rows, which the model inside of them does not.
-    return find_peft(model) or handle.anatomy.pretrained
+    return model if is_of(type(model).forward, _LIBRARIES) else find_peft(model) or pretrained
 
 
 def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
@@ -88,16 +90,16 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
     # Rows with masked tokens that no packed forward of this model serves are computed padded: compared without these.
     has_holes = batch_obstacle(layout, False, handle.mixers) is None
     ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk, has_holes=has_holes)
-    inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, batch, ids, mask)
+    inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
     return Sample(inputs, torch.arange(ids.shape[1] - 1, device=ids.device), _is_packed(given))
 
 
 def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
     """The longest row of a batch behind another one, and up to `MAX_COLUMNS` columns of them to compare."""
     ids, mask = longest_pair(*padded_batch(batch))
-    inputs = {"input_ids": ids, "attention_mask": mask} | _other_arguments(model, batch, ids, mask)
+    inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
     selected, columns = select_columns(inputs, handle.anatomy.pretrained)
-    return Sample(inputs if _is_users(model) else selected, columns, _is_packed(batch))
+    return Sample(selected, columns, _is_packed(batch))
 
 
 def longest_row(batch: dict[str, Any]) -> int:
@@ -128,22 +130,9 @@ def padded_batch(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["input_ids"], _with_mask(batch)["attention_mask"]
 
 
-def _is_users(model: nn.Module) -> bool:
-    """Whether a model is a module of the user's around that of transformers, or of PEFT."""
-    return not isinstance(model, PreTrainedModel) and not is_peft(model)
-
-
-def _other_arguments(model: nn.Module, batch: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-    """`use_cache=False` if the forward of a model takes it, and labels if it needs them."""
-    parameters, labels = inspect.signature(model.forward).parameters, batch.get("labels")
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    arguments: dict[str, Any] = {"use_cache": False} if takes_any or "use_cache" in parameters else {}
-    # A user's module around the model may need the labels of its batch, even if their default is `None`.
-    has_labels = _is_users(model) and isinstance(labels, torch.Tensor) and labels.shape == batch["input_ids"].shape
-    if "labels" in parameters and (has_labels or parameters["labels"].default is inspect.Parameter.empty):
-        follows_real = torch.nn.functional.pad(mask[:, :-1], (1, 0)).bool()
-        arguments["labels"] = ids.masked_fill(~(follows_real & mask.bool()), -100)
-    return arguments
+def _cache_off(model: nn.Module) -> dict[str, Any]:
+    """`use_cache=False` if the forward of a model takes it."""
+    return {"use_cache": False} if takes_any_argument(model) or "use_cache" in parameters_of(model.forward) else {}
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from ..checks.custom_loss import is_custom_collator
 from ..distributed import data_replicas, trains_on_images
-from ..parts.parity import say
+from ..messages import say
 from ..parts.part import Part
 from ..settings import check_grouping
 from ..temporary_attributes import temporarily_set

@@ -22,7 +22,7 @@ from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_
 from .token_costs import RowCosts, batch_costs, dataset_costs
 
 
-__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "packed_chunks", "scored_tokens"]
+__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "packed_chunks", "scored_tokens", "used_columns"]
 
 logger = get_logger(__name__)
 
@@ -134,7 +134,7 @@ class RowSplitter:
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
         count = len(ids) // rows_per_item
         rows = [torch.tensor([item + k * count for k in range(rows_per_item) for item in part]) for part in items]
-        columns = [_used_columns(is_needed[numbers]) for numbers in rows]
+        columns = [used_columns(is_needed[numbers]) for numbers in rows]
         plan = None
         if self.shares_across and has_ids and len(rows) > 1:
             parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
@@ -158,17 +158,16 @@ class RowSplitter:
         return [list(items) for _, items in halve_largest(parts, count)]
 
 
-def _used_columns(is_needed: torch.Tensor) -> slice:
+def used_columns(is_needed: torch.Tensor) -> slice:
     """The columns from the one before the first needed token, which may predict it, to that of the last one."""
     columns = is_needed.any(0).nonzero()
     return slice(max(int(columns[0]) - 1, 0), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
 
 
 def chunk_batches(
-    batch: Mapping[str, Any], split: SplitRows, rows_per_item: int, images: ImageCounts | None
+    batch: Mapping[str, Any], split: SplitRows, rows_per_item: int, images: ImageCounts | None, count: int
 ) -> list[dict[str, Any]]:
-    """The batch of each part: its rows, and of values for each token its columns."""
-    count = sum(map(len, split.rows))
+    """The batch of each part of `count` rows: its rows, and of values for each token its columns."""
     shape = batch["input_ids"].shape if "input_ids" in batch else None
     chunks = []
     for rows, columns in zip(split.rows, split.columns, strict=True):

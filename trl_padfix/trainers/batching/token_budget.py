@@ -28,7 +28,7 @@ from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
 from ..checks.backward_hooks import gradient_hook_name, module_hook_names
-from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss, observe_user_loss
+from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss
 from ..data.image_rows import ImageCounts, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
@@ -37,9 +37,10 @@ from ..distributed import (
     max_over_processes,
     models_of,
     splitting_parallelism,
+    step_on_prepared,
     sync_gradients_in_last,
 )
-from ..parts.parity import say
+from ..messages import say
 from ..parts.part import Part, Step
 from ..settings import check_token_budget
 from ..task import Task
@@ -135,7 +136,7 @@ class TokenBudget(Part):
         Raises:
             ValueError: If DeepSpeed would have to recompute forwards.
         """
-        trainer, reason = self.trainer, self._why_all_rows()
+        trainer, reason = self.trainer, self.why_all_rows()
         if reason and trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"{reason}, so `max_tokens_per_batch` would compute forwards again in the backward pass, which "
@@ -152,7 +153,7 @@ class TokenBudget(Part):
                 "the states or gradients of that part."
             )
 
-    def _why_all_rows(self) -> str | None:
+    def why_all_rows(self) -> str | None:
         """Why the loss of this trainer is not known to be a sum over rows, whatever the batch; `None` if it may be."""
         trainer = self.trainer
         if name := custom_loss_name(trainer) or custom_step_name(trainer):
@@ -199,10 +200,14 @@ class TokenBudget(Part):
         """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
         trainer, meets = self.trainer, self._shards
-        if meets and is_fsdp2(trainer) and self._why_all_rows() is None:
+        if meets and is_fsdp2(trainer) and self.why_all_rows() is None:
             models = map(find_pretrained, map(trainer.padding.task.scoring_module, models_of(trainer)))
             meets = any("logits_to_keep" not in inspect.signature(type(m).forward).parameters for m in models)
         return shares_across_parts(trainer.padding.handles, trainer.args, meets)
+
+    def _leaves_whole(self) -> bool:
+        """Whether a batch is computed padded and as one, for a reason that `Task.why_padded` names."""
+        return self.trainer.padding.why_padded is not None or hook_beside_loss(self.trainer) is not None
 
     # -- forwards in sub-batches
 
@@ -219,7 +224,7 @@ class TokenBudget(Part):
             if concatenated:
                 self._chunks.set_inputs(*concatenated)
             return contextlib.nullcontext()
-        if self.budget is None or hook_beside_loss(self.trainer) is not None:  # which `Task.why_padded` names
+        if self.budget is None or self._leaves_whole():
             return contextlib.nullcontext()
         step = self.trainer.padding.running
         has_images = step is not None and isinstance(step.inputs, Mapping) and has_pixels(step.inputs)
@@ -307,7 +312,7 @@ class TokenBudget(Part):
         splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
         if (rows := splitter.split_batch(inputs, ids, mask, per_item, images)) is None:
             return None
-        cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images)
+        cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images, count=len(ids))
         return _Split(len(rows.rows), cut, rows.plan, images)
 
     def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -319,7 +324,7 @@ class TokenBudget(Part):
         trainer, task = self.trainer, self.trainer.padding.task
         if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
             return False
-        if self._why_all_rows() is not None or hook_beside_loss(trainer) is not None:
+        if self.why_all_rows() is not None or self._leaves_whole():
             return False
         if not any("input_ids" in batch for batch in task.padded_batches(inputs)):
             return False
@@ -338,14 +343,8 @@ class TokenBudget(Part):
             losses.append(compute())
             return losses[-1]
 
-        as_for_a_batch = temporarily_set(
-            trainer,
-            compute_loss=compute_loss,
-            _prepare_inputs=lambda inputs: inputs,
-            _prepare_context_parallel_inputs=lambda model, inputs: (contextlib.nullcontext, inputs),
-        )
-        with as_for_a_batch, torch.autocast(trainer.args.device.type, enabled=False):
-            Trainer.training_step(trainer, model, {}, num_items)
+        with temporarily_set(trainer, compute_loss=compute_loss):
+            step_on_prepared(trainer, model, {}, num_items)
         return losses[0].detach()
 
     @contextlib.contextmanager
@@ -367,7 +366,7 @@ class TokenBudget(Part):
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
         try:
-            with temporarily_set(self, _is_in_step=True), observe_user_loss(self.trainer):
+            with temporarily_set(self, _is_in_step=True):
                 yield
         except BaseException:
             for parameter in parameters:

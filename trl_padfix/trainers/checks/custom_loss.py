@@ -154,8 +154,8 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     def in_step(
         self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        returns_outputs = bool(args[0] if args else kwargs.get("return_outputs"))
-        with self.observe_step(model, inputs, returns_outputs) as step:
+        arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
+        with self.observe_step(model, inputs, arguments) as step:
             step.result = compute_loss(self, model, step.inputs, *args, **kwargs)
         return step.result
 

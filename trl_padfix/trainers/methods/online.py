@@ -100,6 +100,15 @@ class OnlineTask(Task):
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return [{"input_ids": ids, "attention_mask": mask}]
 
+    def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        for kind in ("prompt", "completion"):
+            used = batch[f"{kind}_mask"].any(0).nonzero().flatten()
+            columns, width = slice(int(used[0]), int(used[-1]) + 1), batch[f"{kind}_mask"].shape[1]
+            names = [name for name in batch if name.startswith("prompt_") == (kind == "prompt")]
+            for name, value in ((name, batch[name]) for name in names if isinstance(batch[name], torch.Tensor)):
+                batch[name] = value[:, columns] if value.dim() == 2 and value.shape[1] == width else value
+        return batch
+
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         return len(chunk["prompt_ids"]) / len(batch["prompt_ids"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from tqdm.auto import tqdm
 
 from ...core.call.inputs import DecoderInputs
 from ...core.call.layout_of import layout_of
@@ -26,15 +24,17 @@ from ...core.parity.check import check_longest_row, check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.parity.sample import longest_row
 from ...core.remove import attachment_of
-from ..distributed import is_sharded, models_of, named_models_of, raise_on_all
-from .part import Part, Step
+from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
+from ..messages import say
+from .part import Part, Step, entered
+from .step_parity import check_step
 
 
 if TYPE_CHECKING:
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["Parity", "compare", "first_call", "print_reports", "say"]
+__all__ = ["Parity", "compare", "first_call", "print_reports"]
 
 logger = get_logger(__name__)
 
@@ -52,6 +52,9 @@ class Parity(Part):
     Gradients of the trained model are compared, too. If `Task.padded_batches` finds no batch, the check runs on the
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
 
+    Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]). If padding removal changes
+    its loss or gradient, although the model is right, this and all later steps are computed padded.
+
     After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
     gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
     processes meet in forwards, and not with images, which belong to whole batches.
@@ -66,6 +69,8 @@ class Parity(Part):
         self._widest: dict[str, Any] = {}
         """The widest batch of training so far: it has the longest row, and nobody waits for the device to see that."""
         self._watches_length = self.settings.parity_check in (True, "forward")
+        self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
+        """Modes whose first step was not compared as a whole."""
 
     def _is_due(self, mode: str) -> bool:
         """Whether the next forwards of a mode are compared, as far as is known before them."""
@@ -79,10 +84,13 @@ class Parity(Part):
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
         failed = None
+        if not self._first_steps:  # a user adds hooks between `__init__` and `train`
+            for handle in self.trainer.padding.handles:
+                handle.accept_hooks()
         if step.mode == "train" and self._watches_length:
             self._follow_longest(step)
         try:
-            with self._compared(step):
+            with self._compared(step), self._with_own_loss(step):
                 yield
         except ParityError as error:
             failed = error
@@ -151,6 +159,43 @@ class Parity(Part):
                 handle.accept_hooks()  # the comparison after these forwards judges them
             with self._compared_on_first_call(step.mode, step.model):
                 yield
+
+    @contextlib.contextmanager
+    def _with_own_loss(self, step: Step) -> Iterator[None]:
+        """A block with the forwards of a step, which is compared before them; padded, if it differs."""
+        padding, trainer = self.trainer.padding, self.trainer
+        reason = None
+        if step.mode in self._unchecked_modes and padding.handles and step.batches and not padding.why_padded:
+            reports = padding.parity.get(step.mode, [])
+            # Where padded is wrong, or the model's check has failed, there is nothing to compare with.
+            is_clear = bool(reports) and all(report.ok and report.padded_is_right for report in reports)
+            is_clear &= padding.task.why_padded(step.inputs) is None  # else this batch is computed padded anyway
+            alone = trainer.accelerator.num_processes == 1
+            if is_clear or not alone:  # processes are in step: they compare in the first step, or not at all
+                self._unchecked_modes.discard(step.mode)
+            if not max_over_processes(trainer, int(not is_clear)):
+                reason = self._check_step(step)
+        padding.why_padded = padding.why_padded or reason
+        with entered(handle.padded(reason) for handle in padding.handles if reason):
+            yield
+
+    def _check_step(self, step: Step) -> str | None:
+        """Compare the step of a trainer; what makes its loss another one without padding, if anything does."""
+        trainer = self.trainer
+        begin = time.perf_counter()
+        gradients = step.mode == "train" and self.settings.parity_check != "forward" and torch.is_grad_enabled()
+        report = check_step(trainer, step, gradients=gradients)
+        if report is None:
+            return None
+        if not max_over_processes(trainer, int(not report.ok)):
+            if trainer.accelerator.is_local_main_process and step.mode == "train":
+                say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
+            return None
+        return (
+            "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
+            "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "
+            f"{report}. Mask by `attention_mask` what your loss reads, or set `padding_free=False`"
+        )
 
     def _compare_batches(self, step: Step) -> Exception | None:
         """
@@ -289,15 +334,6 @@ def print_reports(trainer: PaddingFreeTrainer, reports: list[ParityReport]) -> N
             pretrained = find_pretrained(model)
             name = Path(pretrained.config.name_or_path or "").name or type(pretrained).__name__
             say(f"{name} ({role}): {max(compared, key=lambda report: report.maximum)}")
-
-
-def say(text: str) -> None:
-    """Log a line at INFO; where logging is not set up for that, print it, unless logging is quiet."""
-    log = logging.getLogger(__name__)  # that of accelerate needs its state, which a stack of its own may not have
-    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
-        log.info(text)
-    elif log.isEnabledFor(logging.WARNING):
-        tqdm.write(text)
 
 
 def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,7 +51,7 @@ class Step:
         mode (`str`): `"train"` or `"eval"`.
         number (`int`): The optimizer step; in training the first one is 1.
         padded_batches (`Callable`): `Task.padded_batches`.
-        returns_outputs (`bool`): Whether `compute_loss` returns `(loss, outputs)`.
+        arguments (`dict`): The other arguments of `compute_loss` by name.
         has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has; the only field that is set later.
     """
@@ -61,9 +61,18 @@ class Step:
     mode: str
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
-    returns_outputs: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
     has_rows: bool = True
     result: Any = None
+
+    @property
+    def returns_outputs(self) -> bool:
+        """Whether `compute_loss` returns `(loss, outputs)`."""
+        return bool(self.arguments.get("return_outputs"))
+
+    def like_inputs(self, batch: dict[str, Any]) -> Any:
+        """Another batch in a container of the type of `inputs`, such as a `BatchEncoding`."""
+        return dict(batch) if isinstance(self.inputs, dict) else type(self.inputs)(dict(batch))
 
     @cached_property
     def batches(self) -> list[dict[str, torch.Tensor]]:
@@ -122,6 +131,7 @@ class Padding:
         self.is_restored = False
         self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
+        self.why_padded: str | None = None  # set by the parity check of a step
 
     @property
     def handle(self) -> PaddingRemoval | None:

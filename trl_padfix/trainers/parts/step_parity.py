@@ -1,0 +1,308 @@
+"""
+The check of a step: the trainer's own loss and its gradient, on a few short rows of a batch.
+
+The rows run through the trainer's `compute_loss`, with the prepared model, in training mode without dropout: as
+configured, with a token budget in two parts or more, and with padding removal off. So the check covers what
+[`check_parity`] does not compute: a user's loss that reads logits at padding, modules and adapters with statistics of
+the batch, autocast, wrappers, hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ...core.context import within
+from ...core.handle import PaddingStats
+from ...core.model.find import find_pretrained
+from ...core.parity.forwards import other_attention
+from ..batching.row_splits import SplitRows, chunk_batches, scored_tokens, used_columns
+from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
+from ..distributed import max_over_processes, splitting_parallelism, step_on_prepared
+from ..temporary_attributes import temporarily_set
+from .saved_state import saved_state, without_noise
+
+
+if TYPE_CHECKING:
+    from .part import PaddingFreeTrainer, Step
+
+
+__all__ = ["StepReport", "check_step"]
+
+logger = get_logger(__name__)
+
+ITEMS = 3
+"""Rows (pairs) of a batch that are compared: the shortest one, the next longer one, and one more."""
+
+LIMITS = {torch.float64: (2e-5, 1e-4), torch.float32: (2e-5, 1e-4)}
+"""Relative differences of loss and gradient that pass unmeasured."""
+
+HALF_LIMITS = (0.25, 2.0)
+"""The same in half precision, in units of the dtype's epsilon."""
+
+TIMES_ROUNDING = 3
+"""Two steps may differ by this many times the difference of two padded ones that are right."""
+
+SAMPLED = 65536
+"""Most entries of the gradient of a parameter that are compared."""
+
+
+NOTHING = (0.0, 0.0)
+
+
+class _Values(NamedTuple):
+    """A loss, and some entries of the gradient of each parameter; `None` without gradients."""
+
+    loss: float
+    gradient: torch.Tensor | None
+
+    def distance(self, other: _Values) -> tuple[float, float]:
+        """Differences of loss and gradient, relative to `other`."""
+        loss = abs(self.loss - other.loss) / max(abs(other.loss), 1.0)
+        if self.gradient is None or other.gradient is None:
+            return loss, 0.0
+        smallest = torch.finfo(torch.float32).tiny
+        return loss, ((self.gradient - other.gradient).norm() / other.gradient.norm().clamp(min=smallest)).item()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """
+    A step as configured, compared with the same step without padding removal.
+
+    Attributes:
+        loss, reference (`float`): The loss as configured, and the one that it is compared with.
+        distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
+        refilled (`tuple[float, float]`): The same of two padded steps with other tokens at padding.
+        limits (`tuple[float, float]`): The largest differences that rounding explains.
+        items (`int`): Number of rows (pairs) that were computed.
+        arbiter (`str`): Where `reference` comes from: `"padded"`, or `"rows alone"` if these decided.
+        error (`str`): The error of the step as configured; empty if there is none.
+    """
+
+    loss: float
+    reference: float
+    distance: tuple[float, float]
+    refilled: tuple[float, float]
+    limits: tuple[float, float]
+    items: int
+    arbiter: str = "padded"
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within their limits; a NaN never is."""
+        found = zip(self.distance, self.refilled, self.limits, strict=True)
+        return not self.error and all(x <= limit and y <= limit for x, y, limit in found)
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"on {self.items} rows the padded loss is {self.reference:.6g}, and without padding {self.error}"
+        parts = [f"on {self.items} rows {self.loss:.6g}, {self.arbiter} {self.reference:.6g}"]
+        for name, (loss, gradient) in {"off by": self.distance, "with other tokens at padding": self.refilled}.items():
+            parts.append(f"{name} {loss:.1e} (at most {self.limits[0]:.0e}), gradient {gradient:.1e} of its norm")
+        return "; ".join(parts) + f" (at most {self.limits[1]:.0e})"
+
+
+def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> StepReport | None:
+    """
+    Compute a step on a few rows of its batch, as configured and without padding removal, and compare them.
+
+    They must agree to rounding. Where a fixed limit is passed, rounding is measured: by padded steps with embeddings
+    one rounding away and, in half precision, with another attention function. If the steps differ by more, and the
+    loss is a sum over rows with known weights, the steps of each row alone decide.
+
+    Metrics, plain attributes of the trainer, buffers, gradients and random states are put back.
+
+    Returns:
+        [`StepReport`], *optional*: `None` if the trainer cannot be run on a part of its batch.
+    """
+    if not _can_repeat(trainer):
+        return None
+    batches = _few_items(trainer, step.inputs)
+    if max_over_processes(trainer, int(not batches)):  # losses gather metrics: all processes compute equally many
+        return None
+    # A hook of an optimizer that steps within the backward.
+    gradients = gradients and not any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())
+    modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
+    with without_noise(modules):
+        return _Comparison(trainer, step, gradients).report(*batches)
+
+
+def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
+    """Whether a step can be computed several times, with padding removal and without it."""
+    accelerator = trainer.accelerator
+    shards = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as asked for
+    return not (shards or pools or splitting_parallelism(accelerator, "tp_size", "cp_size", "sp_size"))
+
+
+def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
+    """The batch of a few short items of different lengths, and that of each of them; empty if it cannot be cut."""
+    task = trainer.padding.task
+    forwards = task.padded_batches(inputs)
+    ids, mask = (forwards[0].get(name) for name in ("input_ids", "attention_mask")) if forwards else (None, None)
+    if ids is None or mask is None or ids.shape != mask.shape:
+        return []
+    count, of_item = len(ids), task.rows_per_item
+    images = find_images(inputs, ids, find_pretrained(trainer.model).config) if has_pixels(inputs) else None
+    if split_images(inputs, count, images) is None or not are_cut_by_rows(inputs, count, of_item):
+        return []
+    lengths = mask.sum(1).view(of_item, -1).sum(0).tolist()
+    shortest, *others = sorted(range(len(lengths)), key=lengths.__getitem__)
+    longer = [item for item in others if lengths[item] > lengths[shortest]]
+    items = sorted([*dict.fromkeys([shortest, *longer[:1], *others])][:ITEMS])
+    scored = scored_tokens(inputs)
+    needed = mask.bool() if scored is None else mask.bool() | scored
+    rows = [
+        torch.tensor([item + k * len(lengths) for k in range(of_item) for item in part], device=ids.device)
+        for part in (items, *([item] for item in items))
+    ]
+    split = SplitRows(rows, [used_columns(needed[numbers]) for numbers in rows])
+    return [task.trimmed(batch) for batch in chunk_batches(inputs, split, of_item, images, count)]
+
+
+class _Comparison:
+    """The steps of a comparison. `step` is the running one, on the whole batch."""
+
+    def __init__(self, trainer: PaddingFreeTrainer, step: Step, gradients: bool):
+        self.trainer, self.step, self.gradients = trainer, step, gradients
+        self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
+        self.num_items = step.arguments.get("num_items_in_batch")
+        self.dtype = _precision(trainer)
+
+    def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
+        """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
+        task = self.trainer.padding.task
+        try:
+            padded = self._padded(batch)
+        except Exception as error:  # a user's loss may need a whole batch
+            logger.info(f"The step of a few rows was not compared, since its loss raises {error!r}.")
+            return None
+        if self._on_any_process(not math.isfinite(padded.loss)):
+            return None
+        limits: Any = LIMITS.get(self.dtype) or tuple(x * torch.finfo(self.dtype).eps for x in HALF_LIMITS)
+        try:
+            packed = self._as_configured(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a user's loss, of what padding removal gives it
+            failed = f"{type(error).__name__}: {error}"
+            return StepReport(math.nan, padded.loss, NOTHING, NOTHING, limits, len(items), error=failed)
+        # What stands at padding changes no real token, unless a module or the loss reads it.
+        refilled = self._padded(batch, partial(_other_padding, task.padded_batches(batch)))
+        distances = packed.distance(padded), refilled.distance(padded)
+        report = StepReport(packed.loss, padded.loss, *distances, limits, len(items))
+        if not self._on_any_process(not report.ok):
+            return report
+        measured = [[TIMES_ROUNDING * x for x in v.distance(padded)] for v in self._differently_rounded(batch)]
+        report = replace(report, limits=tuple(map(max, zip(limits, *measured, strict=True))))
+        if self._on_any_process(not report.ok) and (alone := self._alone(batch, items)) is not None:
+            distance = packed.distance(alone)
+            decided = replace(report, reference=alone.loss, distance=distance, refilled=NOTHING, arbiter="rows alone")
+            report = decided if decided.ok else report
+        return report
+
+    def _on_any_process(self, flag: bool) -> bool:
+        return bool(max_over_processes(self.trainer, int(flag)))
+
+    def _as_configured(self, batch: dict[str, Any]) -> _Values:
+        budget, task = self.trainer.padding.settings.max_tokens_per_batch, self.trainer.padding.task
+        if budget is not None:  # that of one item: two or more parts
+            lengths = task.padded_batches(batch)[0]["attention_mask"].sum(1)
+            budget = min(budget, int(lengths.view(task.rows_per_item, -1).sum(0).max()))
+        return self._values(batch, budget)
+
+    def _padded(self, batch: dict[str, Any], on_embeddings: Callable[..., Any] | None = None) -> _Values:
+        """The step without padding removal, perhaps with a forward hook on the embeddings of the model."""
+        with contextlib.ExitStack() as stack:
+            for handle in self.trainer.padding.handles:
+                stack.enter_context(handle.disabled())
+            if on_embeddings is not None:
+                embedding = self.trainer.padding.handles[0].anatomy.pretrained.get_input_embeddings()
+                stack.enter_context(embedding.register_forward_hook(on_embeddings))
+            return self._values(batch, None)
+
+    def _differently_rounded(self, batch: dict[str, Any]) -> list[_Values]:
+        """The padded step with embeddings one rounding away; in half precision also with another attention."""
+        handle = self.trainer.padding.handles[0]
+        others = [self._padded(batch, partial(_one_rounding_away, self.dtype))]
+        if self.dtype not in LIMITS and (attention := other_attention(handle)) is not None:
+            with within(attention=attention):
+                others.append(self._padded(batch))
+        return others
+
+    def _alone(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> _Values | None:
+        """The weighted sum of the steps of each item by itself; `None` if the loss is no such sum."""
+        padding = self.trainer.padding
+        if padding.budget.why_all_rows() is not None:
+            return None
+        weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items]
+        if any(weight is None for weight in weights):
+            return None
+        loss, gradient = 0.0, torch.zeros(()) if self.gradients else None
+        for weight, item in zip(weights, items, strict=True):
+            alone = self._padded(item)
+            loss = loss + float(weight) * alone.loss
+            gradient = gradient if alone.gradient is None else gradient + float(weight) * alone.gradient
+        return _Values(loss, gradient)
+
+    def _values(self, batch: dict[str, Any], budget: int | None) -> _Values:
+        """Loss and gradient of the step on `batch` within a token budget."""
+        trainer, padding, step = self.trainer, self.trainer.padding, self.step
+        with saved_state(trainer), contextlib.ExitStack() as stack:
+            for handle in padding.handles:
+                stack.enter_context(handle.temporarily(stats=PaddingStats()))
+            stack.enter_context(temporarily_set(padding, running=None, in_steps=(padding.budget,)))
+            stack.enter_context(temporarily_set(padding.settings, max_tokens_per_batch=budget))
+            batch = step.like_inputs(batch)
+            if not self.gradients:
+                stack.enter_context(torch.set_grad_enabled(False))
+                loss = trainer.compute_loss(step.model, batch, **step.arguments)
+                return _Values(float(loss[0] if step.returns_outputs else loss), None)
+            loss = step_on_prepared(trainer, step.model, batch, self.num_items)
+            return _Values(float(loss), self._gradient())
+
+    def _gradient(self) -> torch.Tensor:
+        """Some entries of the gradient of each parameter, all in one row."""
+        entries = []
+        for parameter in self.parameters:
+            stride = -(-parameter.numel() // SAMPLED)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            entries.append(gradient.flatten()[::stride].float())
+        return torch.cat(entries)
+
+
+def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
+    """The lowest precision of the forwards of a trainer."""
+    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
+        return precisions[trainer.accelerator.mixed_precision]
+    dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def _other_padding(
+    batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    """A forward hook: embeddings of a batch `(B, L, H)`, with those of other tokens at its padding."""
+    for mask in (batch["attention_mask"] for batch in batches):
+        if mask.shape == output.shape[:2]:
+            others = output.detach().flatten(0, 1)[torch.randperm(mask.numel(), device=mask.device)]
+            return torch.where(mask.bool()[..., None], output, others.view_as(output))
+    return output
+
+
+def _one_rounding_away(dtype: torch.dtype, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, as drawn."""
+    signs = torch.randint(0, 2, output.shape, device=output.device, dtype=torch.int8) * 2 - 1
+    return output + output.detach() * signs * (torch.finfo(dtype).eps / 2)
