@@ -23,6 +23,7 @@ from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
 from .model.inspection import forward_of, is_in_source, names_in, parameters_of, takes_any_argument
 from .model.patching import running_decision
+from .model.saved_state import saved_modules
 from .model.sharded import gathers_in_parts
 from .model.views import config_of
 
@@ -172,7 +173,8 @@ def change_of_earlier_states(decoder: Any) -> float:
         if "is_decoder" in parameters:  # BLIP passes it in every call of its text model
             arguments["is_decoder"] = decoder.config.is_decoder
         devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), evaluating(decoder), torch.random.fork_rng(devices):
+        unchanged = saved_modules(decoder.modules())
+        with torch.no_grad(), unchanged, evaluating(decoder), torch.random.fork_rng(devices):
             states = decoder(**arguments)[0]
     except Exception as error:
         logger.info(f"Whether {type(decoder).__name__} is causal was not probed ({type(error).__name__}: {error}).")

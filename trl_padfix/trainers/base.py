@@ -254,7 +254,8 @@ class PaddingFreeMixin:
             self._follow_models()
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {})
+        reason = padding.task.why_padded(inputs)
+        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {}, reason)
         for part in padding.in_steps:
             if is_outer:
                 step = part.begin_step(step)
@@ -263,7 +264,7 @@ class PaddingFreeMixin:
         with batch_cache(), contextlib.ExitStack() as blocks:
             blocks.enter_context(temporarily_set(padding, running=step))
             # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
-            handles = padding.handles if (reason := padding.task.why_padded(inputs)) else []
+            handles = padding.handles if reason else []
             for handle in handles:
                 blocks.enter_context(handle.disabled())
             for part in padding.in_steps if is_outer else ():

@@ -20,6 +20,7 @@ from torch import nn
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
 from ..model.pipelines import by_name
+from ..model.saved_state import saved_modules
 from ..model.sharded import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..remove import attachment_of, remove_padding
 from .forwards import Forwards, Outcome, Scores, without_hooks
@@ -159,6 +160,7 @@ def _comparing(
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())
+        stack.enter_context(saved_modules(model.modules()))
         stack.enter_context(evaluating(model))
         handle = attachment_of(model)
         if handle is None:

@@ -169,7 +169,7 @@ class Parity(Part):
             reports = padding.parity.get(step.mode, [])
             # Where padded is wrong, or the model's check has failed, there is nothing to compare with.
             is_clear = bool(reports) and all(report.ok and report.padded_is_right for report in reports)
-            is_clear &= padding.task.why_padded(step.inputs) is None  # else this batch is computed padded anyway
+            is_clear &= step.why_padded is None  # else this batch is computed padded anyway
             alone = trainer.accelerator.num_processes == 1
             if is_clear or not alone:  # processes are in step: they compare in the first step, or not at all
                 self._unchecked_modes.discard(step.mode)

@@ -52,6 +52,7 @@ class Step:
         number (`int`): The optimizer step; in training the first one is 1.
         padded_batches (`Callable`): `Task.padded_batches`.
         arguments (`dict`): The other arguments of `compute_loss` by name.
+        why_padded (`str`, *optional*): What makes its forwards padded ("The call has ...").
         has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has; the only field that is set later.
     """
@@ -62,6 +63,7 @@ class Step:
     number: int
     padded_batches: Callable[[dict[str, Any]], list[dict[str, torch.Tensor]]]
     arguments: dict[str, Any] = field(default_factory=dict)
+    why_padded: str | None = None
     has_rows: bool = True
     result: Any = None
 

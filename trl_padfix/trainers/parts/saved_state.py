@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...core.model.saved_state import saved_modules
+
 
 if TYPE_CHECKING:
     from .part import PaddingFreeTrainer
 
 
 __all__ = ["saved_state", "without_noise"]
-
-_PLAIN = (bool, int, float, str, type(None))
 
 _RANDOM = ("drop", "noise", "jitter")
 """In names of the float attributes of modules that set how much noise a forward in training mode adds."""
@@ -33,13 +33,11 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     Plain values, tensors, and containers of them are put back. Other objects that a user's loss writes to are not.
     """
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
-    modules = list(dict.fromkeys(modules))
     values = {name: _copied(value) for name, value in vars(trainer).items() if not isinstance(value, nn.Module)}
-    counters = [(vars(m), {name: x for name, x in vars(m).items() if isinstance(x, _PLAIN)}) for m in modules]
-    buffers = [(m._buffers, name, x, x.clone()) for m in modules for name, x in m._buffers.items() if x is not None]
     gradients = [(p, p.grad) for p in trainer.model.parameters()]
     device = trainer.args.device
     with contextlib.ExitStack() as stack:
+        stack.enter_context(saved_modules(dict.fromkeys(modules)))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -50,12 +48,6 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
         finally:
             for name, (value, copy) in values.items():
                 vars(trainer)[name] = _restored(value, copy)
-            for members, plain in counters:
-                members.update(plain)
-            for owner, name, buffer, copy in buffers:
-                if buffer.shape != copy.shape:
-                    buffer.resize_(copy.shape)
-                owner[name] = buffer.copy_(copy)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

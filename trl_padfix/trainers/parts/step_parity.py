@@ -28,6 +28,7 @@ from ...core.parity.forwards import other_attention
 from ..batching.row_splits import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import max_over_processes, splitting_parallelism, step_on_prepared
+from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .saved_state import saved_state, without_noise
 
@@ -40,11 +41,11 @@ __all__ = ["StepReport", "check_step"]
 
 logger = get_logger(__name__)
 
-ITEMS = 3
-"""Rows (pairs) of a batch that are compared: the shortest one, the next longer one, and one more."""
+ITEMS = 4
+"""Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
-LIMITS = {torch.float64: (2e-5, 1e-4), torch.float32: (2e-5, 1e-4)}
-"""Relative differences of loss and gradient that pass unmeasured."""
+EXACT = (2e-5, 1e-4)
+"""Relative differences of loss and gradient that pass unmeasured, in float32."""
 
 HALF_LIMITS = (0.25, 2.0)
 """The same in half precision, in units of the dtype's epsilon."""
@@ -82,10 +83,11 @@ class StepReport:
     Attributes:
         loss, reference (`float`): The loss as configured, and the one that it is compared with.
         distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
-        refilled (`tuple[float, float]`): The same of two padded steps with other tokens at padding.
+        refilled (`tuple[float, float]`): Those of the padded step from itself with other tokens at padding.
         limits (`tuple[float, float]`): The largest differences that rounding explains.
+        same (`tuple[float, float]`): Those of two steps with the same kernels on the same shapes.
         items (`int`): Number of rows (pairs) that were computed.
-        arbiter (`str`): Where `reference` comes from: `"padded"`, or `"rows alone"` if these decided.
+        arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
     """
 
@@ -94,6 +96,7 @@ class StepReport:
     distance: tuple[float, float]
     refilled: tuple[float, float]
     limits: tuple[float, float]
+    same: tuple[float, float]
     items: int
     arbiter: str = "padded"
     error: str = ""
@@ -101,25 +104,31 @@ class StepReport:
     @property
     def ok(self) -> bool:
         """Whether both differences are within their limits; a NaN never is."""
-        found = zip(self.distance, self.refilled, self.limits, strict=True)
-        return not self.error and all(x <= limit and y <= limit for x, y, limit in found)
+        within = all(x <= limit for x, limit in zip(self.distance, self.limits, strict=True))
+        return not self.error and within and all(x <= limit for x, limit in zip(self.refilled, self.same, strict=True))
 
     def __str__(self) -> str:
         if self.error:
             return f"on {self.items} rows the padded loss is {self.reference:.6g}, and without padding {self.error}"
-        parts = [f"on {self.items} rows {self.loss:.6g}, {self.arbiter} {self.reference:.6g}"]
-        for name, (loss, gradient) in {"off by": self.distance, "with other tokens at padding": self.refilled}.items():
-            parts.append(f"{name} {loss:.1e} (at most {self.limits[0]:.0e}), gradient {gradient:.1e} of its norm")
-        return "; ".join(parts) + f" (at most {self.limits[1]:.0e})"
+        found = {
+            "off by": (self.distance, self.limits),
+            "with other tokens at padding off by": (self.refilled, self.same),
+        }
+        parts = [
+            f"{name} {loss:.1e} (at most {loss_limit:.0e}), gradient by {gradient:.1e} (at most {gradient_limit:.0e})"
+            for name, ((loss, gradient), (loss_limit, gradient_limit)) in found.items()
+        ]
+        return f"on {self.items} rows {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
 
 def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> StepReport | None:
     """
     Compute a step on a few rows of its batch, as configured and without padding removal, and compare them.
 
-    They must agree to rounding. Where a fixed limit is passed, rounding is measured: by padded steps with embeddings
-    one rounding away and, in half precision, with another attention function. If the steps differ by more, and the
-    loss is a sum over rows with known weights, the steps of each row alone decide.
+    If the loss is a sum over rows with known weights, the step must be the sum of the steps of each row alone. For any
+    other loss it must be the padded step, and that step must not change with the tokens at padding. Where a fixed
+    limit is passed, rounding is measured: by padded steps with embeddings one rounding away and, in half precision,
+    with another attention function.
 
     Metrics, plain attributes of the trainer, buffers, gradients and random states are put back.
 
@@ -158,9 +167,9 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     if split_images(inputs, count, images) is None or not are_cut_by_rows(inputs, count, of_item):
         return []
     lengths = mask.sum(1).view(of_item, -1).sum(0).tolist()
-    shortest, *others = sorted(range(len(lengths)), key=lengths.__getitem__)
-    longer = [item for item in others if lengths[item] > lengths[shortest]]
-    items = sorted([*dict.fromkeys([shortest, *longer[:1], *others])][:ITEMS])
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    longer = [item for item in by_length if lengths[item] >= 2 * lengths[by_length[0]]]
+    items = sorted([*dict.fromkeys([*(longer[:1] or by_length[-1:]), *by_length])][:ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
     rows = [
@@ -182,44 +191,48 @@ class _Comparison:
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
-        task = self.trainer.padding.task
+        weights, refilled = self._weights(batch, items), NOTHING
         try:
-            padded = self._padded(batch)
+            reference = self._padded(batch) if weights is None else self._alone(items, weights)
         except Exception as error:  # a user's loss may need a whole batch
             logger.info(f"The step of a few rows was not compared, since its loss raises {error!r}.")
             return None
-        if self._on_any_process(not math.isfinite(padded.loss)):
+        if self._on_any_process(not math.isfinite(reference.loss)):
             return None
-        limits: Any = LIMITS.get(self.dtype) or tuple(x * torch.finfo(self.dtype).eps for x in HALF_LIMITS)
+        arbiter = "padded" if weights is None else "rows alone"
+        limits, same = _limits(self.dtype), _limits(_dtype_of_weights(self.trainer))
         try:
             packed = self._as_configured(batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a user's loss, of what padding removal gives it
             failed = f"{type(error).__name__}: {error}"
-            return StepReport(math.nan, padded.loss, NOTHING, NOTHING, limits, len(items), error=failed)
-        # What stands at padding changes no real token, unless a module or the loss reads it.
-        refilled = self._padded(batch, partial(_other_padding, task.padded_batches(batch)))
-        distances = packed.distance(padded), refilled.distance(padded)
-        report = StepReport(packed.loss, padded.loss, *distances, limits, len(items))
+            return StepReport(math.nan, reference.loss, NOTHING, NOTHING, limits, same, len(items), arbiter, failed)
+        report = StepReport(
+            packed.loss, reference.loss, packed.distance(reference), NOTHING, EXACT, same, len(items), arbiter
+        )
+        if weights is not None and not self._on_any_process(not report.ok):
+            return report
+        # Rounding may hide how rows depend on one another. What stands at padding changes no real token at all, unless
+        # a module or the loss reads it: these two steps run the same kernels on the same shapes.
+        padded = reference if weights is None else self._padded(batch)
+        forwards = self.trainer.padding.task.padded_batches(batch)
+        refilled = self._padded(batch, partial(_other_padding, forwards)).distance(padded)
+        report = replace(report, refilled=refilled, limits=limits)
         if not self._on_any_process(not report.ok):
             return report
         measured = [[TIMES_ROUNDING * x for x in v.distance(padded)] for v in self._differently_rounded(batch)]
-        report = replace(report, limits=tuple(map(max, zip(limits, *measured, strict=True))))
-        if self._on_any_process(not report.ok) and (alone := self._alone(batch, items)) is not None:
-            distance = packed.distance(alone)
-            decided = replace(report, reference=alone.loss, distance=distance, refilled=NOTHING, arbiter="rows alone")
-            report = decided if decided.ok else report
-        return report
+        return replace(report, limits=tuple(map(max, zip(limits, *measured, strict=True))))
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
 
     def _as_configured(self, batch: dict[str, Any]) -> _Values:
         budget, task = self.trainer.padding.settings.max_tokens_per_batch, self.trainer.padding.task
-        if budget is not None:  # that of one item: two or more parts
-            lengths = task.padded_batches(batch)[0]["attention_mask"].sum(1)
-            budget = min(budget, int(lengths.view(task.rows_per_item, -1).sum(0).max()))
+        if budget is not None:  # two parts or more, and two items in one of them
+            lengths = task.padded_batches(batch)[0]["attention_mask"].sum(1).view(task.rows_per_item, -1).sum(0)
+            *_, longest = ordered = sorted(lengths.tolist())
+            budget = min(budget, max(longest, sum(ordered[:2]) if len(ordered) > 2 else longest))
         return self._values(batch, budget)
 
     def _padded(self, batch: dict[str, Any], on_embeddings: Callable[..., Any] | None = None) -> _Values:
@@ -236,25 +249,28 @@ class _Comparison:
         """The padded step with embeddings one rounding away; in half precision also with another attention."""
         handle = self.trainer.padding.handles[0]
         others = [self._padded(batch, partial(_one_rounding_away, self.dtype))]
-        if self.dtype not in LIMITS and (attention := other_attention(handle)) is not None:
+        if self.dtype.itemsize < 4 and (attention := other_attention(handle)) is not None:
             with within(attention=attention):
                 others.append(self._padded(batch))
         return others
 
-    def _alone(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> _Values | None:
-        """The weighted sum of the steps of each item by itself; `None` if the loss is no such sum."""
+    def _weights(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
+        """The weights of the items in the loss of `batch`; `None` if it is not known to be a sum over them."""
         padding = self.trainer.padding
-        if padding.budget.why_all_rows() is not None:
+        # A rotary embedding that depends on the longest row of a forward.
+        depends_on_rows = any(handle.anatomy.length_dependent_ropes for handle in padding.handles)
+        needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term is of all rows
+        if depends_on_rows or needs_all or padding.budget.why_all_rows() is not None:
             return None
         weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items]
-        if any(weight is None for weight in weights):
-            return None
-        loss, gradient = 0.0, torch.zeros(()) if self.gradients else None
-        for weight, item in zip(weights, items, strict=True):
-            alone = self._padded(item)
-            loss = loss + float(weight) * alone.loss
-            gradient = gradient if alone.gradient is None else gradient + float(weight) * alone.gradient
-        return _Values(loss, gradient)
+        return None if any(weight is None for weight in weights) else [float(weight) for weight in weights]
+
+    def _alone(self, items: tuple[dict[str, Any], ...], weights: list[float]) -> _Values:
+        """The weighted sum of the steps of each item by itself."""
+        steps = [self._padded(item) for item in items]
+        loss = sum(weight * step.loss for weight, step in zip(weights, steps, strict=True))
+        gradients = [w * step.gradient for w, step in zip(weights, steps, strict=True) if step.gradient is not None]
+        return _Values(loss, torch.stack(gradients).sum(0) if gradients else None)
 
     def _values(self, batch: dict[str, Any], budget: int | None) -> _Values:
         """Loss and gradient of the step on `batch` within a token budget."""
@@ -287,6 +303,15 @@ def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
     precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
         return precisions[trainer.accelerator.mixed_precision]
+    return _dtype_of_weights(trainer)
+
+
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    loss, gradient = (times * torch.finfo(dtype).eps for times in HALF_LIMITS)
+    return EXACT if dtype.itemsize > 2 else (loss, gradient)
+
+
+def _dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
     dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
@@ -294,9 +319,9 @@ def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
 def _other_padding(
     batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    """A forward hook: embeddings of a batch `(B, L, H)`, with those of other tokens at its padding."""
-    for mask in (batch["attention_mask"] for batch in batches):
-        if mask.shape == output.shape[:2]:
+    """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with those of other tokens at its padding."""
+    for ids, mask in ((batch["input_ids"], batch["attention_mask"]) for batch in batches):
+        if args and args[0].shape == ids.shape and torch.equal(args[0], ids):
             others = output.detach().flatten(0, 1)[torch.randperm(mask.numel(), device=mask.device)]
             return torch.where(mask.bool()[..., None], output, others.view_as(output))
     return output

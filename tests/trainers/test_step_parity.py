@@ -1,0 +1,180 @@
+"""The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
+
+import copy
+
+import pytest
+import torch
+import trl
+from kit.budget_runs import BUDGETS
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model, our_warnings, to_the_bit
+from torch import nn
+from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+import trl_padfix
+from trl_padfix.trainers.parts import parity, step_parity
+
+
+DEFAULTS = {"bf16": True, "gradient_checkpointing": True}
+"""TRL's."""
+PRECISIONS = [DEFAULTS, {}]
+MODES = {
+    "padding-free": {"padding_free": True},
+    "sharing": {"padding_free": True, "prefix_sharing": True},
+    "budget": {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": BUDGETS["SFT"]},
+}
+KINDS = ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"]
+
+
+def make(library, kind, folder, **given):
+    given = {"max_steps": 2, "eval_dataset": None, **given}
+    return make_trainer(library, kind, folder, **given)
+
+
+def reading_padding(trainer_class, model):
+    """A trainer whose loss compares all positions with those of a frozen model, padding included."""
+
+    class Regularized(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            goal = frozen(**given).logits.detach().softmax(-1)
+            return loss + 0.05 * nn.functional.kl_div(
+                model(**given).logits.log_softmax(-1), goal, reduction="batchmean"
+            )
+
+    frozen = copy.deepcopy(model).requires_grad_(False)
+    nn.init.normal_(frozen.lm_head.weight, generator=torch.Generator().manual_seed(0))
+    return Regularized
+
+
+class Centred(nn.Module):
+    """A projection that subtracts the mean of its batch in training."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x - 0.5 * x.detach().flatten(0, -2).mean(0) if self.training else x)
+
+
+def quantized(inner):
+    observed = FakeQuantize(observer=MovingAverageMinMaxObserver, quant_min=-8, quant_max=7, dtype=torch.qint8)
+    return nn.Sequential(observed, inner)
+
+
+STATISTICS = {"centred": Centred, "quantized": quantized}
+
+
+def with_statistics(kind, seed=0):
+    model = build_model(seed=seed, initializer_range=0.25)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = STATISTICS[kind](layer.mlp.down_proj)
+    return model
+
+
+def trained(trainer):
+    trainer.train()
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+def assert_sees(monkeypatch, caplog, build):
+    """`build(library, **fields)` trains what depends on padding: with TRL's figures, said, and only by the check."""
+    theirs = to_the_bit(trained(build(trl)))
+    for mode, fields in MODES.items():
+        caplog.clear()
+        trainer = build(trl_padfix, **fields)
+        assert to_the_bit(trained(trainer)) == theirs, mode
+        assert "at padding" in trainer.padding.why_padded
+        assert any("depends on padding" in line for line in our_warnings(caplog))
+        with pytest.raises(trl_padfix.PaddingRemovalError, match="depends on padding"):
+            build(trl_padfix, strict=True, **fields).train()
+    monkeypatch.setattr(parity, "check_step", lambda *args, **kwargs: None)
+    wrong = trained(build(trl_padfix, **MODES["budget"]))
+    assert abs(wrong[0]["grad_norm"] - theirs[0]["grad_norm"]) > 1e-3
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_loss_that_reads_padding_is_computed_padded(kind, precision, tmp_path, monkeypatch, caplog):
+    def build(library, **fields):
+        model = build_model()
+        reads = reading_padding(getattr(library, f"{kind}Trainer"), model)
+        return make(library, kind, tmp_path, trainer_class=reads, model=model, **precision, **fields)
+
+    assert_sees(monkeypatch, caplog, build)
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("centred", DEFAULTS), ("centred", {}), ("quantized", {})])
+def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precision, tmp_path, monkeypatch, caplog):
+    def build(library, **fields):
+        return make(library, "SFT", tmp_path, model=with_statistics(kind), **precision, **fields)
+
+    assert_sees(monkeypatch, caplog, build)
+
+
+def test_a_loss_that_packed_states_end_in_an_error_is_computed_padded(tmp_path, monkeypatch, caplog):
+    """A hook within the model keeps the states of a batch; a loss set on the trainer reads them by the mask."""
+
+    def build(library, **fields):
+        trainer, kept = make(library, "SFT", tmp_path, **DEFAULTS, **fields), {}
+        trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.update(states=output))
+        compute = trainer.compute_loss
+
+        def compute_loss(model, inputs, *args, **kwargs):
+            loss = compute(model, inputs, *args, **kwargs)
+            return loss + kept["states"][inputs["attention_mask"].bool()].float().square().mean()
+
+        trainer.compute_loss = compute_loss
+        return trainer
+
+    theirs = to_the_bit(trained(build(trl)))
+    assert to_the_bit(trained(build(trl_padfix, padding_free=True))) == theirs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_left_behind(kind, tmp_path):
+    """Metrics, random states and weights of a training are those without a check; all trainers are checked."""
+
+    def logs(**fields):
+        noisy = {"model_init_kwargs": {"attention_dropout": 0.1}} if kind in KINDS[4:] else {}
+        model = (
+            {} if noisy else {"model": build_model("reward" if kind == "Reward" else "causal", attention_dropout=0.1)}
+        )
+        given = DEFAULTS | {"max_tokens_per_batch": BUDGETS[kind], "disable_dropout": False} | fields
+        given = given if "disable_dropout" in getattr(trl, f"{kind}Config").__dataclass_fields__ else given | noisy
+        given = {k: v for k, v in given.items() if k in getattr(trl_padfix, f"{kind}Config").__dataclass_fields__}
+        trainer = make(trl_padfix, kind, tmp_path, padding_free=True, prefix_sharing=True, **model, **given)
+        trainer.train()
+        assert trainer.padding.why_padded is None
+        return trainer, to_the_bit(trainer.state.log_history)
+
+    (checked, ours), (unchecked, theirs) = logs(), logs(parity_check=False)
+    assert checked.padding.parity
+    assert not unchecked.padding.parity
+    assert ours == theirs
+
+
+def test_rows_alone_decide_where_their_weights_are_known(tmp_path, monkeypatch):
+    """A padded step that is wrong passes no check of a loss that is TRL's, and fails that of a loss that is not."""
+    own, reports = step_parity._Comparison._padded, []
+
+    def wrong(self, batch, *hooks):
+        values = own(self, batch, *hooks)
+        return values._replace(loss=values.loss * 1.1) if len(batch["input_ids"]) > 1 else values
+
+    def kept(*args, **kwargs):
+        reports.append(step_parity.check_step(*args, **kwargs))
+        return reports[-1]
+
+    class Custom(trl_padfix.SFTTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    monkeypatch.setattr(step_parity._Comparison, "_padded", wrong)
+    monkeypatch.setattr(parity, "check_step", kept)
+    for trainer_class in (trl_padfix.SFTTrainer, Custom):
+        make(trl_padfix, "SFT", tmp_path, padding_free=True, trainer_class=trainer_class).train()
+    assert [report.arbiter for report in reports] == ["rows alone", "padded"]
+    assert [report.ok for report in reports] == [True, False]

@@ -1,0 +1,32 @@
+"""The state of modules, put back after forwards that only compare: buffers and counters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+
+__all__ = ["saved_modules"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def saved_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A block after which buffers and plain attributes of modules are as before: running means, ranges, counts."""
+    modules = list(modules)
+    plain = [(vars(m), {name: x for name, x in vars(m).items() if isinstance(x, _PLAIN)}) for m in modules]
+    buffers = [(m._buffers, name, x, x.clone()) for m in modules for name, x in m._buffers.items() if x is not None]
+    try:
+        yield
+    finally:
+        for members, values in plain:
+            members.update(values)
+        with torch.no_grad():
+            for owner, name, buffer, copy in buffers:
+                owner[name] = (
+                    buffer.resize_(copy.shape).copy_(copy) if buffer.shape != copy.shape else buffer.copy_(copy)
+                )
