@@ -254,8 +254,7 @@ class PaddingFreeMixin:
             self._follow_models()
         mode = "train" if self.model.training else "eval"
         number = self.state.global_step + (mode == "train")
-        reason = padding.task.why_padded(inputs)
-        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {}, reason)
+        step = Step(model, inputs, mode, number, padding.task.padded_batches, arguments or {})
         for part in padding.in_steps:
             if is_outer:
                 step = part.begin_step(step)
@@ -264,6 +263,7 @@ class PaddingFreeMixin:
         with batch_cache(), contextlib.ExitStack() as blocks:
             blocks.enter_context(temporarily_set(padding, running=step))
             # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
+            step.why_padded = reason = padding.task.why_padded(inputs)
             handles = padding.handles if reason else []
             for handle in handles:
                 blocks.enter_context(handle.disabled())

@@ -35,7 +35,7 @@ def test_the_parity_check_says_one_line_for_each_model(make, capsys):
     assert [line.partition(":")[0] for line in lines] == [*models, "parity ok, the trainer's own loss", *models]
     assert ["gradient off by" in line for line in lines] == [True, False, False, False, False]
     own_loss = lines.pop(2)
-    assert "on 3 rows" in own_loss
+    assert "on 4 rows" in own_loss
     assert all(re.search(r"\(.*, sdpa, torch.float32\): difference of .*\(at most \de-05\)", line) for line in lines)
 
 

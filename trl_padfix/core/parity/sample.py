@@ -16,6 +16,7 @@ from ..layout.build import packed_layout, padding_free_layout
 from ..model.find import find_peft
 from ..model.inspection import is_of, parameters_of, takes_any_argument
 from ..model.pipelines import pipeline_in
+from ..model.sharded import differentiates_in_parts
 from ..refusals import batch_obstacle
 from .scores import select_columns
 from .snippets import longest_pair, short_snippets
@@ -69,6 +70,8 @@ def called_module(model: nn.Module, handle: PaddingRemoval) -> nn.Module:
     """
     pretrained = handle.anatomy.pretrained
     if handle.multimodal is not None or pipeline_in(model) is not None:  # they get the whole batch, or a dictionary
+        return model
+    if differentiates_in_parts(model):  # weights are gathered by the hooks of the wrapper
         return model
     if not is_of(type(pretrained).forward, _LIBRARIES):
         return handle.decoder

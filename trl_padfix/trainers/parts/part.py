@@ -54,7 +54,7 @@ class Step:
         arguments (`dict`): The other arguments of `compute_loss` by name.
         why_padded (`str`, *optional*): What makes its forwards padded ("The call has ...").
         has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
-        result (`Any`): The value that `compute_loss` returned, once it has; the only field that is set later.
+        result (`Any`): The value that `compute_loss` returned, once it has.
     """
 
     model: torch.nn.Module

@@ -26,6 +26,7 @@ from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.parity.forwards import other_attention
 from ..batching.row_splits import SplitRows, chunk_batches, scored_tokens, used_columns
+from ..checks.backward_hooks import gradient_hook_name
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import max_over_processes, splitting_parallelism, step_on_prepared
 from ..task import Task
@@ -255,12 +256,13 @@ class _Comparison:
         return others
 
     def _weights(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
-        """The weights of the items in the loss of `batch`; `None` if it is not known to be a sum over them."""
+        """The weights of the items in the loss of `batch` in training; `None` if it may be no sum over them."""
         padding = self.trainer.padding
         # A rotary embedding that depends on the longest row of a forward.
         depends_on_rows = any(handle.anatomy.length_dependent_ropes for handle in padding.handles)
         needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term is of all rows
-        if depends_on_rows or needs_all or padding.budget.why_all_rows() is not None:
+        reason = padding.budget.why_all_rows() or gradient_hook_name(self.trainer)
+        if self.step.mode == "eval" or depends_on_rows or needs_all or reason is not None:
             return None
         weights = [padding.task.chunk_weight(item, batch, self.num_items) for item in items]
         return None if any(weight is None for weight in weights) else [float(weight) for weight in weights]
