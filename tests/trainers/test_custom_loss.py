@@ -1,5 +1,7 @@
 """Losses that are not TRL's, wherever they were put: under a token budget each has the figures that it has in TRL."""
 
+import inspect
+import re
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from types import MethodType
@@ -298,3 +300,20 @@ def test_a_step_that_is_skipped_moves_no_weight(name, forwards, tmp_path):
     assert state["skipped"] == 1
     assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
     assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
+def called_in(trainer_class, method, known=()):
+    """Names of the methods of TRL's class that `method` calls on `self`, and those that these call."""
+    owner = next((c for c in trainer_class.__mro__ if method in vars(c) and c.__module__.startswith("trl.")), None)
+    if owner is None or method in known:
+        return set()
+    names = set(re.findall(r"self\.(\w+)", inspect.getsource(inspect.unwrap(vars(owner)[method]))))
+    return {method}.union(*(called_in(trainer_class, name, {method, *known}) for name in names))
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"])
+def test_a_task_names_the_methods_of_trls_loss(name):
+    trainer_class = getattr(trl_padfix, f"{name}Trainer")
+    found = called_in(trainer_class, "compute_loss") - {"compute_loss", "get_tp_size"}
+    named = {method for method in trainer_class.task_class.loss_methods if called_in(trainer_class, method)}
+    assert found == named

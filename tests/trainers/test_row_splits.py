@@ -92,7 +92,9 @@ def test_columns_of_padding_are_left_out_and_those_that_are_scored_are_not(side)
 
     def widths(batch):
         split = RowSplitter(9, sharing=False).split(ids, mask, scored=scored_tokens(batch))
-        return sorted(chunk["labels"].shape[1] for chunk in chunk_batches(batch, split, 1, None, len(batch["input_ids"])))
+        return sorted(
+            chunk["labels"].shape[1] for chunk in chunk_batches(batch, split, 1, None, len(batch["input_ids"]))
+        )
 
     # On the left one column of padding stays: it predicts the first token, if that has a label.
     assert widths(batch) == [7 if side == "left" else 6, 9]

@@ -61,6 +61,9 @@ class Task:
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
 
+    loss_methods: ClassVar[tuple[str, ...]] = ()
+    """TRL's methods beneath `compute_loss` that compute a part of the loss: a user may override them."""
+
     # Metrics
 
     min_max_metrics: ClassVar[dict[str, Callable]] = {}

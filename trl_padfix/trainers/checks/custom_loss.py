@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
+from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,7 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     It is a method of a subclass or a mixin, a function that was set on a class or on the
     trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
     """
-    if name := _custom_method(trainer, _methods_of_loss(type(trainer).__mro__[:-1])):
+    if name := _custom_method(trainer, {"compute_loss", *trainer.task_class.loss_methods}):
         return name
     loss_function = vars(trainer).get("compute_loss_func")
     # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
@@ -123,26 +122,6 @@ def _is_trusted(value: object) -> bool:
 def module_of(function: object) -> str:
     """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
     return str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None))
-
-
-def _methods_of_loss(classes: tuple[type, ...]) -> set[str]:
-    """Names of the methods that compute the loss: `compute_loss`, and those that these mention in their source."""
-    methods, unread = set(), {"compute_loss"}
-    while unread:
-        methods.add(name := unread.pop())
-        for method in (vars(c)[name] for c in classes if name in vars(c)):
-            # A user's method counts as custom whatever it calls, but the one that it decorates is read.
-            *_, innermost = _functions(method)
-            if module_of(innermost).startswith(TRUSTED) and inspect.isfunction(innermost):
-                mentioned = _mentioned(innermost) - methods
-                unread |= {other for other in mentioned if any(callable(vars(c).get(other)) for c in classes)}
-    return methods
-
-
-@cache
-def _mentioned(method: Any) -> frozenset[str]:
-    """Attributes of `self` in the source of a method."""
-    return frozenset(re.findall(r"self\.(\w+)", inspect.getsource(method)))
 
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ class DistillationTask(OnlineTask):
     """Each row is a prompt with a completion; student and teacher compute its hidden states."""
 
     scores = "_get_last_hidden_state"
+    loss_methods = ("_compute_loss", scores)
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)

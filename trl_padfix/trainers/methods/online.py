@@ -58,6 +58,8 @@ class OnlineTask(Task):
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
 
+    loss_methods = ("_compute_loss", scores)
+
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
         if has_budget and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
