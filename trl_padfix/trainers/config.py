@@ -45,8 +45,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded log-probabilities on a few short rows of the first training
             and the first evaluation batch, in training also gradients. If they differ, each row alone decides: stop if
-            packed is wrong. After ten steps compare the longest row so far with that row alone. 'forward': without
-            gradients. 'short': without the longest row.
+            packed is wrong. Then compare the loss of the trainer itself on a few rows, and its gradient: if it depends
+            on padding, compute padded, with a warning. After ten steps compare the longest row so far with that row
+            alone. 'forward': without gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
             Stop for doubtful data (rows without a label, equal completions, other numbers of images than placeholders)
             before the first step, in a stream at the first such row. By default they are counted in a warning. With
