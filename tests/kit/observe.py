@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Model
 
-from trl_padfix.core.model.patching import ForwardPatch
+from trl_padfix.core.model.patching import patches_on
 from trl_padfix.core.patches.decoder import DecoderPatch
 
 
@@ -51,11 +51,9 @@ def entered_tokens(model: nn.Module) -> EnteredTokens:
 def accept_hooks(model: nn.Module) -> None:
     """Let calls stay packed although hooks that only count were registered after the attachment."""
     for module in model.modules():
-        patch = vars(module).get("forward")
-        while isinstance(patch, ForwardPatch):  # under a token budget there is another one above
+        for patch in patches_on(module):
             if isinstance(patch, DecoderPatch):
                 patch.attachment.accept_hooks()
-            patch = patch.below
 
 
 def each_row_alone(

@@ -14,8 +14,9 @@ from kit.cells import slow_but
 from kit.observe import entered_tokens
 
 import trl_padfix
-from trl_padfix.trainers.batching.row_splits import RowSplitter, chunk_batches, scored_tokens
+from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.data import image_rows
+from trl_padfix.trainers.data.batch_parts import chunk_batches, scored_tokens
 from trl_padfix.trainers.data.image_rows import are_cut_by_rows, find_images, select_rows
 
 

@@ -24,7 +24,7 @@ from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, chec
 from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
 from .model.inspection import parameters_of, takes
-from .model.patching import Attachment, ForwardPatch
+from .model.patching import Attachment, ForwardPatch, patches_on
 from .model.pipelines import ENCODERS, padding_reader, pipeline_in
 from .model.positions import Numbering
 from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
@@ -232,9 +232,4 @@ def packs_now(model: nn.Module) -> bool:
 
 def attachments_on(decoder: nn.Module) -> list[Attachment]:
     """The attachments of a decoder, the last attached first."""
-    # `__dict__`, because `getattr` would return the method of the class where no patch is.
-    patch, attachments = decoder.__dict__.get("forward"), []
-    while isinstance(patch, ForwardPatch):  # patches of several attachments are stacked on one module
-        attachments.append(patch.attachment)
-        patch = patch.below
-    return attachments
+    return [patch.attachment for patch in patches_on(decoder)]

@@ -208,16 +208,20 @@ def test_a_deep_copy_is_attached_on_its_own():
     assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in model.modules())
 
 
-def test_an_attached_model_can_be_saved_whole():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
+def test_a_model_that_is_saved_whole_has_no_patches(mixed):
+    model, ids, mask, expected = mixed
     file = io.BytesIO()
-    with remove_padding(model, prefix_sharing=True):
-        expected = logits_of(model, ids, mask)
+    with remove_padding(model, prefix_sharing=True) as handle:
+        assert not torch.equal(logits_of(model, ids, mask), expected)  # zero at padding
         torch.save(model, file)
-
+        assert handle.stats.forwards == 1
+    assert b"trl_padfix.core" not in file.getvalue()
     file.seek(0)
-    assert torch.equal(logits_of(torch.load(file, weights_only=False), ids, mask), expected)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(logits_of(loaded, ids, mask), expected)
+    with remove_padding(loaded) as handle:
+        logits_of(loaded, ids, mask)
+        assert handle.stats.forwards == 1
 
 
 def test_checkpoints_hold_nothing_of_ours(mixed, tmp_path):

@@ -29,7 +29,7 @@ from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
-from ..model.patching import ForwardPatch
+from ..model.patching import ForwardPatch, patches_on
 from ..model.views import config_of
 from ..parallel.attention import exchange_around
 from ..parallel.collectives import Exchange
@@ -249,9 +249,9 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
     if any(hasattr(module, "sinks") for module in layer.modules()):
         return "there is no operator for attention with sinks"
     for module in layer.modules():
-        patch = vars(module).get("forward")
-        if isinstance(patch, ForwardPatch) and not isinstance(patch, ViewPatch):
-            return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
+        for patch in patches_on(module)[:1]:
+            if not isinstance(patch, ViewPatch):
+                return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
     if any(config_of(m) is None for m in layer.modules() if uses_attention_interface(m)):
         return "an attention module has no config, in which the name of compiled attention could be set"
     parameter = next(layer.parameters(), None)

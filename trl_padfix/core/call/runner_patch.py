@@ -11,7 +11,7 @@ from ..context import ForwardRunner, context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
 from ..model.inspection import bind
 from ..model.older import has_cache
-from ..model.patching import Attachment, ForwardPatch, in_backward
+from ..model.patching import Attachment, ForwardPatch, in_backward, patches_on
 
 
 __all__ = ["RunnerPatch", "attach_runner_patch"]
@@ -77,9 +77,7 @@ def attach_runner_patch(model: nn.Module) -> Attachment:
     parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
     modules = dict.fromkeys(part for part in parts if part is not None)
     for module in modules:
-        patch = vars(module).get("forward")
-        while isinstance(patch, ForwardPatch):
+        for patch in patches_on(module):
             if isinstance(patch, RunnerPatch):
                 patch.attachment.remove()
-            patch = patch.below
     return attachment.attach(RunnerPatch(module, attachment) for module in modules)

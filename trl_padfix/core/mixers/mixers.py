@@ -197,7 +197,7 @@ def _mode_of(module: nn.Module) -> tuple[str, str]:
         return PACKED, ""
     # A forward that another library replaced may call other functions than the class's code. Patches of a removed
     # handle do not count: they stay until gradient checkpointing has recomputed its forwards.
-    is_plain = beneath_patches(vars(module).get("forward")) is None
+    is_plain = beneath_patches(module, vars(module).get("forward")) is None
     return FORKED if primitives_of(module) and is_plain else ROWS, reason
 
 

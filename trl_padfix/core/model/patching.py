@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +18,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from ..context import context, within
 from ..errors import PaddingRemovalError
 from .inspection import name_of
-from .views import bound_to_view
+from .views import bound_to_view, viewed_module
 
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Attachment", "BatchPatch", "Decision", "ForwardPatch", "beneath_patches", "in_backward", "running_decision",
+    "Attachment", "BatchPatch", "Decision", "ForwardPatch", "beneath_patches", "in_backward", "patches_on",
+    "running_decision",
 ]  # fmt: skip
 
 
@@ -97,13 +101,40 @@ class Attachment:
             yield
 
 
+class _Patches(dict[str, "ForwardPatch"]):
+    """
+    The patches of a module by their keys, in an attribute of the module: the last one put on is the outermost.
+
+    A deep copy of the module has copies of them. A pickle of it has none, as its class has none.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Patches:
+        memo[id(self)] = copied = _Patches()
+        copied.update({key: copy.deepcopy(patch, memo) for key, patch in self.items()})
+        return copied
+
+    def __reduce__(self) -> tuple[type[dict], tuple]:
+        return dict, ()
+
+
+_ATTRIBUTE = "_trl_padfix_patches"
+
+_keys = itertools.count()
+
+
+def patches_on(module: nn.Module) -> list[ForwardPatch]:
+    """The patches of this package on a module, the outermost first, also those beneath wrappers of other libraries."""
+    return [patch for patch in reversed(vars(module).get(_ATTRIBUTE, _Patches()).values()) if patch.is_on]
+
+
 class ForwardPatch:
     """
     `module.forward`, wrapped for as long as the patch is on.
 
-    The patch is an instance attribute of the module, and each call looks up the wrapped forward. So a deep copy of the
-    module has a patch of its own, a class that FSDP2 replaces has effect, and wrappers that another library puts on
-    top stay in place when this patch is taken off.
+    `module.forward` is then a bound method of the module, as it is without a patch. Its function looks up the patch of
+    the module that it is called with. So a deep copy of the module runs a patch of its own, and another library may
+    wrap the method, or its `__func__` as accelerate does under mixed precision. Such a wrapper stays when the patch is
+    taken off: the function beneath it passes every call on.
     """
 
     serves_recomputation = False
@@ -112,31 +143,28 @@ class ForwardPatch:
     runs_on_view = False
     """Whether packed forwards run the module on a view of it."""
 
+    is_on = False
+
     def __init__(self, module: nn.Module, attachment: Attachment):
         self.module: Any = module
         self.attachment: Any = attachment  # `Any`, because most patches need the fields of a `PaddingRemoval`
         self.below: Any = None  # the forward that an instance attribute held before this patch
+        self.method: MethodType | None = None  # what `module.forward` is while the patch is on
+        self.key = ""
 
     def put_on(self) -> None:
+        _drop_removed(self.module)
         self.below = self.module.__dict__.get("forward")
         if self.runs_on_view:
             self.on_view()  # raises now, not in the first forward, if there can be no view
-        self.module.forward = self
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        # `generate` and `Trainer` read the signature of `model.forward`.
-        return inspect.signature(self.wrapped)
+        self.key, self.is_on = f"{type(self).__name__}-{next(_keys)}", True
+        self.module.__dict__.setdefault(_ATTRIBUTE, _Patches())[self.key] = self
+        self.method = self.module.forward = MethodType(_patched_forward(self.key, self.wrapped), self.module)
 
     @property
     def wrapped(self) -> Any:
         """The forward beneath this patch."""
         return self.below if self.below is not None else type(self.module).forward.__get__(self.module)
-
-    @property
-    def __func__(self) -> Callable:
-        # TRL 1.10 reads the signature of `model.forward.__func__`, as if the forward were a method.
-        return self.wrapped.__func__
 
     def on_view(self, **overrides: Any) -> Callable:
         """
@@ -145,7 +173,7 @@ class ForwardPatch:
         Raises:
             PaddingRemovalError: If another library replaced the forward and hides the module that it calls.
         """
-        below = beneath_patches(self.below)
+        below = beneath_patches(self.module, self.below)
         forward = bound_to_view(self.module, below, **overrides)
         if forward is None:
             raise PaddingRemovalError(
@@ -156,16 +184,13 @@ class ForwardPatch:
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _is_one_graph(self.attachment):
+        if not self.is_on or (torch.compiler.is_compiling() and _is_one_graph(self.attachment)):
             return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
         return self._run(*args, **kwargs)
 
     # Not traced: packing reads lengths from the device, and dynamo would recompile it for each of them.
     @torch.compiler.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:
-            # accelerate's `unwrap_model(keep_fp32_wrapper=False)` binds the patch as a method of the module.
-            args = args[1:]
         return self.call(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,17 +203,44 @@ class ForwardPatch:
 
     def take_off(self) -> None:
         """Remove this patch from the chain of patches on its module."""
-        above, current = None, self.module.__dict__.get("forward")
-        while isinstance(current, ForwardPatch) and current is not self:
-            above, current = current, current.below
-        if current is not self:
-            return  # another library wrapped this patch: it stays beneath the wrapper, and passes every call on
+        self.is_on = False
+        _drop_removed(self.module)
+
+
+def _patched_forward(key: str, wrapped: Callable) -> Callable:
+    """The function of the method that a patch puts on a module, with the signature of the forward beneath it."""
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = getattr(module, _ATTRIBUTE)[key]
+        if viewed_module(module) is module:
+            return patch(*args, **kwargs)
+        # Beneath the wrapper of another library, which a later packed forward runs on a view.
+        below = beneath_patches(patch.module, patch.below)
+        of_class = type(patch.module).forward
+        return (of_class if below is None else below.__func__)(module, *args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    signature = inspect.signature(wrapped)
+    vars(forward)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
+    return forward
+
+
+def _drop_removed(module: nn.Module) -> None:
+    """Take the methods of removed patches off a module, but for those that another library has wrapped."""
+    patches = vars(module).get(_ATTRIBUTE, _Patches())
+    for key, patch in [*patches.items()][::-1]:
+        above = next((other for other in patches.values() if other.below == patch.method), None)
+        if patch.is_on or (above is None and vars(module).get("forward") != patch.method):
+            continue
         if above is not None:
-            above.below = self.below
-        elif self.below is None:
-            del self.module.forward
+            above.below = patch.below
+        elif patch.below is None:
+            del module.forward
         else:
-            self.module.forward = self.below
+            module.forward = patch.below
+        del patches[key]
+    if _ATTRIBUTE in vars(module) and not patches:
+        delattr(module, _ATTRIBUTE)
 
 
 @dataclass(eq=False)
@@ -269,8 +321,9 @@ def _is_one_graph(attachment: Attachment) -> bool:
     return True
 
 
-def beneath_patches(forward: Any) -> Any:
-    """The forward beneath the patches of this package: that of another library, or `None` for that of the class."""
-    while isinstance(forward, ForwardPatch):
-        forward = forward.below
+def beneath_patches(module: nn.Module, forward: Any) -> Any:
+    """The `forward` of a module beneath the patches of this package: another library's, or `None` for its class's."""
+    for patch in reversed(vars(module).get(_ATTRIBUTE, _Patches()).values()):
+        if forward == patch.method:
+            forward = patch.below
     return forward

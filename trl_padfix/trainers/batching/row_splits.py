@@ -2,7 +2,7 @@
 The rows of a batch, split within a token budget.
 
 A batch is split by what it holds: its ids and masks, copied to the host once. [`RowSplitter`] finds the rows of each
-part, and [`chunk_batches`] its batch.
+part, and [`chunk_batches`] its batch (`data/batch_parts.py`).
 """
 
 from __future__ import annotations
@@ -16,31 +16,16 @@ from accelerate.logging import get_logger
 
 from ...core.call.batch_cache import on_host
 from ...core.layout.flat_maps import move_maps
-from ...core.layout.shared_prefixes import PrefixPlan, plan_shared_prefixes
-from ..data.image_rows import ImageCounts, are_cut_by_rows, has_pixels, select_rows, split_images
+from ...core.layout.shared_prefixes import plan_shared_prefixes
+from ..data.batch_parts import SplitRows, scored_tokens, used_columns
+from ..data.image_rows import ImageCounts, are_cut_by_rows, has_pixels, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .token_costs import RowCosts, batch_costs, dataset_costs
 
 
-__all__ = ["RowSplitter", "SplitRows", "chunk_batches", "packed_chunks", "scored_tokens", "used_columns"]
+__all__ = ["RowSplitter", "packed_chunks"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class SplitRows:
-    """
-    The rows of each part of a batch.
-
-    Attributes:
-        rows (`list[torch.Tensor]`): Numbers of the rows of each part.
-        columns (`list[slice]`): The columns of each part that hold more than padding.
-        plan ([`PrefixPlan`], *optional*): The prefixes that the parts share; `None` if they share none.
-    """
-
-    rows: list[torch.Tensor]
-    columns: list[slice]
-    plan: PrefixPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -158,27 +143,6 @@ class RowSplitter:
         return [list(items) for _, items in halve_largest(parts, count)]
 
 
-def used_columns(is_needed: torch.Tensor) -> slice:
-    """The columns from the one before the first needed token, which may predict it, to that of the last one."""
-    columns = is_needed.any(0).nonzero()
-    return slice(max(int(columns[0]) - 1, 0), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
-
-
-def chunk_batches(
-    batch: Mapping[str, Any], split: SplitRows, rows_per_item: int, images: ImageCounts | None, count: int
-) -> list[dict[str, Any]]:
-    """The batch of each part of `count` rows: its rows, and of values for each token its columns."""
-    shape = batch["input_ids"].shape if "input_ids" in batch else None
-    chunks = []
-    for rows, columns in zip(split.rows, split.columns, strict=True):
-        chunk = select_rows(batch, rows, count, images, rows_per_item)
-        for name, value in chunk.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 1 and batch[name].shape[:2] == shape:
-                chunk[name] = value[:, columns]
-        chunks.append(chunk)
-    return chunks
-
-
 def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[str, Any]]:
     """The sequences of one packed row, split like rows: batches of one row each, with the keys of TRL's collator."""
     shape, host_ids = batch["input_ids"].shape, batch["input_ids"][0].cpu()
@@ -203,17 +167,3 @@ def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[
             chunk["seq_idx"] = index.to(columns.device)[None]
         chunks.append({name: value for name, value in chunk.items() if name in batch})
     return chunks
-
-
-def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """
-    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never those of the first column.
-
-    `None` if such a loss is not all that reads the rows: then no column may be left out.
-    """
-    if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
-        return None
-    scored = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
-    if scored is None or scored.shape != batch["input_ids"].shape:
-        return None
-    return scored.bool() & (torch.arange(scored.shape[1], device=scored.device) > 0)

@@ -29,6 +29,7 @@ from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
 from ..checks.backward_hooks import gradient_hook_name, module_hook_names
 from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss
+from ..data.batch_parts import chunk_batches
 from ..data.image_rows import ImageCounts, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
@@ -48,7 +49,7 @@ from ..temporary_attributes import temporarily_set
 from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
-from .row_splits import RowSplitter, chunk_batches, packed_chunks
+from .row_splits import RowSplitter, packed_chunks
 from .sub_batches import SubBatches
 from .token_costs import RowCosts, dataset_costs
 

@@ -25,8 +25,8 @@ from ...core.context import within
 from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.parity.forwards import other_attention
-from ..batching.row_splits import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..checks.backward_hooks import gradient_hook_name
+from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import max_over_processes, splitting_parallelism, step_on_prepared
 from ..task import Task
