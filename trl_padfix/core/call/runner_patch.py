@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ class RunnerPatch(ForwardPatch):
     Passes forwards of padded batches to the runner of the [`Context`], if there is one.
 
     If user code checkpoints the whole model, backward runs a forward again. Backward has no runner in its context,
-    because on a GPU it runs in another thread. The runner of the first forward then computes it, in the same parts.
+    because on a GPU it runs in another thread. The runner of the first forward then computes it, in the same parts:
+    the step keeps its runners until it ends.
     """
 
-    last_runner: ForwardRunner | None = None
+    last_runner: weakref.ref[ForwardRunner] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last_runner": None}  # a copy of the model has no graph to recompute
@@ -33,9 +35,10 @@ class RunnerPatch(ForwardPatch):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner
         if runner is not None:
-            self.last_runner = runner
+            self.last_runner = weakref.ref(runner)
         elif self.last_runner is not None and in_backward():
-            runner = self.last_runner if self.last_runner.recomputes(kwargs) else None
+            last = self.last_runner()
+            runner = last if last is not None and last.recomputes(kwargs) else None
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, kwargs) if args else kwargs

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -65,6 +65,9 @@ __all__ = ["TokenBudget"]
 logger = get_logger(__name__)
 
 
+R = TypeVar("R")
+
+
 class _Split(NamedTuple):
     """Number of chunks of a batch, how it is cut into them, the plan of their shared prefixes, and its images."""
 
@@ -83,6 +86,7 @@ class TokenBudget(Part):
         self._checked_models: WeakSet[Any] = WeakSet()
         self._chunks: ChunkRunner | None = None  # of the running batch
         self._is_in_step = False
+        self._runners: list[Any] = []  # of the running step, whose backward may compute its forwards again
         self._gradient_hook: str | None = None
         self._has_told_saving = False
 
@@ -235,7 +239,13 @@ class TokenBudget(Part):
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
         splitter = self._splitter(shares_across=self._shares_across and not self._shards)
-        return SubBatches(splitter, images, self._checked_models)
+        return self._kept(SubBatches(splitter, images, self._checked_models))
+
+    def _kept(self, runner: R) -> R:
+        """A runner, which the running step of training keeps until it ends."""
+        if self._is_in_step:
+            self._runners.append(runner)
+        return runner
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
@@ -279,7 +289,7 @@ class TokenBudget(Part):
             return compute(inputs, *args, **kwargs)
         # Alone, nothing is reduced: accelerate's state is that of all threads, and another one may be at its step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
-        runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
+        runner = self._kept(ChunkRunner(split.count, split.plan, with_head=self._shards))
         metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
@@ -373,6 +383,8 @@ class TokenBudget(Part):
             for parameter in parameters:
                 parameter.grad = saved.get(parameter)
             raise
+        finally:
+            self._runners.clear()
 
     # -- accumulation
 

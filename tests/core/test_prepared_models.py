@@ -1,0 +1,167 @@
+"""Models that accelerate has prepared, in TRL's default precision: every patch stays, in copies, too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from kit.observe import entered_tokens
+from kit.trainer_runs import lora
+from peft import get_peft_model
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from zoo.models import PAD, batch, build
+
+from trl_padfix import remove_padding
+from trl_padfix.core.model.patching import ForwardPatch, patches_on
+
+
+PRECISIONS = ["no", "bf16"]
+IDS, MASK = batch("right")
+
+
+def prepare(model: Any, precision: str) -> Any:
+    AcceleratorState._reset_state(True)
+    return Accelerator(mixed_precision=precision, cpu=True).prepare_model(model)
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def call(model: Any, **more: Any) -> torch.Tensor:
+    output = model(**{"input_ids": IDS, "attention_mask": MASK, "use_cache": False} | more)
+    return (output.logits if "logits" in output else output.last_hidden_state).float()
+
+
+def scored(model: Any) -> list[int]:
+    """The number of positions that each call of the head gets, beneath our patches."""
+    positions, forward = [], model.lm_head.forward
+    model.lm_head.forward = lambda x: positions.append(x.shape[:-1].numel()) or forward(x)
+    return positions
+
+
+KINDS = {
+    "causal": {},
+    "decoder": {"auto": AutoModel},
+    "classifier": {"auto": AutoModelForSequenceClassification, "num_labels": 1, "pad_token_id": PAD},
+    "tokens": {"auto": AutoModelForTokenClassification, "num_labels": 2},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "adapters"])
+def test_each_patch_runs_as_often_in_mixed_precision(kind, monkeypatch):
+    def runs(precision):
+        counted, own = [], ForwardPatch.__call__
+
+        def counting(patch, *args, **kwargs):
+            counted.append(type(patch).__name__)
+            return own(patch, *args, **kwargs)
+
+        model = build("qwen2", **KINDS.get(kind, {}))
+        model = get_peft_model(model, lora()) if kind == "adapters" else model
+        with monkeypatch.context() as patch, remove_padding(model, prefix_sharing=True):
+            patch.setattr(ForwardPatch, "__call__", counting)
+            call(prepare(model, precision))
+        return counted
+
+    assert runs("bf16") == runs("no") != []
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("first", ["attached", "prepared"])
+def test_the_head_computes_real_tokens(precision, first):
+    model = build("qwen2")
+    positions = scored(model)
+    model = prepare(model, precision) if first == "prepared" else model
+    with remove_padding(model):
+        call(model if first == "prepared" else prepare(model, precision))
+    assert positions == [int(MASK.sum())]
+    call(model)  # the control: padded
+    assert positions[1:] == [MASK.numel()]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_classifier_scores_the_last_token_as_asked_for(precision):
+    """Rows that end in the pad token; each row alone, by the last token of its mask."""
+    ids = IDS.clone()
+    ids[torch.arange(len(ids)), MASK.sum(1) - 1] = PAD
+    model = build("qwen2", **KINDS["classifier"])
+    prepared = prepare(copy.deepcopy(model).model, precision)
+    alone = [
+        prepared(input_ids=row[keep.bool()][None]).last_hidden_state[0, -1]
+        for row, keep in zip(ids, MASK, strict=True)
+    ]
+    want = model.score(torch.stack(alone).float())
+    padded = call(prepare(copy.deepcopy(model), precision), input_ids=ids)
+    remove_padding(model, pool_last_token=True)
+    found = call(prepare(model, precision), input_ids=ids)
+    limit = torch.finfo(torch.bfloat16 if precision == "bf16" else torch.float32).eps * 8 * want.abs().max()
+    assert (found - want).abs().max() <= limit
+    assert (padded - want).abs().max() > 10 * limit
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_labels_that_follow_padding_are_computed_padded(precision):
+    ids, mask = batch("left")
+    labels = ids.masked_fill(mask == 0, -100)  # the first token of each row, too
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    want = prepare(build("qwen2"), precision)(**given).loss
+    model = build("qwen2")
+    handle = remove_padding(model)
+    assert torch.equal(prepare(model, precision)(**given).loss, want)
+    assert handle.stats.padded_forwards == 1
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("kind", ["causal", "decoder"])
+def test_a_copy_of_a_prepared_model_packs_with_its_own_weights(precision, kind):
+    model = build("qwen2", **KINDS[kind])
+    handle = remove_padding(model)
+    model = prepare(model, precision)
+    before = call(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    with entered_tokens(twin) as entered:
+        found = call(twin)
+    assert entered == [int(MASK.sum())]
+    assert handle.stats.forwards == 1  # the original's handle does not count calls of the copy
+    assert not torch.allclose(found, before, rtol=0.01)
+    assert torch.equal(call(model), before)
+    assert not {id(patch.attachment) for m in twin.modules() for patch in patches_on(m)} & {id(handle)}
+    handle.remove()
+    assert torch.equal(call(twin), found)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("keeps_wrapper", [True, False])
+@pytest.mark.parametrize("kind", ["causal", "decoder", "classifier"])
+def test_removal_beneath_a_wrapper_and_a_second_attachment(kind, keeps_wrapper, precision):
+    """Several trainers in turn prepare one model; each attaches, and removes."""
+    model = build("qwen2", **KINDS[kind])
+    plain = build("qwen2", **KINDS[kind])
+    for _ in range(3):
+        handle = remove_padding(model)
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(mixed_precision=precision, cpu=True)
+        prepared = accelerator.prepare_model(model)
+        call(prepared)
+        assert handle.stats.packed_tokens == MASK.sum()
+        handle.remove()
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=keeps_wrapper)
+        assert handle.stats.forwards == 1
+    call(prepared)
+    assert handle.stats.forwards == 1
+    assert not patches_on(model)
+    if not keeps_wrapper or precision == "no":
+        assert torch.equal(call(model), call(plain))
+    else:
+        assert torch.equal(call(model), call(prepare(plain, precision)))
+    assert isinstance(model.state_dict(), dict)
