@@ -1,6 +1,7 @@
 """`group_by_prefix`, and even tokens for processes: a permutation of TRL's order, whose steps are those of TRL."""
 
 import logging
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -183,18 +184,41 @@ def test_a_permutation_has_each_row_once_and_without_grouping_in_its_round(
         assert sorted(found[begin : begin + per_round]) == sorted(order[begin : begin + per_round])
 
 
-def test_processes_get_equal_rows_and_even_tokens():
+def test_processes_get_equal_rows_and_even_work():
     """As accelerate shards the batches."""
     draw = np.random.default_rng(0)
     costs = text_costs(draw.lognormal(5, 0.8, 256).astype(int).clip(1, 1024))
     order = draw.permutation(256)
-    waiting = []
-    for rows in (order, Batches(8, 4).permuted(order, costs, is_grouped=False)):
+    waiting, quadratic = [], 1e-3
+    cost = lambda batch: sum(n + quadratic * n * n for n in costs.tokens[batch])  # noqa: E731
+    for rows in (order, Batches(8, 4, quadratic=quadratic).permuted(order, costs, is_grouped=False)):
         shards = [list(BatchSamplerShard(BatchSampler(rows.tolist(), 8, False), 4, i)) for i in range(4)]
         assert {len(batch) for shard in shards for batch in shard} == {8}
-        tokens = np.array([[costs.total(batch) for batch in shard] for shard in shards])
-        waiting.append(1 - tokens.mean() / tokens.max(0).mean())
+        work = np.array([[cost(batch) for batch in shard] for shard in shards])
+        waiting.append(1 - work.mean() / work.max(0).mean())
     assert waiting[1] < 0.3 * waiting[0]
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.booleans(), st.booleans(),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, processes, splits, groups, draw):
+    """The rows of all processes at a time, and those that are trained twice."""
+
+    def rounds(rows):
+        whole = BatchSampler(rows, size * (processes if splits else 1), False)
+        given = {"split_batches": splits, "even_batches": True}
+        shards = [list(BatchSamplerShard(whole, processes, i, **given)) for i in range(processes)]
+        return [sorted(chain(*batches)) for batches in zip(*shards, strict=True)]
+
+    order, costs = draw.sample(range(count), count), drawn_costs(draw, count)
+    found = Batches(size, processes, is_filled=True).permuted(order, costs, groups).tolist()
+    assert len(found) % (size * processes) == 0
+    if groups:
+        assert sorted(chain(*rounds(found))) == sorted(chain(*rounds(order)))
+    else:
+        assert rounds(found) == rounds(order)
 
 
 def test_longer_prefixes_stay_together_where_a_step_ends():

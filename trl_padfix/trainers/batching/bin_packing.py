@@ -139,9 +139,11 @@ def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int,
     return halved
 
 
-def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
+def partition_equal_rows(costs: RowCosts, processes: int, quadratic: float = 0.0) -> list[list[int]]:
     """
-    Give each process equally many rows, with token sums as even as possible. Returns the rows of each, ascending.
+    Give each process equally many rows, with costs as even as possible. Returns the rows of each, ascending.
+
+    A row of `n` tokens costs `n + quadratic * n * n`, less what it shares.
 
     Rows with a shared prefix go to one process; if no process has room for all of them, to as few as possible.
 
@@ -153,8 +155,10 @@ def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
     room = np.full(processes, len(costs) // processes)
     loads = np.zeros(processes)
     partition: list[list[int]] = [[] for _ in range(processes)]
+    beyond = quadratic * costs.tokens.astype(float) ** 2
     costs = costs.without_shared(costs.shared_by_all)
-    for size, rows in _largest_first(_groups(costs)):
+    groups = [RowGroup(group.tokens + beyond[group.rows].sum(), group.rows) for group in _groups(costs)]
+    for size, rows in _largest_first(groups):
         is_cut = False
         while rows:
             # The process with the fewest tokens among those with room for all rows, or with any room.
@@ -165,7 +169,7 @@ def partition_equal_rows(costs: RowCosts, processes: int) -> list[list[int]]:
             is_cut = is_cut or bool(rows)
             partition[index] += taken
             room[index] -= len(taken)
-            loads[index] += costs.total(taken) if is_cut else size
+            loads[index] += costs.total(taken) + beyond[taken].sum() if is_cut else size
     return [sorted(rows) for rows in partition]
 
 

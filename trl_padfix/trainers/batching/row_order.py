@@ -2,9 +2,9 @@
 The order of rows: a permutation of TRL's.
 
 TRL's sampler draws the rows of an epoch, and accelerate gives the processes one batch after another. `group_by_prefix`
-brings rows with a shared prefix into one step and one batch. Under a token budget the batches that processes compute
-at the same time have about equally many tokens. Both only permute the order, by the data and by the order itself: so
-all processes and a resumed run have the same one.
+brings rows with a shared prefix into one step and one batch. With `padding_free` the batches that processes compute at
+the same time cost about equally much. Both only permute the order, by the data and by the order itself: so all
+processes and a resumed run have the same one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import Sampler, get_worker_info
 
-from ..checks.custom_loss import is_custom_collator
+from ...core.model.find import find_pretrained
+from ..checks.custom_loss import custom_loss_name, custom_step_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..messages import say
 from ..parts.part import Part
@@ -46,11 +47,18 @@ class Batches:
         size (`int`): Rows of a batch.
         processes (`int`, *optional*, defaults to 1): Processes, each with a batch of its own.
         accumulation (`int`, *optional*, defaults to 1): Batches of each process in an optimizer step.
+        is_filled (`bool`, *optional*, defaults to `False`):
+            Whether accelerate fills the last batches with the first rows of the order (`even_batches`). The permuted
+            order ends with these rows, so that no others are trained twice.
+        quadratic (`float`, *optional*, defaults to 0.0):
+            Cost of a row of `n` tokens beyond `n`, over `n * n`: that of attention.
     """
 
     size: int
     processes: int = 1
     accumulation: int = 1
+    is_filled: bool = False
+    quadratic: float = 0.0
 
     @property
     def per_step(self) -> int:
@@ -62,12 +70,13 @@ class Batches:
         The order of an epoch, permuted.
 
         With `is_grouped` rows with a shared prefix come into one step, and within a step into one batch. Otherwise
-        each row stays among the batches that the processes compute at the same time. Incomplete steps keep their
-        order, because accelerate fills them.
+        each row stays among the batches that the processes compute at the same time.
         """
         order = np.asarray(order, dtype=np.int64)
+        filler = np.resize(order, -len(order) % (self.size * self.processes) if self.is_filled else 0)
         if is_grouped:
             order = order[group_rows(costs[order], self.per_step)]
+        order = np.concatenate([order, filler])
         size = self.per_step if is_grouped else self.size * self.processes
         if size == self.size:
             return order
@@ -75,13 +84,14 @@ class Batches:
         return np.concatenate([*result, order[:0]])
 
     def _balanced(self, rows: np.ndarray, costs: RowCosts) -> np.ndarray:
-        """Rows of some batches, whose tokens become even; rows with a shared prefix come into one of them."""
+        """Rows of some batches, whose costs become even; rows with a shared prefix come into one of them."""
         if len(rows) % (self.size * self.processes):
             return rows
         rows_costs = costs[rows]
-        batches = partition_equal_rows(rows_costs, len(rows) // self.size)
-        # Sorted by tokens, batches that are computed at the same time have about equally many.
-        batches.sort(key=rows_costs.total, reverse=True)
+        batches = partition_equal_rows(rows_costs, len(rows) // self.size, self.quadratic)
+        # Sorted, batches that are computed at the same time cost about equally much.
+        beyond = self.quadratic * rows_costs.tokens.astype(float) ** 2
+        batches.sort(key=lambda batch: rows_costs.total(batch) + beyond[batch].sum(), reverse=True)
         return np.concatenate([rows[batch] for batch in batches])
 
 
@@ -96,7 +106,8 @@ class _PermutedSampler(Sampler):
     before_epoch: Callable[[], None]
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        batches, rows = self.batches, len(self.sampler)
+        return rows + (-rows % (batches.size * batches.processes) if batches.is_filled else 0)
 
     def __iter__(self) -> Iterator[int]:
         self.before_epoch()
@@ -130,7 +141,7 @@ class _GroupedStream(TorchIterableDataset):
 
 
 class RowOrder(Part):
-    """The order of rows, for `group_by_prefix`, and for several processes under `max_tokens_per_batch`."""
+    """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
     _is_first_epoch = False
     """Whether no row of the running training, in which rows are grouped, was drawn."""
@@ -193,23 +204,28 @@ class RowOrder(Part):
         self._is_first_epoch = False
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
-        """Whether rows may move to another process: the weight of a row does not depend on the rows beside it."""
+        """Whether rows move to another process: the weight of a row does not depend on the rows beside it."""
         trainer, task = self.trainer, self.trainer.padding.task
         columns = {name for names in task.sequences for name in names}
         return (
-            self.settings.max_tokens_per_batch is not None
+            self.settings.padding_free
             and batches.processes > 1
             and bool(columns)
             and columns <= set(dataset.column_names)
             and not is_custom_collator(trainer.data_collator)
             and task.rows_are_independent()
+            and custom_loss_name(trainer) is None
+            and custom_step_name(trainer, everywhere=True) is None
         )
 
     def _batches(self) -> Batches:
         args, trainer = self.trainer.args, self.trainer
         processes = trainer.accelerator.num_processes // data_replicas(trainer)
         size = trainer._train_batch_size // (processes if args.accelerator_config.split_batches else 1)
-        return Batches(size, processes, args.gradient_accumulation_steps)
+        is_filled = args.accelerator_config.even_batches and not args.dataloader_drop_last and processes > 1
+        # Matrix products of a layer cost 24 * H * H operations per token, and attention 2 * H per token before it.
+        hidden_size = find_pretrained(trainer.model).config.get_text_config().hidden_size
+        return Batches(size, processes, args.gradient_accumulation_steps, is_filled, 1 / (12 * hidden_size))
 
     def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
         """Token costs of rows."""
