@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
-from ...core.model.find import find_decoder, find_multimodal, find_pretrained
+from ...core.model.find import find_decoder, find_multimodal, find_peft, find_pretrained
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_of, attachments_on, number_padded_rows, remove_padding
 from ...core.switch import is_off
@@ -157,7 +157,7 @@ class RemovePadding(Part):
         collator = trainer.data_collator
         if type(collator) in collators:
             values = {f.name: vars(collator)[f.name] for f in fields(collator)}
-            side = self.settings.padding_side or self._padding_side_of_tokenizer()
+            side = self._padding_side()
             collator = collators[type(collator)](**values, padding_side=side)
         if type(collator) in collators.values() and is_dataclass(collator):
             trainer.data_collator = replace(
@@ -168,11 +168,25 @@ class RemovePadding(Part):
                 **self._id_limits(),
             )
 
-    def _padding_side_of_tokenizer(self) -> str:
-        """The tokenizer's side; TRL's for a model whose states may run over padding at the beginning of a row."""
-        side = tokenizer_of(self.trainer.processing_class).padding_side
+    def _padding_side(self) -> str:
+        """
+        `padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row.
+
+        Raises:
+            ValueError: For `padding_side='left'` with tokens that PEFT learns: it puts them before the padding.
+        """
+        asked = self.settings.padding_side
+        side = asked or tokenizer_of(self.trainer.processing_class).padding_side
+        peft_model: Any = find_peft(self.trainer.model)
+        adapters = [] if peft_model is None else peft_model.peft_config.values()
+        if side == "left" and any(adapter.is_prompt_learning for adapter in adapters):
+            why = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
+            if asked:
+                raise ValueError(f"`padding_side='left'`: {why}. Leave `padding_side` out, or set it to 'right'.")
+            logger.info(f"Rows are padded right, as in TRL: {why}.")
+            return "right"
         pretrained = find_pretrained(self.trainer.model)
-        if side == "left" and pretrained._is_stateful:
+        if side == "left" and not asked and pretrained._is_stateful:
             logger.info(
                 f"Rows are padded right, as in TRL: {type(pretrained).__name__} carries states from token to token, "
                 "and padding before a row may change them. `padding_side='left'` pads left all the same."

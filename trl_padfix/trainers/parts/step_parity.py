@@ -84,7 +84,8 @@ class StepReport:
     Attributes:
         loss, reference (`float`): The loss as configured, and the one that it is compared with.
         distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
-        refilled (`tuple[float, float]`): Those of the padded step from itself with other tokens at padding.
+        refilled (`tuple[float, float]`, *optional*):
+            Those of the padded step from itself with other tokens at padding, if it was computed.
         limits (`tuple[float, float]`): The largest differences that rounding explains.
         same (`tuple[float, float]`): Those of two steps with the same kernels on the same shapes.
         items (`int`): Number of rows (pairs) that were computed.
@@ -95,7 +96,7 @@ class StepReport:
     loss: float
     reference: float
     distance: tuple[float, float]
-    refilled: tuple[float, float]
+    refilled: tuple[float, float] | None
     limits: tuple[float, float]
     same: tuple[float, float]
     items: int
@@ -106,15 +107,14 @@ class StepReport:
     def ok(self) -> bool:
         """Whether both differences are within their limits; a NaN never is."""
         within = all(x <= limit for x, limit in zip(self.distance, self.limits, strict=True))
-        return not self.error and within and all(x <= limit for x, limit in zip(self.refilled, self.same, strict=True))
+        refilled = self.refilled or NOTHING
+        return not self.error and within and all(x <= limit for x, limit in zip(refilled, self.same, strict=True))
 
     def __str__(self) -> str:
         if self.error:
             return f"on {self.items} rows the padded loss is {self.reference:.6g}, and without padding {self.error}"
-        found = {
-            "off by": (self.distance, self.limits),
-            "with other tokens at padding off by": (self.refilled, self.same),
-        }
+        found = {"off by": (self.distance, self.limits)}
+        found |= {"with other tokens at padding off by": (self.refilled, self.same)} if self.refilled else {}
         parts = [
             f"{name} {loss:.1e} (at most {loss_limit:.0e}), gradient by {gradient:.1e} (at most {gradient_limit:.0e})"
             for name, ((loss, gradient), (loss_limit, gradient_limit)) in found.items()
@@ -192,7 +192,7 @@ class _Comparison:
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
-        weights, refilled = self._weights(batch, items), NOTHING
+        weights = self._weights(batch, items)
         try:
             reference = self._padded(batch) if weights is None else self._alone(items, weights)
         except Exception as error:  # a user's loss may need a whole batch
@@ -208,9 +208,9 @@ class _Comparison:
             raise
         except Exception as error:  # of a user's loss, of what padding removal gives it
             failed = f"{type(error).__name__}: {error}"
-            return StepReport(math.nan, reference.loss, NOTHING, NOTHING, limits, same, len(items), arbiter, failed)
+            return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, len(items), arbiter, failed)
         report = StepReport(
-            packed.loss, reference.loss, packed.distance(reference), NOTHING, EXACT, same, len(items), arbiter
+            packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, len(items), arbiter
         )
         if weights is not None and not self._on_any_process(not report.ok):
             return report

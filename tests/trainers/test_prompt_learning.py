@@ -1,0 +1,52 @@
+"""Prompt tuning and p-tuning: virtual tokens stand directly before each row, whatever the tokenizer's side."""
+
+import pytest
+import torch
+import trl
+from kit.methods import make_trainer
+from kit.rows import build_rows
+from kit.trainer_runs import assert_other, assert_same, build_model, build_pairs, build_tokenizer
+from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model
+
+import trl_padfix
+from trl_padfix.trainers.parts.packing import RemovePadding
+
+
+ADAPTERS = {"prompt tuning": PromptTuningConfig, "p-tuning": PromptEncoderConfig}
+MODES = {
+    "import alone": {},
+    "padding-free": {"padding_free": True},
+    "budget": {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 100},
+}
+DATA = {"SFT": lambda: build_rows(8, kind="texts"), "DPO": lambda: build_pairs(8)}
+
+
+def losses(library, kind, adapter, folder, side="left", **fields):
+    """The losses of two steps of four rows (pairs)."""
+    given = {"num_virtual_tokens": 5, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(1)
+    model = get_peft_model(build_model(initializer_range=0.2), ADAPTERS[adapter](**given))
+    for parameter in model.prompt_encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    tokenizer = build_tokenizer(padding_side=side)
+    batches = {"max_steps": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 2.0} | fields
+    batches |= {"ref_model": None} if kind == "DPO" else {}
+    data = {"train_dataset": DATA[kind](), "eval_dataset": None, "processing_class": tokenizer}
+    trainer = make_trainer(library, kind, folder, model=model, **data, **batches)
+    trainer.train()
+    return torch.tensor([log["loss"] for log in trainer.state.log_history if "loss" in log], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("kind", DATA)
+def test_a_tokenizer_that_pads_left_gives_the_losses_of_each_row_alone(kind, adapter, tmp_path, monkeypatch):
+    alone = losses(trl, kind, adapter, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    for fields in MODES.values():
+        assert_same(losses(trl_padfix, kind, adapter, tmp_path, **fields), alone)
+    monkeypatch.setattr(RemovePadding, "_padding_side", lambda self: "left")
+    assert_other(losses(trl_padfix, kind, adapter, tmp_path), alone)
+
+
+def test_to_pad_left_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="PEFT puts its virtual tokens before the padding"):
+        losses(trl_padfix, "SFT", "prompt tuning", tmp_path, padding_side="left")
