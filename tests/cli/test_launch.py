@@ -122,11 +122,10 @@ RESUMED = ["--padding_free", "true", "--max_steps", "4", "--save_steps", "2", "-
 def test_a_stopped_training_goes_on_to_the_same_weights(recipe, unbroken, tmp_path, caplog):
     shutil.copytree(unbroken / "checkpoint-2", tmp_path / "checkpoint-2")
     shutil.copytree(unbroken / "checkpoint-4", tmp_path / "checkpoint-3")  # as a full disk or a kill leaves it
-    weights = tmp_path / "checkpoint-3" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
     flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
     main("dpo", [*RESUMED, *flags])
-    assert "checkpoint-3, which is incomplete: `model.safetensors` is cut short" in caplog.text
+    assert "checkpoint-3: it has no complete `trainer_state.json`" in caplog.text
     expected, found = final_weights(unbroken), final_weights(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert [log["step"] for log in logs_of(tmp_path) if "loss" in log] == [1, 2, 3, 4]

@@ -29,7 +29,13 @@ def losses(library, kind, adapter, folder, side="left", **fields):
     for parameter in model.prompt_encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     tokenizer = build_tokenizer(padding_side=side)
-    batches = {"max_steps": 2, "per_device_train_batch_size": 4, "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 2.0} | fields
+    batches = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+        "learning_rate": 2.0,
+    } | fields
     batches |= {"ref_model": None} if kind == "DPO" else {}
     data = {"train_dataset": DATA[kind](), "eval_dataset": None, "processing_class": tokenizer}
     trainer = make_trainer(library, kind, folder, model=model, **data, **batches)

@@ -89,7 +89,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from ..trainers.parts.checkpoints import checkpoint_to_resume
+    from ..trainers.resume import checkpoint_to_resume
 
     if not args:
         raise ValueError(

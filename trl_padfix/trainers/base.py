@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -44,12 +43,12 @@ from .checks.custom_loss import observe_loss, observe_user_loss, observe_user_st
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
-from .parts.checkpoints import WholeCheckpoints
 from .parts.context_parallel import ContextParallel
 from .parts.generation import Generation
 from .parts.packing import RemovePadding
 from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
+from .resume import checkpoint_to_resume
 from .settings import Settings, trls_configuration
 from .signatures import show_parameters
 from .task import Task
@@ -72,7 +71,6 @@ PARTS: tuple[type[Part], ...] = (
     TokenBudget,
     Generation,  # generates after the forwards of an evaluation, so that they have been counted
     TokenCounts,
-    WholeCheckpoints,
 )
 """The parts of a trainer, in the order of their hooks; blocks end in reverse."""
 
@@ -125,7 +123,7 @@ class PaddingFreeMixin:
             padding.task = self.task_class(self)
             check_arguments(config, padding.settings, padding.task, init_kwargs)
             padding.parts = tuple(part(self) for part in self.part_classes)
-            padding.budget, padding.checkpoints = padding.part(TokenBudget), padding.part(WholeCheckpoints)
+            padding.budget = padding.part(TokenBudget)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
@@ -311,27 +309,16 @@ class PaddingFreeMixin:
     # -- checkpoints
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        with self.padding.checkpoints.training(resume_from_checkpoint) as checkpoint:
-            return super().train(checkpoint, *args, **kwargs)
-
-    def _save_checkpoint(
-        self, model: torch.nn.Module, trial: dict[str, Any] | None, *args: Any, **kwargs: Any
-    ) -> None:
-        with self.padding.checkpoints.saving(Path(self._get_output_dir(trial))):
-            super()._save_checkpoint(model, trial, *args, **kwargs)
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
         # `training_args.bin` is a pickle of the configuration: TRL's class opens where this package is not installed.
         with temporarily_set(self, args=trls_configuration(self.args)):
             super()._save(*args, **kwargs)
 
-    def _get_output_dir(self, trial: dict[str, Any] | None) -> str:
-        return self.padding.checkpoints.output_dir(super()._get_output_dir(trial))
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self.padding.checkpoints.is_saving:  # it is called again when the checkpoint is in its place
-            with temporarily_set(self, args=trls_configuration(self.args)):
-                super()._push_from_checkpoint(checkpoint_folder)
+        with temporarily_set(self, args=trls_configuration(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)
 
 
 def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -370,8 +357,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
     Make a subclass of a trainer class that trains without padding.
 
     Its forwards are packed, compared with padded ones on the first batch of training and of evaluation, and counted.
-    Loss, loop and data are those of `trainer_class`. Like our other trainers it has `trainer.padding`, logs
-    `perf/tokens_per_second` and `padfix/pad_fraction`, and never leaves half a checkpoint.
+    Loss, loop and data are those of `trainer_class`. Like our other trainers it has `trainer.padding`, and logs
+    `perf/tokens_per_second` and `padfix/pad_fraction`.
 
     Args:
         trainer_class (`type`):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ..batching.token_budget import TokenBudget
     from ..settings import Settings
     from ..task import Task
-    from .checkpoints import WholeCheckpoints
 
     class PaddingFreeTrainer(Trainer):
         """A trainer as parts and tasks use it: TRL's class with [`PaddingFreeMixin`], or a test's stand-in."""
@@ -107,8 +106,8 @@ class Padding:
         task ([`Task`]):
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks; `budget` and `checkpoints` are
-            two of them, which the trainer calls by themselves, and `in_steps` those that act in its steps.
+            The features of this package in the trainer, in the order of their hooks; `budget` is one of them, which
+            the trainer calls by itself, and `in_steps` those that act in its steps.
 
     Example:
 
@@ -128,7 +127,6 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.budget: TokenBudget
-        self.checkpoints: WholeCheckpoints
         self.is_attached = False
         self.is_restored = False
         self.in_steps: tuple[Part, ...] = ()
