@@ -450,9 +450,9 @@ MUTANTS = [
     ),
     # -- parts of a trainer
     Mutant(
-        "trainers/parts/packing.py",
-        'collator.padding_side == "left"',
-        'collator.padding_side == "right"',
+        "trainers/parts/padding_side.py",
+        'data_collator.padding_side == "left"',
+        'data_collator.padding_side == "right"',
         "rows that a trainer pads left are numbered from their padding in calls that are computed padded",
         ("trainers/test_base_late_hooks.py",),
     ),

@@ -12,7 +12,7 @@ import trl_padfix
 from trl_padfix import ParityError
 from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.core.handle import PaddingRemoval
-from trl_padfix.trainers.parts import packing
+from trl_padfix.trainers.parts import padding_side
 
 
 class Hooking(TrainerCallback):
@@ -65,6 +65,6 @@ def test_padded_on_the_left_they_are_numbered_as_packed_ones(run, monkeypatch):
     figures, trainer = run("DPO", lambda states: states * 1.1, True, **mode, **build())
     assert_same(figures, expected)
     assert trainer.padding.stats.padded_forwards > 0
-    monkeypatch.setattr(packing, "number_padded_rows", lambda model: None)
+    monkeypatch.setattr(padding_side, "number_padded_rows", lambda model: None)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(run("DPO", lambda states: states * 1.1, True, **mode, **build())[0], expected)

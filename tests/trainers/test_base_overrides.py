@@ -75,13 +75,9 @@ def answers(function) -> dict:
     """What a script can ask a function for its parameters."""
     spec = inspect.getfullargspec(function)
     arguments = [*spec.args, *filter(None, [spec.varargs, spec.varkw]), *spec.kwonlyargs]
-    code = function.__code__
     return {
         "signature": inspect.signature(function),
         "getfullargspec": (arguments, spec.defaults, spec.kwonlydefaults, spec.annotations),
-        "co_varnames": set(arguments) <= {*code.co_varnames},
-        "co_argcount": code.co_argcount,
-        "defaults": (function.__defaults__, function.__kwdefaults__),
     }
 
 

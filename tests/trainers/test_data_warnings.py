@@ -76,7 +76,7 @@ def make(library, case, folder, **config):
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_trl_trains_on_is_trained_on_to_the_bit(case, tmp_path, caplog):
-    theirs, ours = make(trl, case, tmp_path), make(trl_padfix, case, tmp_path)
+    theirs, ours = make(trl, case, tmp_path), make(trl_padfix, case, tmp_path, padding_side="right")
     said = our_warnings(caplog)
     theirs.train()
     ours.train()
@@ -102,7 +102,7 @@ def test_a_doubtful_row_of_a_stream_is_kept(strict, tmp_path, caplog):
             make(trl_padfix, "DPO, equal", tmp_path, strict=True, train_dataset=stream()).train()
         return
     theirs = make(trl, "DPO, equal", tmp_path, train_dataset=stream())
-    ours = make(trl_padfix, "DPO, equal", tmp_path, train_dataset=stream())
+    ours = make(trl_padfix, "DPO, equal", tmp_path, train_dataset=stream(), padding_side="right")
     theirs.train()
     ours.train()
     assert trajectory(ours).equal(trajectory(theirs))

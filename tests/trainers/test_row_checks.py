@@ -36,7 +36,7 @@ def make(kind, folder, data, library=trl_padfix, **given):
 def test_a_stream_leaves_a_row_without_messages_out(tmp_path, caplog):
     rows = [{"messages": [SAID, ANSWER | {"content": f"w{7 + i}"}]} for i in range(12)]
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-        make("SFT", tmp_path, stream([*rows[:3], {"messages": []}, *rows[3:]])).train()
+        make("SFT", tmp_path, stream([*rows[:3], {"messages": []}, *rows[3:]]), padding_side="right").train()
     assert any("were left out. A row of the train dataset has []" in text for text in caplog.messages)
 
 
@@ -72,7 +72,8 @@ def test_a_stream_goes_on_without_it_as_if_it_were_not_there(kind, good, change,
     curves = []
     for library, given_rows in ((trl, rows), (trl_padfix, broken)):
         with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-            trainer = make(kind, tmp_path, stream(given_rows), library)
+            side = {} if library is trl else {"padding_side": "right"}
+            trainer = make(kind, tmp_path, stream(given_rows), library, **side)
             trainer.train()
         curves.append(trajectory(trainer).tolist())
     assert curves[0] == curves[1]
@@ -100,7 +101,7 @@ def test_an_unknown_id_in_a_stream_makes_an_empty_row(bad, tmp_path, caplog):
 def test_pairs_that_trl_leaves_out_are_counted_in_a_warning(tmp_path, caplog):
     columns = build_pairs(4).to_dict() | {"prompt": ["w2 " * 9, "w3 " * 5, "w4 " * 6, "w5 "]}
     with caplog.at_level(logging.WARNING):
-        make("DPO", tmp_path, Dataset.from_dict(columns), max_length=6)
+        make("DPO", tmp_path, Dataset.from_dict(columns), max_length=6, padding_side="right")
     (warning,) = our_warnings(caplog)
     assert re.search("2 of 4 pairs of the train dataset were left out.*`max_length=6`.*Raise `max_length`", warning)
 
@@ -112,8 +113,9 @@ def masked(row):
 @pytest.mark.skipif(not LABELS_IN_DATA, reason="this TRL truncates in its collator")
 def test_rows_that_teach_nothing_are_counted_in_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        make("SFT", tmp_path, Dataset.from_list([masked(row) for row in range(8)]), max_length=None)
-        make("SFT", tmp_path, build_rows(), max_length=14)
+        side = {"padding_side": "right"}
+        make("SFT", tmp_path, Dataset.from_list([masked(row) for row in range(8)]), max_length=None, **side)
+        make("SFT", tmp_path, build_rows(), max_length=14, **side)
     ours = our_warnings(caplog)
     assert re.search("4 of 8 rows of the train dataset have no token to train on.*Drop them", ours[0])
     assert any(re.search(r"\d+ of 40 rows of the train dataset were left out.*`max_length=14`", o) for o in ours[1:])

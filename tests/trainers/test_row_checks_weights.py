@@ -186,7 +186,8 @@ def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tm
 
 
 def test_prompts_without_a_token_in_a_stream_are_warned_about(tmp_path, caplog):
-    trainer = make_trainer(trl_padfix, "GRPO", tmp_path, train_dataset=build_prompts(8).to_iterable_dataset())
+    data = build_prompts(8).to_iterable_dataset()
+    trainer = make_trainer(trl_padfix, "GRPO", tmp_path, train_dataset=data, padding_free=True)
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
         trainer._tokenize_prompts(["w3 w4", ""])
     assert any("1 prompts of the batch have no token" in text for text in caplog.messages)

@@ -42,7 +42,7 @@ def build_trainer(kind: str, data: Any, folder: Any, **config: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "streamed", "mode"),
-    [("DPO", True, "padded"), ("SFT", False, "padding-free, left"), ("KTO", True, "padded")],
+    [("DPO", True, "padding-free, left"), ("SFT", False, "padding-free, left"), ("KTO", True, "padding-free, left")],
 )
 def test_an_unknown_id_is_an_error_with_its_row(kind, streamed, mode, tmp_path):
     data = with_unknown_word(kind, row=2)

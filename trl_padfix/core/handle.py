@@ -152,8 +152,6 @@ class PaddingRemoval(Attachment):
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
             parallelism the length is that of the part of one process.
-        packs_padded (`bool`):
-            Whether padded calls are packed. The sequences of packed batches are kept apart in any case.
         context_parallel ([`Group`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
@@ -196,7 +194,6 @@ class PaddingRemoval(Attachment):
         self.strict = strict
         self.packed_multiple_of = packed_multiple_of
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
-        self.packs_padded = True
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         self.context_parallel: Group | None = None
@@ -209,10 +206,6 @@ class PaddingRemoval(Attachment):
     @property
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
-
-    def leave_padded_calls(self) -> None:
-        """Run padded calls as before attachment; only the sequences of packed batches are kept apart."""
-        self.packs_padded = False
 
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""

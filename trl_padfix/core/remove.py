@@ -12,7 +12,7 @@ arguments, so it recomputes each layer with the layout of its own forward.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 from torch import nn
@@ -36,7 +36,10 @@ from .switch import OFF, is_off
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding"]
+__all__ = [
+    "attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
+    "take_over",
+]  # fmt: skip
 
 
 def remove_padding(
@@ -212,6 +215,14 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
         return None
     attachment = Attachment()
     return attachment.attach([NumberingPatch(decoder, attachment)])
+
+
+def take_over(models: Iterable[nn.Module]) -> None:
+    """Detach what earlier trainers have attached to `models`: they attach again when they compute again."""
+    for module in (module for model in models for module in model.modules()):
+        for patch in patches_on(module):
+            if patch.attachment.owned_by_trainer:
+                patch.attachment.take_over()
 
 
 def attachments_of(model: nn.Module) -> list[Attachment]:

@@ -23,6 +23,7 @@ from ..trainers.settings import (
     ReferenceAttentionConfig,
     TeacherAttentionConfig,
 )
+from ..trainers.signatures import hook
 from ..trainers.task import Task
 from ..versions import TESTED, installed_version
 
@@ -44,6 +45,7 @@ class ExperimentalTrainer(PaddingFreeMixin):
 class SelfDistillingTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] whose model is its own teacher; TRL also scores the generated rows before the loss."""
 
+    @hook
     def _compute_rollout_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.padding.budget.split_forwards():
             return super()._compute_rollout_logps(*args, **kwargs)
@@ -114,6 +116,7 @@ class TripleTask(Task):
 class PairTrainer(ExperimentalTrainer):
     """A mixin for a trainer of TRL that computes loss and metrics in `get_batch_loss_metrics`."""
 
+    @hook
     def get_batch_loss_metrics(self, model: torch.nn.Module, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self.observe_step(model, batch):  # TRL's evaluation does not go through `compute_loss`
             return super().get_batch_loss_metrics(model, batch, *args, **kwargs)
@@ -122,6 +125,7 @@ class PairTrainer(ExperimentalTrainer):
 class A2POTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] whose log-probabilities are computed before the loss."""
 
+    @hook
     def _get_sequence_logps(self, *args: Any, **kwargs: Any) -> Any:
         with self.padding.budget.split_forwards():
             return super()._get_sequence_logps(*args, **kwargs)
@@ -130,6 +134,7 @@ class A2POTrainer(ExperimentalTrainer):
 class OnlineDPOTrainer(ExperimentalTrainer):
     """[`ExperimentalTrainer`] whose loss is in `training_step`."""
 
+    @hook
     def _forward(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if model is self.ref_model:
             with self.padding.budget.split_forwards():

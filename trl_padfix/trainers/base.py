@@ -30,27 +30,32 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..core.call.batch_cache import batch_cache
+from ..core.remove import take_over
+from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
 from .checks.custom_loss import observe_loss, observe_user_loss, observe_user_step
+from .distributed import models_of
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
 from .parts.attention_choice import AttentionChoice
 from .parts.context_parallel import ContextParallel
 from .parts.generation import Generation
 from .parts.packing import RemovePadding
+from .parts.padding_side import PaddingSide
 from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
 from .settings import Settings, trls_configuration
-from .signatures import show_parameters
+from .signatures import hook, show_parameters
 from .task import Task
 from .temporary_attributes import temporarily_set
 
@@ -59,9 +64,12 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
 
 
-__all__ = ["PARTS", "PaddingFreeMixin", "padding_free_trainer"]
+logger = get_logger(__name__)
+
+__all__ = ["PARTS", "PaddingFreeMixin", "by_name", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
+    PaddingSide,  # alone where none of our fields is set, if the tokenizer pads left
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
@@ -107,30 +115,32 @@ class PaddingFreeMixin:
 
     if not TYPE_CHECKING:  # to a type checker, signatures are TRL's
 
-        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            # Here, because Python compares the arguments of `__init__` with its parameters before it runs.
-            parameters = inspect.signature(cls.__init__).parameters
-            unknown = [name for name in kwargs if name not in parameters]
-            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-            if not takes_any and (place := _place_of(unknown, kwargs.get("args"))):
-                raise TypeError(f"{cls.__name__}.__init__() got an unexpected keyword argument {unknown[0]!r}{place}")
-            return super().__new__(cls)
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            init_kwargs = _by_name(self._init_owners(), args, kwargs)
+            init_kwargs = by_name(self._init_owners(), args, kwargs)
             config = init_kwargs.get("args")
             self.padding = padding = Padding(Settings.of(config, **self.fixed_settings))
             padding.task = self.task_class(self)
-            check_arguments(config, padding.settings, padding.task, init_kwargs)
-            padding.parts = tuple(part(self) for part in self.part_classes)
-            padding.budget = padding.part(TokenBudget)
+            if is_off():
+                logger.warning(
+                    f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `group_by_prefix` are "
+                    "off. Steps are TRL's, padded. They need TRL's time and memory."
+                )
+            if padding.settings.are_set:
+                check_arguments(config, padding.settings, padding.task, init_kwargs)
+                padding.parts = tuple(part(self) for part in self.part_classes)
+                padding.budget = padding.part(TokenBudget)
+            elif PaddingSide in self.part_classes:
+                padding.parts = (PaddingSide(self),)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
-                padding.task.check(config, init_kwargs)
+                if padding.settings.are_set:
+                    padding.task.check(config, init_kwargs)
                 with entered(part.around_init(config) for part in padding.parts):
                     super().__init__(*args, **kwargs)
-                self.padding_free = padding.settings.padding_free
+                padding.parts = tuple(part for part in padding.parts if part.acts())
+                if padding.settings.are_set:
+                    self.padding_free = padding.settings.padding_free
                 self._attach()
                 for part in padding.parts:
                     part.on_init_end()
@@ -151,16 +161,21 @@ class PaddingFreeMixin:
             for part in self.padding.parts:
                 part.attach()
             self._attach_to_models()
-            self.padding.task.on_attached()
+            if self.padding.settings.are_set:
+                self.padding.task.on_attached()
 
     def _attach_to_models(self) -> None:
+        take_over(models_of(self))
         for part in self.padding.parts:
             part.attach_to_models()
         self.padding.in_steps = tuple(part for part in self.padding.parts if part.acts_in_steps())
 
     def _follow_models(self) -> None:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
-        if self.padding.part(RemovePadding).is_outdated():
+        if not self.padding.parts:
+            take_over(models_of(self))
+        outdated = [part for part in self.padding.parts if part.is_outdated()]  # all of them note the new models
+        if outdated:
             self.padding.parity.clear()  # a model is compared on its own first batch
             self._attach_to_models()
 
@@ -175,7 +190,10 @@ class PaddingFreeMixin:
 
     # -- data
 
+    @hook
     def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.padding.settings.are_set:
+            return super()._prepare_dataset(*args, **kwargs)
         call = inspect.signature(super()._prepare_dataset).bind(*args, **kwargs)
         task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
         dataset = next(iter(call.arguments))  # the first parameter, whatever its name
@@ -185,6 +203,7 @@ class PaddingFreeMixin:
             task.check_prepared(prepared, len(checked), arguments)
         return prepared
 
+    @hook
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         # TRL calls this inside its `__init__`, before our `__init__` attaches.
         self._attach()
@@ -195,7 +214,7 @@ class PaddingFreeMixin:
         with self._loading(self.train_dataset, is_training=True):
             loader = super().get_train_dataloader()
         for part in self.padding.parts:
-            loader = part.permute(loader) if isinstance(part, RowOrder) else loader
+            loader = part.permute(loader)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -212,7 +231,7 @@ class PaddingFreeMixin:
     ) -> contextlib.AbstractContextManager[None]:
         # Every training and evaluation begins here, after `model_init`; data loaders read the handle of the model.
         self._follow_models()
-        if is_training:
+        if is_training and self.padding.settings.are_set:
             observe_user_step(self, self._around_user_step)
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
@@ -223,17 +242,22 @@ class PaddingFreeMixin:
 
     # -- steps
 
+    @hook
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, *count = super().get_batch_samples(*args, **kwargs)
-        self.padding.budget.tell_saving(batches)
+        for part in self.padding.parts:
+            part.on_batches(batches)
         return batches, *count
 
+    @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self.padding.budget.around_training_step(), observe_user_loss(self):
+        with entered(part.around_training_step() for part in self.padding.parts), observe_user_loss(self):
             return super().training_step(*args, **kwargs)
 
     @observe_loss
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self.padding.budget is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
         return self.padding.budget.compute_loss(super().compute_loss, model, inputs, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -271,21 +295,25 @@ class PaddingFreeMixin:
                 blocks.enter_context(handle.padded(reason))
             yield step
 
+    @hook
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with observe_user_loss(self):
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         return loss, *self.padding.task.metrics_inputs(inputs, logits, labels)
 
+    @hook
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
         with entered(part.around_label_count() for part in self.padding.parts):
             return super()._get_num_items_in_batch(batch_samples, device)
 
     # -- evaluation and log
 
+    @hook
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with entered(part.around_evaluate() for part in self.padding.parts):
             return super().evaluate(*args, **kwargs)
 
+    @hook
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -301,6 +329,7 @@ class PaddingFreeMixin:
             )
         return evaluation.output
 
+    @hook
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         for part in self.padding.parts:
             part.log(logs, "train" if self.model.training else "eval")
@@ -321,7 +350,7 @@ class PaddingFreeMixin:
             super()._push_from_checkpoint(checkpoint_folder)
 
 
-def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of an `__init__` by name. Each of `owners` defines one, and passes `*args` on to the next."""
     signature = inspect.signature(owners[0].__init__)
     try:
@@ -333,7 +362,7 @@ def _by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, An
     args = named.pop(kinds.get(inspect.Parameter.VAR_POSITIONAL), ())
     kwargs = named.pop(kinds.get(inspect.Parameter.VAR_KEYWORD), {})
     try:
-        return named | (_by_name(owners[1:], args, kwargs) if args or kwargs else {})
+        return named | (by_name(owners[1:], args, kwargs) if args or kwargs else {})
     except TypeError:  # the next class has parameters that this one fills in itself
         return named | kwargs
 

@@ -165,6 +165,11 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
     pool_last_token: bool = False
     expand_turns: bool = False
 
+    @property
+    def are_set(self) -> bool:
+        """Whether any field of ours has another value than its default. Otherwise no code of ours acts."""
+        return vars(self) != vars(Settings())
+
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         self.attn_implementation = attn_implementation
 

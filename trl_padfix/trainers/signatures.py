@@ -1,29 +1,69 @@
 """
-Methods that show the parameters of TRL's.
+The hooks of our trainers: methods that TRL's classes have, too, with their parameters.
 
 Scripts that serve several versions of TRL ask which arguments this one has: `inspect.signature(SFTTrainer.__init__)`,
-`inspect.getfullargspec`, `__code__.co_varnames`. The mixin's methods take `*args, **kwargs`, because TRL's parameters
-differ between versions. [`as_declared`] gives them a front with those of the installed one.
+`inspect.getfullargspec`. The mixin's methods take `*args, **kwargs`, because TRL's parameters differ between versions.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import FunctionType
+from functools import wraps
 from typing import Any
 
 from ..core.model.inspection import package_of
 
 
-__all__ = ["as_declared", "show_parameters"]
+__all__ = ["as_declared", "hook", "show_parameters"]
 
 PACKAGE = __name__.partition(".")[0]
 
 
-def as_declared(method: Callable[..., Any], declared: Callable[..., Any]) -> FunctionType:
+class hook:  # noqa: N801
     """
-    A function with the parameters of `declared` that calls `method`.
+    A decorator of a method that TRL's class has, too: TRL's runs alone where none of our fields is set.
+
+    Example:
+
+    ```python
+    >>> from types import SimpleNamespace
+    >>> from trl_padfix.trainers.signatures import hook
+
+    >>> class Theirs:
+    ...     def step(self):
+    ...         return "theirs"
+    >>> class Ours(Theirs):
+    ...     padding = SimpleNamespace(parts=())
+    ...
+    ...     @hook
+    ...     def step(self):
+    ...         return "ours, around " + super().step()
+    >>> trainer = Ours()
+    >>> before, trainer.padding.parts = trainer.step(), ("a part",)
+    >>> before, trainer.step()
+    ('theirs', 'ours, around theirs')
+
+    ```
+    """
+
+    def __init__(self, method: Callable[..., Any]):
+        self.method = method
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        method = self.method
+
+        @wraps(method)
+        def passing(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            run = method.__get__(trainer) if trainer.padding.parts else getattr(super(owner, trainer), name)
+            return run(*args, **kwargs)
+
+        setattr(owner, name, passing)
+
+
+def as_declared(method: Callable[..., Any], declared: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    A function that calls `method` and shows the parameters of `declared`.
 
     Example:
 
@@ -36,32 +76,20 @@ def as_declared(method: Callable[..., Any], declared: Callable[..., Any]) -> Fun
 
     >>> front = as_declared(method, declared)
     >>> inspect.getfullargspec(front).args, front(None, 1, data=2)
-    (['self', 'model', 'args'], ((1, None), {'data': 2}))
+    (['self', 'model', 'args'], ((1,), {'data': 2}))
 
     ```
     """
+
+    @wraps(method)
+    def front(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
     declared = inspect.unwrap(declared)
-    parameters = inspect.signature(declared).parameters.values()
-    prefixes = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    names = [prefixes.get(p.kind, "") + p.name for p in parameters]
-    given = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else n for p, n in zip(parameters, names, strict=True)]
-    keyword_only = [i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY]
-    if keyword_only and not any(name.startswith("*") and not name.startswith("**") for name in names):
-        names.insert(keyword_only[0], "*")
-    namespace: dict[str, Any] = {}
-    # As `dataclasses` makes an `__init__`: only a function compiled with these names has them in its `__code__`.
-    exec(
-        f"def front(method):\n def shown({', '.join(names)}):\n  return method({', '.join(given)})\n return shown",
-        namespace,
-    )
-    made = namespace["front"](method)
-    code = made.__code__.replace(co_name=declared.__name__)  # which may be `<lambda>`
-    # Annotations that are strings are looked up where `declared` was written.
-    front = FunctionType(code, declared.__globals__, declared.__name__, declared.__defaults__, made.__closure__)
-    front.__kwdefaults__ = declared.__kwdefaults__
+    # `typing.get_type_hints` looks up annotations that are strings where `__wrapped__` was written.
+    of_declared = {"__signature__": inspect.signature(declared), "__wrapped__": declared, "declared": declared}
+    vars(front).update(of_declared, method=method)
     front.__annotations__ = dict(declared.__annotations__)
-    front.__doc__, front.__qualname__, front.__module__ = method.__doc__, method.__qualname__, __name__
-    vars(front).update({k: v for k, v in vars(method).items() if k != "__wrapped__"}, method=method, declared=declared)
     return front
 
 

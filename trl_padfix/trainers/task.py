@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 
 from .checks.custom_loss import why_padded
-from .data.columns import require_columns, require_rows
+from .data.columns import is_empty, require_columns
 from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
@@ -61,9 +61,6 @@ class Task:
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
 
-    loss_methods: ClassVar[tuple[str, ...]] = ()
-    """TRL's methods beneath `compute_loss` that compute a part of the loss: a user may override them."""
-
     # Metrics
 
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
@@ -87,9 +84,8 @@ class Task:
         Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
         TRL's `_prepare_dataset` as attributes: `dataset_name`, `processing_class`, `args`, ...
         """
-        if not self.columns:
+        if not self.columns or is_empty(dataset, arguments.dataset_name):
             return dataset
-        require_rows(dataset, arguments.dataset_name)
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
         dataset = validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
@@ -150,7 +146,8 @@ class Task:
         padding = self.trainer.padding
         if padding.why_padded is not None:
             return padding.why_padded
-        is_packed, in_parts = padding.is_removed and padding.handles[0].enabled, padding.budget.budget is not None
+        is_packed = padding.is_removed and padding.handles[0].enabled
+        in_parts = padding.budget is not None and padding.budget.budget is not None
         return why_padded(self.trainer, padding.handles[0], inputs, in_parts) if is_packed else None
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:

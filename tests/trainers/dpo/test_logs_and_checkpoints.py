@@ -74,8 +74,8 @@ def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):
         processing_class=build_tokenizer(),
     )
     assert type(trainer.args) is trl.DPOConfig
-    assert trainer.padding.handles == []
-    assert trainer.data_collator.padding_side == "right"
+    assert trainer.padding.parts == ()
+    assert type(trainer.data_collator).__module__.startswith("trl.")
 
 
 def test_the_side_is_the_tokenizers_where_none_is_given(make):

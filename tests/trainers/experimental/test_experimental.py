@@ -63,13 +63,20 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy
 @pytest.mark.parametrize("name", ["ORPO", "GKD", "SDFT"])
 def test_a_dataset_without_the_columns_is_refused(name, policy, tmp_path):
     with pytest.raises(ValueError, match="has no column"):
-        build(name, "trl_padfix", tmp_path, policy, train_dataset=Dataset.from_list([{"question": "w3"}] * 8))
+        build(
+            name,
+            "trl_padfix",
+            tmp_path,
+            policy,
+            train_dataset=Dataset.from_list([{"question": "w3"}] * 8),
+            padding_free=True,
+        )
 
 
 @pytest.mark.parametrize("name", ["GKD"])
 def test_a_student_without_a_teacher_is_refused(name, policy, tmp_path):
     with pytest.raises(ValueError, match="The student needs a teacher"):
-        build(name, "trl_padfix", tmp_path, policy, teacher_model=None)
+        build(name, "trl_padfix", tmp_path, policy, teacher_model=None, padding_free=True)
 
 
 def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):

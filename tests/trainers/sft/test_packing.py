@@ -1,6 +1,5 @@
 """Packed rows are trained and evaluated on as TRL does, on every attention backend."""
 
-import logging
 from functools import cache
 
 import pytest
@@ -13,7 +12,7 @@ from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.models import build
 
-from trl_padfix import PaddingRemovalError, ParityError, SFTTrainer, packed_layout
+from trl_padfix import ParityError, SFTTrainer, packed_layout
 
 
 def watch_packed(trainer, batches):
@@ -33,13 +32,13 @@ def trl_packed(make):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "padding_free"),
-    [("sdpa", True), ("eager", False), ("flash_attention_2", True)],
+    "implementation",
+    ["sdpa", "eager", "flash_attention_2"],
 )
-def test_packing_is_trls_on_every_backend(implementation, padding_free, make, trl_packed):
+def test_packing_is_trls_on_every_backend(implementation, make, trl_packed):
     theirs = trl_packed("bfd")
     with flash_attention_stand_in():
-        config = packing() | {"padding_free": padding_free}
+        config = packing() | {"padding_free": True}
         ours = run(make(config=config, model=build_model(attn_implementation=implementation)), watch_packed)
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     (handle,) = ours.trainer.padding.handles
@@ -70,7 +69,8 @@ class LargestMask(TorchDispatchMode):
 
 @pytest.mark.parametrize("trainer_class", [SFTTrainer, trl.SFTTrainer])
 def test_no_mask_of_all_packed_tokens_by_all_is_built(trainer_class, make):
-    trainer = make(trainer_class, packing() | {"max_steps": 1}, eval_dataset=None)
+    ours = {"padding_free": True} if trainer_class is SFTTrainer else {}
+    trainer = make(trainer_class, packing() | {"max_steps": 1} | ours, eval_dataset=None)
     with LargestMask() as masks:
         trainer.train()
     assert (masks.largest > 0) is (trainer_class is trl.SFTTrainer)
@@ -79,7 +79,7 @@ def test_no_mask_of_all_packed_tokens_by_all_is_built(trainer_class, make):
 def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(make):
     config = EXACT | {"max_length": 48, "packing": True, "per_device_eval_batch_size": 3}
     rows = build_rows(24, 1)
-    packed = make(config=config | {"eval_packing": True}, eval_dataset=rows)
+    packed = make(config=config | {"eval_packing": True, "padding_free": True}, eval_dataset=rows)
     separate = make(config=EXACT | {"max_length": 48}, eval_dataset=rows)
     assert len(packed.eval_dataset) < 24 == len(separate.eval_dataset)
     metrics = [evaluated(trainer) for trainer in (packed, separate)]
@@ -113,20 +113,8 @@ def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
         lambda positions, **_: packed_layout(positions, cu_seqlens=torch.tensor([0, 3, positions.shape[1]])),
     )
     with pytest.raises(ParityError, match="parity FAILED"):
-        make(config=packing()).train()
+        make(config=packing() | {"padding_free": True}).train()
     theirs = trl_packed("bfd")
-    ours = run(make(config=packing() | {"parity_check": False}), watch_packed)
+    ours = run(make(config=packing() | {"padding_free": True, "parity_check": False}), watch_packed)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.trajectory(), theirs.trajectory())
-
-
-def test_a_model_that_cannot_be_packed_is_left_to_trl_with_the_reason(make, caplog):
-    model = build_model(attn_implementation="flex_attention")
-    with caplog.at_level(logging.WARNING):
-        trainer = make(config=packing(), model=model)
-    assert trainer.padding.handles == []
-    assert any(
-        "left to the model's own attention" in r.getMessage() and "flex" in r.getMessage() for r in caplog.records
-    )
-    with pytest.raises(PaddingRemovalError, match="flex_attention"):
-        make(config=packing() | {"padding_free": True}, model=build_model(attn_implementation="flex_attention"))

@@ -77,7 +77,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
         return None  # as in generation, or within a packed call
     if inputs.arguments.get("use_cache") is True:
         # A padded batch that is trained on shall begin a cache, as no generation does.
-        is_padded_batch = isinstance(mask, torch.Tensor) and mask.dim() == 2 and handle.packs_padded
+        is_padded_batch = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if is_padded_batch and torch.is_grad_enabled() and not on_host(mask)[0].bool().all():
             raise UnpackableCallError(
                 "use_cache",
@@ -98,7 +98,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
             "`(B, L)`. Flatten the dimensions before the last one, or run this call inside `with handle.disabled():`.",
         )
     # A mask and `cu_seqlens` together are ambiguous: such a call runs unchanged.
-    if batch is None or (mask is not None and (inputs.cu_seqlens is not None or not handle.packs_padded)):
+    if batch is None or (mask is not None and inputs.cu_seqlens is not None):
         return None
     if mask is None and not inputs.is_packed and (not handle.prefix_sharing or len(batch) == 1):
         return None  # neither padding nor a second row to share with

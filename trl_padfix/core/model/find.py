@@ -10,7 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from .older import decoder_of
 
 
-__all__ = ["find_decoder", "find_multimodal", "find_peft", "find_pretrained", "is_peft"]
+__all__ = [
+    "find_decoder", "find_multimodal", "find_peft", "find_pretrained", "is_peft", "outermost_pretrained",
+]  # fmt: skip
 
 
 def find_decoder(model: PreTrainedModel) -> Any:
@@ -34,12 +36,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"`remove_padding` takes a model, got `{type(model).__name__}`.")
-    outermost: list[PreTrainedModel] = []
-    inside: set[int] = set()  # modules of the models found so far: a model contains others (its decoder)
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module) not in inside:
-            outermost.append(module)
-            inside.update(id(m) for m in module.modules())
+    outermost = outermost_pretrained(model)
     if len(outermost) != 1:
         names = ", ".join(type(m).__name__ for m in outermost) or "none"
         raise TypeError(
@@ -47,6 +44,17 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
             f"contains {names}. Attach to each transformers model on its own."
         )
     return outermost[0]
+
+
+def outermost_pretrained(model: nn.Module) -> list[PreTrainedModel]:
+    """The transformers models in `model`, without those that others contain (a decoder)."""
+    outermost: list[PreTrainedModel] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and id(module) not in inside:
+            outermost.append(module)
+            inside.update(id(m) for m in module.modules())
+    return outermost
 
 
 def is_peft(module: nn.Module) -> bool:

@@ -145,7 +145,7 @@ def _mask_of(attachment: PaddingRemoval, call: dict[str, Any]) -> torch.Tensor |
     """The mask of a call, if the call is packed with it and has labels of the same shape `(B, L)`; else `None`."""
     labels: Any = call.get("labels")
     mask: Any = call.get("attention_mask")
-    if has_cache(call) or not attachment.packs_padded:
+    if has_cache(call):
         return None
     has_both = isinstance(labels, torch.Tensor) and isinstance(mask, torch.Tensor)
     if not has_both or mask.dim() != 2 or mask.shape != labels.shape or mask.device != labels.device:

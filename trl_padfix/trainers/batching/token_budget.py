@@ -388,7 +388,7 @@ class TokenBudget(Part):
 
     # -- accumulation
 
-    def tell_saving(self, batches: Sequence[Any]) -> None:
+    def on_batches(self, batches: Sequence[Any]) -> None:
         """Say once what one big batch would save, in tokens of these batches, which TRL accumulates in a step."""
         handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
         if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:

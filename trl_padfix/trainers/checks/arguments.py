@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, List
 from transformers import MODEL_MAPPING, AutoModel
 
 from ...core.errors import PaddingRemovalError
@@ -16,10 +16,9 @@ from ...core.model.find import find_pretrained
 from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...core.refusals import encoder_obstacle
-from ...core.switch import OFF, is_off
 from ...versions import newer_trl
 from ..data.collators import check_padding_side
-from ..data.columns import column_names, image_counts, require_rows, values
+from ..data.columns import column_names, image_counts, is_empty, values
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.tokenizers import check_tokenizer
 from ..data.vision_collators import count_placeholders, misplaced_message
@@ -46,11 +45,6 @@ def check_arguments(
 
     The configuration checked its fields when it was created. These checks are for fields that were set later.
     """
-    if is_off():
-        logger.warning(
-            f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch` and `group_by_prefix` are off. "
-            "Steps are TRL's, padded. They need TRL's time and memory."
-        )
     if newer := newer_trl():
         logger.warning_once(newer)
     check_field_types(config)
@@ -67,12 +61,7 @@ def check_arguments(
             _refuse_encoder(init_kwargs.get(name), config, prefix)
     check_tokenizer(init_kwargs.get("processing_class"))
     data = init_kwargs.get("train_dataset")
-    require_rows(data, "train")
-    if settings.padding_free and not task.takes_images and (images := image_columns(data)):
-        raise PaddingRemovalError(
-            f"The training dataset has image data ({images}), and packing what images become in the decoder is not "
-            "supported. Set `padding_free=False`, or drop these columns to train on the text."
-        )
+    is_empty(data, "train")  # then an error
 
 
 def _refuse_encoder(model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str) -> None:
@@ -109,8 +98,12 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
 
 
 def image_columns(dataset: Dataset | IterableDataset) -> str:
-    """The names of the image columns of a dataset, joined for a message; empty if it has none."""
-    return ", ".join(map(repr, sorted(column_names(dataset) & {"image", "images"})))
+    """The names of the columns of a dataset with images, joined for a message; empty if no row has one."""
+    names = sorted(column_names(dataset) & {"image", "images"})
+    if isinstance(dataset, Dataset):
+        is_list = {name: isinstance(dataset.features[name], List) for name in names}
+        names = [name for name in names if not is_list[name] or image_counts(dataset, name).any()]
+    return ", ".join(map(repr, names))
 
 
 def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bool) -> None:

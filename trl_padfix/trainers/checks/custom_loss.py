@@ -32,6 +32,12 @@ __all__ = [
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
 """Modules whose losses are no user's: a task knows the reduction of its trainer's, or that it does not."""
 
+LOSS_METHODS = {
+    "compute_loss", "_compute_loss", "_compute_kl_logps", "_get_last_hidden_state",
+    "_get_per_token_logps_and_entropies", "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask",
+}  # fmt: skip
+"""TRL's methods that compute a loss, or a part of one: a user may override them."""
+
 DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
 
@@ -43,7 +49,7 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     It is a method of a subclass or a mixin, a function that was set on a class or on the
     trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
     """
-    if name := _custom_method(trainer, {"compute_loss", *trainer.task_class.loss_methods}):
+    if name := _custom_method(trainer, LOSS_METHODS):
         return name
     loss_function = vars(trainer).get("compute_loss_func")
     # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
@@ -133,6 +139,8 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     def in_step(
         self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if not self.padding.parts:  # none of our fields is set
+            return compute_loss(self, model, inputs, *args, **kwargs)
         arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
         with self.observe_step(model, inputs, arguments) as step:
             step.result = compute_loss(self, model, step.inputs, *args, **kwargs)

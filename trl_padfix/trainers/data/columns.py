@@ -13,8 +13,8 @@ from datasets import Dataset, IterableDataset, Value
 
 
 __all__ = [
-    "blank_texts", "chunks", "column_names", "empty_lists", "equal_rows", "ids_outside", "image_counts",
-    "list_lengths", "lists", "require_columns", "require_rows", "rows_of_only", "untrained_rows", "values",
+    "blank_texts", "chunks", "column_names", "empty_lists", "equal_rows", "ids_outside", "image_counts", "is_empty",
+    "list_lengths", "lists", "require_columns", "rows_of_only", "untrained_rows", "values",
 ]  # fmt: skip
 
 
@@ -121,12 +121,16 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
         yield table[column]
 
 
-def require_rows(dataset: Dataset | IterableDataset, dataset_name: str) -> None:
-    """Raise a `ValueError` if a dataset is empty, or a stream has no first row."""
+def is_empty(dataset: Dataset | IterableDataset, dataset_name: str) -> bool:
+    """Whether a dataset has no row; a `ValueError` unless it is for an evaluation and TRL has prepared it."""
     is_stream = isinstance(dataset, IterableDataset)
-    if (isinstance(dataset, Sized) and len(dataset) == 0) or (is_stream and next(iter(dataset), None) is None):
+    if not (is_stream and next(iter(dataset), None) is None) and not (isinstance(dataset, Sized) and not len(dataset)):
+        return False
+    is_prepared = any(name.endswith("_ids") for name in column_names(dataset))
+    if dataset_name == "train" or is_stream or not is_prepared:
         kind = "a stream without a row" if is_stream else "empty"
         raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
+    return True
 
 
 def require_columns(

@@ -102,17 +102,17 @@ class ValidRow:
         return True
 
 
-def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: Iterable[str] | None = None) -> None:
+def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: Iterable[str]) -> None:
     """
     Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model.
 
-    `used` are the columns that training reads; all are checked without it.
+    `used` are the columns that training reads.
     """
     if not isinstance(dataset, Dataset):
         return
     for column in dataset.column_names:
         holds_ids = column.endswith("_ids") or column == "labels"
-        if not holds_ids or (used is not None and column not in used):
+        if not holds_ids or column not in used:
             continue
         if outside := ids_outside(dataset, column, size, ignored=(-100,) if column == "labels" else ()):
             row, value = outside

@@ -9,6 +9,7 @@ import trl
 
 from ...core.model.find import find_pretrained
 from ..checks.arguments import require_teacher
+from ..signatures import hook
 from .online import OnlineTask, OnlineTrainer, trained_tokens
 
 
@@ -23,7 +24,6 @@ class DistillationTask(OnlineTask):
     """Each row is a prompt with a completion; student and teacher compute its hidden states."""
 
     scores = "_get_last_hidden_state"
-    loss_methods = ("_compute_loss", scores)
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
@@ -67,6 +67,7 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
 
     task_class = DistillationTask
 
+    @hook
     def _get_last_hidden_state(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:

@@ -30,7 +30,6 @@ class DPOTask(PairTask):
         trl_dpo.DataCollatorForPreference: DataCollatorForPreference,
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
     }
-    loss_methods = ("_compute_loss",)
     sequences = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:

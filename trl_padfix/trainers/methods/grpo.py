@@ -16,9 +16,6 @@ __all__ = ["GRPOTrainer"]
 class GRPOTask(OnlineTask):
     """Rows come in groups: completions of one prompt, whose rewards are compared."""
 
-    loss_methods = (
-        *OnlineTask.loss_methods, "get_gamma_weights", "get_high_entropy_mask", "get_off_policy_mask",
-    )  # fmt: skip
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:

@@ -97,7 +97,6 @@ class KTOTask(Task):
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,
     }
-    loss_methods = ("_compute_loss", "_compute_kl_logps")
     sequences = (("prompt_ids", "completion_ids"),)
 
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: SimpleNamespace) -> Any:

@@ -31,6 +31,7 @@ from ..distributed import datasets_of
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
 from ..parts.part import entered
+from ..signatures import hook
 from ..task import Task
 
 
@@ -57,8 +58,6 @@ class OnlineTask(Task):
 
     scores = "_get_per_token_logps_and_entropies"
     """TRL's method with the forwards that score completions."""
-
-    loss_methods = ("_compute_loss", scores)
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
@@ -154,6 +153,7 @@ class OnlineTrainer(PaddingFreeMixin):
     task_class = OnlineTask
     part_classes = tuple(part for part in PARTS if part not in (ExactMeans, RowOrder, Generation))
 
+    @hook
     def _tokenize_prompts(self, prompts: list[Any]) -> Any:
         tokenized = super()._tokenize_prompts(prompts)
         if empty := sum(len(ids) == 0 for ids in tokenized[0]):
@@ -163,15 +163,18 @@ class OnlineTrainer(PaddingFreeMixin):
             )
         return tokenized
 
+    @hook
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         # Calls with a KV cache are never packed. Generation without a cache and paged generation must not be either.
         with entered(handle.disabled() for handle in self.padding.handles):
             return super()._generate_single_turn(*args, **kwargs)
 
+    @hook
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         with batch_cache():
             return super()._generate_and_score_completions(inputs)
 
+    @hook
     def _get_per_token_logps_and_entropies(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
         batch_size: int | None = None, *args: Any, **kwargs: Any,
@@ -192,6 +195,7 @@ class OnlineTrainer(PaddingFreeMixin):
         """A block with a scoring forward, which the token budget splits."""
         return self.padding.budget.split_forwards(ids, mask, images=images)
 
+    @hook
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         for part in self.padding.parts:
             part.before_generation("train" if self.model.training else "eval")
@@ -200,7 +204,7 @@ class OnlineTrainer(PaddingFreeMixin):
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
         if self._buffered_inputs is buffered:
             return inputs
-        self.padding.budget.tell_saving(self._buffered_inputs[: self.args.gradient_accumulation_steps])
+        self.padding.budget.on_batches(self._buffered_inputs[: self.args.gradient_accumulation_steps])
         if not task.may_regroup():
             return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,10 @@ import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
 from ...core.model.older import silence_packing_warning
-from ..base import PaddingFreeMixin
+from ..base import PaddingFreeMixin, by_name
 from ..data.chat_templates import check_turns
 from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
-from ..data.columns import column_names, require_columns, require_rows, untrained_rows
+from ..data.columns import column_names, is_empty, require_columns, untrained_rows
 from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos
@@ -52,7 +53,8 @@ class SFTTask(Task):
 
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         name, processing_class = arguments.dataset_name, arguments.processing_class
-        require_rows(dataset, name)
+        if is_empty(dataset, name):
+            return dataset
         if arguments.formatting_func is None:  # else the chat template is not what writes the rows
             dataset = self._check_rows(dataset, arguments)
         if self.trainer.padding.settings.expand_turns:
@@ -155,7 +157,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with your own collator and
     in evaluation. With `prefix_sharing=True` it computes shared prefixes of rows (a system prompt) once. With
     `packing=True` the sequences of a packed row are kept apart with any attention implementation, in memory that grows
-    linearly with the row, even without `padding_free`.
+    linearly with the row.
 
     With `expand_turns=True` each turn of the assistant in a conversation becomes a row of its own; see
     [`expand_turns`]. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained tokens.
@@ -186,11 +188,14 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     if not TYPE_CHECKING:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)
-            if Settings.of(bound.arguments.get("args")).expand_turns:
-                check_turn_settings(bound.arguments["args"])
+            config = by_name(self._init_owners(), args, kwargs).get("args")
+            settings = Settings.of(config)
+            if settings.expand_turns:
+                check_turn_settings(config)
+                bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)
                 for name in ("train", "eval"):
                     datasets = bound.arguments.get(f"{name}_dataset")
                     bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
-            with silence_packing_warning():
-                super().__init__(*bound.args[1:], **bound.kwargs)
+                args, kwargs = bound.args[1:], bound.kwargs
+            with silence_packing_warning() if settings.padding_free else nullcontext():
+                super().__init__(*args, **kwargs)

@@ -106,8 +106,8 @@ class Padding:
         task ([`Task`]):
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks; `budget` is one of them, which
-            the trainer calls by itself, and `in_steps` those that act in its steps.
+            The features of this package in the trainer, in the order of their hooks. Where none of our fields is set
+            there are none, or [`PaddingSide`] alone. `budget` is one of them, and `in_steps` those that act in steps.
 
     Example:
 
@@ -126,7 +126,7 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
-        self.budget: TokenBudget
+        self.budget: TokenBudget | None = None
         self.is_attached = False
         self.is_restored = False
         self.in_steps: tuple[Part, ...] = ()
@@ -183,6 +183,14 @@ class Part:
     def attach_to_models(self) -> None:
         """Called after `attach`, and again when the trainer computes with other models, or gets them back."""
 
+    def acts(self) -> bool:
+        """Whether the part has anything to do; asked when TRL's `__init__` has ended. Otherwise it is left out."""
+        return True
+
+    def is_outdated(self) -> bool:
+        """Whether `attach_to_models` has to be called again, for other models of the trainer."""
+        return False
+
     def on_init_end(self) -> None:
         """Called at the end of the trainer's `__init__`."""
 
@@ -190,6 +198,17 @@ class Part:
         self, dataset: Dataset | IterableDataset, is_training: bool
     ) -> contextlib.AbstractContextManager[Any]:
         """A block around the creation of a data loader."""
+        return contextlib.nullcontext()
+
+    def permute(self, loader: Any) -> Any:
+        """The data loader for training, perhaps with its rows in another order."""
+        return loader
+
+    def on_batches(self, batches: Any) -> None:
+        """Called with the batches of a step, as transformers' `get_batch_samples` returns them."""
+
+    def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
+        """A block around `training_step`."""
         return contextlib.nullcontext()
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from kit.trainer_runs import assert_other, assert_same, build_model, build_pairs
 from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
 import trl_padfix
-from trl_padfix.trainers.parts.packing import RemovePadding
+from trl_padfix.trainers.parts.padding_side import PaddingSide
 
 
 ADAPTERS = {"prompt tuning": PromptTuningConfig, "p-tuning": PromptEncoderConfig}
@@ -49,7 +49,7 @@ def test_a_tokenizer_that_pads_left_gives_the_losses_of_each_row_alone(kind, ada
     alone = losses(trl, kind, adapter, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     for fields in MODES.values():
         assert_same(losses(trl_padfix, kind, adapter, tmp_path, **fields), alone)
-    monkeypatch.setattr(RemovePadding, "_padding_side", lambda self: "left")
+    monkeypatch.setattr(PaddingSide, "_padding_side", lambda self: "left")
     assert_other(losses(trl_padfix, kind, adapter, tmp_path), alone)
 
 

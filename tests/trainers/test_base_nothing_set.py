@@ -1,0 +1,158 @@
+"""With none of our fields set no code of ours checks, moves, refuses or writes: every function that runs is listed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+from kit.experimental_runs import build
+from kit.methods import DEFAULTS, make_trainer
+from kit.online_runs import save_policy
+from kit.rows import build_prompts, build_rows
+from kit.trainer_runs import build_model, build_pairs, build_tokenizer, to_the_bit
+from torch import nn
+
+import trl_padfix
+
+
+KINDS = ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"]
+OURS = str(Path(trl_padfix.__file__).parent)
+
+LISTED = {
+    # Imports; the configuration, and whether a field of ours is set.
+    "__init__.py", "experimental/__init__.py", "versions.py", "trainers/settings.py", "trainers/field_types.py",
+    "trainers/config.py",
+    "core/switch.py", "check_prefix_sharing", "check_multiple", "check_padding_side",
+    # Methods that pass on to TRL's.
+    "trainers/signatures.py", "observe_loss.<locals>.in_step", "PaddingFreeMixin.compute_loss",
+    # `trainer.padding`; the arguments by name, so that a trainer says where an unknown one belongs.
+    "PaddingFreeMixin._prepare_dataset", "PaddingFreeMixin.__init__", "SFTTrainer.__init__", "by_name",
+    "PaddingFreeMixin._init_owners", "Padding.__init__",
+    "Task.__init__", "entered", "PaddingSide.__init__", "PaddingSide.acts", "PaddingSide._padding_side",
+    "PaddingSide._collators", "tokenizer_of", "Part.__init__", "Part.check", "Part.around_init",
+    # What an earlier trainer has attached to the model is detached.
+    "PaddingFreeMixin._attach", "PaddingFreeMixin._attach_to_models", "PaddingFreeMixin._follow_models", "take_over",
+    "patches_on", "models_of", "named_models_of", "PaddingFreeMixin._loading", "PaddingFreeMixin.get_train_dataloader",
+    "PaddingFreeMixin.get_eval_dataloader",
+    # Which checkpoint is resumed; `training_args.bin` opens without this package.
+    "PaddingFreeMixin.train", "checkpoint_to_resume", "PaddingFreeMixin._save", "temporarily_set",
+}  # fmt: skip
+"""Files and functions of ours that may run."""
+
+
+def entered(run):
+    """The functions of ours that `run` enters, by file and name, and its result."""
+    found = set()
+
+    def profile(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(OURS) and "<" not in frame.f_code.co_qualname.partition("<locals>")[2]:
+            found.add((path.removeprefix(f"{OURS}/"), frame.f_code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        result = run()
+    finally:
+        sys.setprofile(None)
+    return found, result
+
+
+def unlisted(found):
+    return {(file, name) for file, name in found if file not in LISTED and name not in LISTED and "<" not in name[:1]}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="`co_qualname`")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_runs_is_listed(kind, tmp_path):
+    def run(**fields):
+        given = {"eval_dataset": DEFAULTS[kind]["eval_dataset"](), "max_steps": 1, "save_strategy": "steps"}
+        trainer = make_trainer(trl_padfix, kind, tmp_path, **given, save_steps=1, **fields)
+        trainer.train()
+        trainer.evaluate()
+
+    make_trainer(trl_padfix, kind, tmp_path)  # imports
+    found, _ = entered(run)
+    assert not unlisted(found)
+    assert ("trainers/base.py", "PaddingFreeMixin.__init__") in found
+    found, _ = entered(lambda: run(padding_free=True))  # the control
+    assert len(unlisted(found)) > 100
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="`co_qualname`")
+def test_what_runs_of_an_experimental_trainer_is_listed(tmp_path):
+    policy = save_policy(tmp_path / "policy")
+    build("ORPO", "trl_padfix", tmp_path, policy)
+    found, _ = entered(lambda: build("ORPO", "trl_padfix", tmp_path, policy).train())
+    assert not unlisted(found)
+
+
+# -- what was judged by its name
+
+
+def numbers(name, data):
+    return data.add_column(name, [[90000 + i] for i in range(len(data))])
+
+
+@pytest.mark.parametrize("name", ["doc_ids", "user_ids", "labels"])
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True}])
+def test_columns_that_a_model_does_not_get_may_hold_any_number(kind, name, fields, tmp_path):
+    given = {"train_dataset": numbers(name, build_prompts(24)), "max_steps": 1}
+    make_trainer(trl_padfix, kind, tmp_path, **given, **fields).train()
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True}])
+def test_columns_that_are_kept_may_hold_any_number(fields, tmp_path):
+    data = numbers("doc_ids", build_rows(16))
+    make_trainer(trl_padfix, "SFT", tmp_path, train_dataset=data, remove_unused_columns=False, max_steps=1, **fields)
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True}])
+def test_images_that_are_none_or_not_read_are_no_images(fields, tmp_path):
+    found = {
+        "GRPO": build_prompts(24).add_column("images", [[]] * 24),
+        "Reward": build_pairs(8).add_column("image", ["a.png"] * 8),
+    }
+    for kind, data in found.items():
+        trainer = make_trainer(trl_padfix, kind, tmp_path, train_dataset=data, max_steps=1, **fields)
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+class Two(nn.Module):
+    """Two transformers models in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = build_model(), build_model(seed=1)
+
+    def __getattr__(self, name):  # all that TRL reads of a model
+        return super().__getattr__(name) if name in ("first", "second") else getattr(self.first, name)
+
+    def forward(self, **batch):
+        return self.first(**batch)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_module_with_two_models_trains_as_in_trl(side, tmp_path):
+    logs = []
+    for library in (trl, trl_padfix):
+        given = {"model": Two(), "processing_class": build_tokenizer(padding_side=side), "loss_type": "nll"}
+        trainer = make_trainer(
+            library, "SFT", tmp_path, train_dataset=build_rows(8, kind="texts"), max_steps=1, **given
+        )
+        trainer.train()
+        logs.append(to_the_bit(trainer.state.log_history))
+    assert side == "left" or logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("fields", [{}, {"padding_free": True}])
+def test_an_evaluation_without_rows_is_what_trl_returns(fields, tmp_path):
+    found = []
+    for library, own in ((trl, {}), (trl_padfix, fields)):
+        trainer = make_trainer(library, "SFT", tmp_path, **own)
+        empty = (
+            trainer.eval_dataset.select([]) if trainer.eval_dataset is not None else trainer.train_dataset.select([])
+        )
+        found.append({name for name in trainer.evaluate(empty) if "padfix" not in name and "perf/" not in name})
+    assert found[0] == found[1]

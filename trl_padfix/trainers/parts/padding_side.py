@@ -1,0 +1,123 @@
+"""The part that pads rows on the tokenizer's side."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+
+from ...core.model.find import find_peft, find_pretrained, outermost_pretrained
+from ...core.model.patching import Attachment
+from ...core.remove import number_padded_rows
+from ..data.row_checks import image_token_ids
+from ..data.tokenizers import tokenizer_of
+from ..distributed import datasets_of, models_of, trains_on_images
+from .part import Part
+
+
+__all__ = ["PaddingSide"]
+
+logger = get_logger(__name__)
+
+
+class PaddingSide(Part):
+    """
+    `padding_side`: replaces TRL's collator by ours, and numbers the tokens of a left-padded row from its first one.
+
+    Where none of our fields is set, it acts for a tokenizer that pads left, and only then.
+    """
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._pretrained: list[Any] = []
+        self._attachments: list[Attachment] = []
+
+    def acts(self) -> bool:
+        return type(self.trainer.data_collator) in self._collators and (
+            self.settings.are_set or self._padding_side() == "left"
+        )
+
+    @property
+    def _collators(self) -> set[type]:
+        return {c for pair in self.trainer.padding.task.collators.items() for c in pair}
+
+    def attach(self) -> None:
+        """Replace TRL's collator. Ours count invalid rows instead of raising errors."""
+        trainer, collators = self.trainer, self.trainer.padding.task.collators
+        collator = trainer.data_collator
+        if type(collator) in collators:
+            values = {f.name: vars(collator)[f.name] for f in fields(collator)}
+            collator = collators[type(collator)](**values, padding_side=self._padding_side())
+        if is_dataclass(collator):
+            trainer.data_collator = replace(
+                collator,
+                for_trainer=True,
+                strict=self.settings.strict,
+                packed_rows=trainer.padding.task.packs_rows(),
+                **self._id_limits(),
+            )
+
+    def attach_to_models(self) -> None:
+        self.restore()
+        self._pretrained = _pretrained_in(models_of(self.trainer))
+        if self.trainer.data_collator.padding_side == "left":  # also for calls that are computed padded
+            self._attachments = [a for a in map(number_padded_rows, self._pretrained) if a is not None]
+            for attachment in self._attachments:
+                attachment.hand_to_trainer()
+
+    def is_outdated(self) -> bool:
+        if not self.trainer.padding.is_attached or self.trainer.padding.is_restored:
+            return False
+        # `model_init` makes another model. FSDP wraps the model that is numbered.
+        return _pretrained_in(models_of(self.trainer)) != self._pretrained
+
+    def _padding_side(self) -> str:
+        """
+        `padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row.
+
+        Raises:
+            ValueError: For `padding_side='left'` with tokens that PEFT learns: it puts them before the padding.
+        """
+        asked = self.settings.padding_side
+        side = asked or tokenizer_of(self.trainer.processing_class).padding_side
+        if side == "right":
+            return side
+        peft_model: Any = find_peft(self.trainer.model)
+        adapters = [] if peft_model is None else peft_model.peft_config.values()
+        if any(adapter.is_prompt_learning for adapter in adapters):
+            why = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
+            if asked:
+                raise ValueError(f"`padding_side='left'`: {why}. Leave `padding_side` out, or set it to 'right'.")
+            logger.info(f"Rows are padded right, as in TRL: {why}.")
+            return "right"
+        stateful = [m for m in outermost_pretrained(self.trainer.model) if m._is_stateful]
+        if stateful and not asked:
+            logger.info(
+                f"Rows are padded right, as in TRL: {type(stateful[0]).__name__} carries states from token to token, "
+                "and padding before a row may change them. `padding_side='left'` pads left all the same."
+            )
+            return "right"
+        return side
+
+    def _id_limits(self) -> dict[str, Any]:
+        """Limits of token ids for the collator; empty if all rows are checked before the first step, or none."""
+        if not self.settings.are_set:
+            return {}
+        with_images = bool(trains_on_images(self.trainer))  # TRL's collator tokenizes these batches
+        if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
+            return {}
+        pretrained = find_pretrained(self.trainer.model)
+        stand_ins = image_token_ids(pretrained.config) if with_images else frozenset()
+        vocabulary = getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
+        return {"vocabulary": vocabulary, "stand_ins": stand_ins}
+
+    def restore(self) -> None:
+        for attachment in self._attachments:
+            attachment.remove()
+        self._attachments = []
+
+
+def _pretrained_in(models: list[Any]) -> list[Any]:
+    return [pretrained for model in models for pretrained in outermost_pretrained(model)]
