@@ -75,7 +75,7 @@ def options() -> str:
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
         "With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute the rows of a prompt in "
         "one micro-batch. Their metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) are "
-        "then means, minima and maxima over other rows than TRL's; the step is the same. With `max_tokens_per_batch` or "
+        "then means, minima and maxima over other rows than TRL's; the step is the same. With a token budget, or "
         "with a loss of your own, the micro-batches are TRL's.\n"
     )
     return page
