@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from kit.observe import entered_tokens
+from kit.tolerance import assert_close
 from kit.trainer_runs import lora
 from peft import get_peft_model
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -17,6 +18,7 @@ from zoo.models import PAD, batch, build
 
 from trl_padfix import remove_padding
 from trl_padfix.core.model.patching import ForwardPatch, patches_on
+from trl_padfix.core.remove import attachment_of
 
 
 PRECISIONS = ["no", "bf16"]
@@ -165,3 +167,49 @@ def test_removal_beneath_a_wrapper_and_a_second_attachment(kind, keeps_wrapper, 
     else:
         assert torch.equal(call(model), call(prepare(plain, precision)))
     assert isinstance(model.state_dict(), dict)
+
+
+@pytest.mark.parametrize("kind", ["causal", "decoder", "classifier"])
+def test_a_model_is_unwrapped_while_it_is_attached_again(kind):
+    model, plain = build("qwen2", **KINDS[kind]), build("qwen2", **KINDS[kind])
+    handle = remove_padding(model)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator.prepare_model(model)
+    handle.remove()
+    with remove_padding(model) as handle:  # beneath accelerate's wrapper, as the first one
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        real = MASK.bool() if kind != "classifier" else slice(None)
+        assert_close(call(model)[real], call(plain)[real], terms=64, depth=24)
+        assert handle.stats.packed_tokens == MASK.sum()
+    assert "forward" not in vars(model)
+    assert torch.equal(call(model), call(plain))
+
+
+def test_a_model_that_was_prepared_first_stays_attached_when_it_is_unwrapped():
+    model = build("qwen2")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator.prepare_model(model)
+    with remove_padding(model) as handle:
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # makes a method of the method
+        call(model)
+        assert handle.stats.packed_tokens == MASK.sum()
+    call(model)
+    assert handle.stats.packed_tokens == MASK.sum()
+
+
+def test_a_copy_notices_a_forward_that_is_set_on_it():
+    model = build("qwen2")
+    with remove_padding(model) as handle:
+        twin = copy.deepcopy(model)
+        twin.model.layers[0].mlp.forward = lambda states: states
+        assert attachment_of(twin).has_changed
+        assert not handle.has_changed
+
+
+def test_a_method_that_was_kept_passes_calls_on_after_removal():
+    model = build("qwen2")
+    expected = call(model)
+    with remove_padding(model):
+        kept = model.forward
+    model.forward = lambda **kwargs: kept(**kwargs)
+    assert torch.equal(call(model), expected)

@@ -6,6 +6,8 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
+from kit.observe import entered_tokens
+from kit.tolerance import assert_gradients_close
 from kit.trainer_runs import break_mode, our_warnings
 from torch.utils.checkpoint import checkpoint
 
@@ -80,6 +82,20 @@ def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
     ours = run(name, CALLS[call], True, **mode)
     assert_same(ours.figures, run(name, CALLS[call], False).figures)
     assert max(ours.forwards) <= BUDGETS[name]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_in_a_loop_of_the_users_own_a_backward_computes_the_same_parts_again(reentrant, tmp_path):
+    found = {}
+    for budget in (True, False):
+        own_loss = calling(partial(checkpointed, reentrant=reentrant))
+        trainer = subclass(make(trl_padfix, "SFT", tmp_path, budget=budget), compute_loss=own_loss)
+        trainer.model.train()
+        with entered_tokens(trainer.model) as entered:
+            trainer.compute_loss(trainer.model, next(iter(trainer.get_train_dataloader()))).backward()
+        assert (max(entered) <= BUDGETS["SFT"]) is budget
+        found[budget] = {name: p.grad for name, p in trainer.model.named_parameters()}
+    assert_gradients_close(found[True], found[False], terms=64, depth=32)
 
 
 def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):

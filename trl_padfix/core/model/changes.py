@@ -117,7 +117,8 @@ class ModuleChanges:
     def _forwards(self) -> set[Any]:
         """The forwards that were set on modules themselves, and those of their classes."""
         # Types are read anew, because code may set the class of a module.
-        return {members.get("forward") for members in self.members} | {c.forward for c in set(map(type, self.modules))}
+        # And from the modules: a deep copy of this object has dictionaries that are not those of the copied modules.
+        return {vars(m).get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:
         """Record the modules, and the dictionaries of their children, hooks and attributes."""
@@ -126,8 +127,7 @@ class ModuleChanges:
             modules = [child for child in children.values() if child is not None]
             self.modules += modules
             self.children += [module._modules for module in modules]
-        self.members = [vars(module) for module in self.modules]
-        self.hooks = [members[name] for members in self.members for name in _HOOKS]
+        self.hooks = [vars(module)[name] for module in self.modules for name in _HOOKS]
 
     def _check_modules(self) -> None:
         """Read the modules again if any was added, removed or replaced; an error if patches are missing then."""

@@ -17,7 +17,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
-from .inspection import name_of
+from .inspection import is_of, name_of
 from .views import bound_to_view, viewed_module
 
 
@@ -154,12 +154,17 @@ class ForwardPatch:
 
     def put_on(self) -> None:
         _drop_removed(self.module)
-        self.below = self.module.__dict__.get("forward")
+        above = _removed_beneath_accelerate(self.module)
+        self.below = self.module.__dict__.get("forward") if above is None else above.below
         if self.runs_on_view:
             self.on_view()  # raises now, not in the first forward, if there can be no view
         self.key, self.is_on = f"{type(self).__name__}-{next(_keys)}", True
         self.module.__dict__.setdefault(_ATTRIBUTE, _Patches())[self.key] = self
-        self.method = self.module.forward = MethodType(_patched_forward(self.key, self.wrapped), self.module)
+        self.method = MethodType(_patched_forward(self.key, self.module, self.wrapped), self.module)
+        if above is None:
+            self.module.forward = self.method
+        else:
+            above.below = self.method
 
     @property
     def wrapped(self) -> Any:
@@ -207,11 +212,17 @@ class ForwardPatch:
         _drop_removed(self.module)
 
 
-def _patched_forward(key: str, wrapped: Callable) -> Callable:
+def _patched_forward(key: str, patched: nn.Module, wrapped: Any) -> Callable:
     """The function of the method that a patch puts on a module, with the signature of the forward beneath it."""
+    is_own = isinstance(wrapped, MethodType) and wrapped.__self__ is patched
+    beneath: Any = wrapped.__func__ if is_own else wrapped  # the function may run a copy of the module
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = getattr(module, _ATTRIBUTE)[key]
+        if args and args[0] is module:
+            args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` made a method of this method
+        patch = vars(module).get(_ATTRIBUTE, _Patches()).get(key)
+        if patch is None:  # code has kept the method, and the patch was taken off
+            return beneath(module, *args, **kwargs) if is_own else beneath(*args, **kwargs)
         if viewed_module(module) is module:
             return patch(*args, **kwargs)
         # Beneath the wrapper of another library, which a later packed forward runs on a view.
@@ -225,12 +236,29 @@ def _patched_forward(key: str, wrapped: Callable) -> Callable:
     return forward
 
 
+def _removed_beneath_accelerate(module: nn.Module) -> ForwardPatch | None:
+    """The removed patch beneath accelerate's mixed precision; a new one goes beneath it, as if it had been first."""
+    removed = {p.method.__func__: p for p in vars(module).get(_ATTRIBUTE, {}).values() if p.method and not p.is_on}
+    function: Any = vars(module).get("forward")
+    while removed and function not in removed:
+        if isinstance(function, MethodType):
+            function = function.__func__
+        elif is_of(function, {"accelerate", "torch", "trl_padfix"}):
+            function = vars(function).get("__wrapped__")
+        else:
+            return None
+    return removed.get(function)
+
+
 def _drop_removed(module: nn.Module) -> None:
     """Take the methods of removed patches off a module, but for those that another library has wrapped."""
     patches = vars(module).get(_ATTRIBUTE, _Patches())
     for key, patch in [*patches.items()][::-1]:
         above = next((other for other in patches.values() if other.below == patch.method), None)
-        if patch.is_on or (above is None and vars(module).get("forward") != patch.method):
+        current = vars(module).get("forward")
+        if isinstance(current, MethodType) and isinstance(current.__func__, MethodType):
+            current = current.__func__  # accelerate has unwrapped the model
+        if patch.is_on or (above is None and current != patch.method):
             continue
         if above is not None:
             above.below = patch.below

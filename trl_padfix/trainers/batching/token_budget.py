@@ -242,8 +242,10 @@ class TokenBudget(Part):
         return self._kept(SubBatches(splitter, images, self._checked_models))
 
     def _kept(self, runner: R) -> R:
-        """A runner, which the running step of training keeps until it ends."""
-        if self._is_in_step:
+        """A runner, which the running step keeps until it ends. In a loop of a user's own the last one is kept."""
+        if torch.is_grad_enabled():
+            if not self._is_in_step:
+                self._runners.clear()
             self._runners.append(runner)
         return runner
 
