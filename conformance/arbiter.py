@@ -83,21 +83,22 @@ def in_precision(model: torch.nn.Module, dtype: torch.dtype = torch.float64) -> 
     return copied
 
 
-def alone(model: torch.nn.Module, rows: list[Row]) -> Step:
+def alone(model: torch.nn.Module, rows: list[Row], *, balances: bool = True) -> Step:
     """
     The mean loss of all labels, and its gradients, from rows that are computed one by one.
 
-    The load-balancing loss of experts is that of all tokens of all rows, none of them padding. In float32 the same is
-    computed once more: it says how much a model amplifies rounding (a delta net does).
+    The load-balancing loss of experts, unless it is left out (`balances`), is that of all tokens of all rows, none of
+    them padding. In float32 the same is computed once more: it says how much a model amplifies rounding (a delta net
+    does).
     """
-    rounded = _alone(in_precision(model, torch.float32), rows)
+    rounded = _alone(in_precision(model, torch.float32), rows, balances)
     if model.config.model_type in FLOAT32:
         return rounded
-    exact = _alone(in_precision(model), rows)
+    exact = _alone(in_precision(model), rows, balances)
     return exact._replace(rounding=_gradients_off(rounded, exact))
 
 
-def _alone(exact: torch.nn.Module, rows: list[Row]) -> Step:
+def _alone(exact: torch.nn.Module, rows: list[Row], balances: bool) -> Step:
     total, count, routed, size = 0.0, sum(row.targets() for row in rows), [], 1.0
     exact.eval()
     frequencies = {name: b.clone() for name, b in exact.named_buffers() if "inv_freq" in name}
@@ -109,7 +110,7 @@ def _alone(exact: torch.nn.Module, rows: list[Row]) -> Step:
         total = total + torch.nn.functional.cross_entropy(output.logits[0, :-1], labels, reduction="sum")
         routed.append(getattr(output, "router_logits", None) or ())
     loss = total / count
-    if config := _balanced(exact):
+    if balances and (config := _balanced(exact)):
         layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
         balance = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
         loss = loss + config.router_aux_loss_coef * balance

@@ -72,6 +72,16 @@ def each_row_alone(case: Case, adapter: Adapter, family: str) -> list[Difference
     return [difference(model, adapter.step(model, [case.rows]), exact)]
 
 
+def balanced(case: Case, adapter: Adapter, family: str) -> list[Difference]:
+    """The step on all rows, with the load-balancing loss. A loss without it is no leak, and not judged."""
+    model = case.model(adapter, family)
+    step = adapter.step(model, [case.rows])
+    found = difference(model, step, alone(model, case.rows))
+    if found.leaks and not difference(model, step, alone(model, case.rows, balances=False)).leaks:
+        raise NotRun("Its loss has no load-balancing term: add `router_aux_loss_coef` times that of all tokens.")
+    return [found]
+
+
 def neighbours_are_edited(case: Case, adapter: Adapter, family: str) -> list[Difference]:
     """Only one row has labels. An edit of others does not move its loss; their tokens have no gradient at all."""
     found = []
@@ -238,7 +248,7 @@ CASES = [
     Case("Mamba 2", "The same for a state-space scan.", each_row_alone, "state runs on", "mamba2"),
     Case("short convolution", "The same for the left context of a convolution (LFM2).", each_row_alone,
          "state runs on", "lfm2"),
-    Case("experts' balance", "The load-balancing loss counts each token, and no padding.", each_row_alone,
+    Case("experts' balance", "The load-balancing loss counts each token, and no padding.", balanced,
          "padding is routed", "qwen3_moe"),
     Case("padded left", "Positions and attention begin at the first real token.", padded_left, "no mask", "gpt2"),
     Case("padded right", "Padding has no part in the loss.", padded_right, "padding has labels", "gpt2"),

@@ -70,9 +70,13 @@ def options() -> str:
         "| `padfix/pad_fraction` | share of the padded batch that is padding |\n"
         "| `padfix/shared_fraction` | share of the real tokens that repeat a prefix |\n"
         "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
+        "| `padfix/padded_forwards` | forwards that were computed padded, each reason said once in the log |\n"
+        '| `padfix/auto_shared` | with `prefix_sharing="auto"`: share of the forwards that shared prefixes |\n'
         "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "With `prefix_sharing` and gradient accumulation, `entropy` and `kl` of GRPO, RLOO and distillation are means "
-        "over other micro-batches than TRL's, unless `max_tokens_per_batch` or a loss of your own is set.\n"
+        "With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute the rows of a prompt in "
+        "one micro-batch. Their metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) are "
+        "then means, minima and maxima over other rows than TRL's; the step is the same. With `max_tokens_per_batch` or "
+        "with a loss of your own, the micro-batches are TRL's.\n"
     )
     return page
 

@@ -19,12 +19,13 @@ from zoo import families
 from zoo.family_outcomes import stable_topk
 
 import conformance.cases
-from conformance.adapter import NotRun, backward
+from conformance.adapter import Adapter, NotRun, backward
 from conformance.adapters.in_trl_padfix import ADAPTERS, RemovePadding
-from conformance.arbiter import CONTROL, IGNORED, Difference, Row, Step, alone
+from conformance.arbiter import CONTROL, IGNORED, Difference, Row, Step, alone, gradients
 from conformance.cases import CASES, Case, rows
 from conformance.families import VOCABULARY
 from conformance.leaks import LEAKS
+from conformance.run import outcome
 from conformance.table import PAGE, REPORT, page
 from trl_padfix import PaddingRemovalError, remove_padding
 
@@ -54,6 +55,29 @@ def test_the_package_passes_a_case_that_its_planted_leak_fails(case) -> None:
         leaks = any(difference.leaks for difference in run_first(case, names))
         assert leaks == (case.name in BATCH_LENGTH)
     assert max(difference.tolerances for difference in case.run(LEAKS[case.leak], "qwen3")) >= CONTROL
+
+
+class EachRowAlone(Adapter):
+    """A stack that packs nothing and pads nothing; its loss is the cross-entropy alone."""
+
+    name, setting, attention = "each-row-alone", "a loop over rows", "eager"
+
+    def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
+        rows = [row for batch in batches for row in batch]
+        labels, total = sum(row.targets() for row in rows), 0.0
+        for row in (row for row in rows if row.targets()):
+            logits = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(row.labels[1:]), reduction="sum") / labels
+            loss.backward()
+            total += float(loss.detach())
+        return Step(total, gradients(model))
+
+
+def test_rows_that_are_computed_one_by_one_leak_nowhere() -> None:
+    outcomes = {case.name: outcome(case, EachRowAlone(), "qwen3")["outcome"] for case in CASES}
+    assert set(outcomes.values()) == {"ok", "not run"}
+    assert outcomes["experts' balance"] == "not run"
+    assert list(outcomes.values()).count("ok") > len(CASES) / 2
 
 
 def test_the_page_has_the_figures_of_the_report() -> None:

@@ -132,8 +132,6 @@ def __getattr__(name: str) -> Any:
         if not (_HOME[name].startswith("trainers.") and (newer := newer_trl())):
             raise
         raise ImportError(f"`trl_padfix.{name}` could not be imported: {error}. {newer} {INSTEAD}") from error
-    if name == "remove_padding" or name.endswith("Trainer"):
-        importlib.import_module(".upstream", __name__).require_names(name)
     return found
 
 

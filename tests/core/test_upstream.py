@@ -6,13 +6,11 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
 import torch
 import trl
+from kit.upstream import Upstream, contract, fits, unmet
 
 import trl_padfix
-from trl_padfix import upstream, versions
-from trl_padfix.upstream import Upstream, contract, fits, require_names, unmet
 
 
 PACKAGE = Path(__file__).parents[2] / "trl_padfix"
@@ -32,7 +30,8 @@ def test_every_name_is_there_and_fits():
 
 
 def test_every_row_of_the_page_is_read():
-    rows = [line for line in (PACKAGE / "upstream.md").read_text().splitlines() if line.startswith("| `")]
+    page = PACKAGE.parent / "tests" / "kit" / "upstream.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
     assert all(len(row.split(" | ")) + row.count(" | | ") in (4, 5) for row in rows)
     assert len(NAMES) == len(set(NAMES)) > len(rows) > 80
     assert all(name.place.partition(".")[0].partition(":")[0] in (*READ, "torch") for name in NAMES)
@@ -66,20 +65,6 @@ def test_a_compiled_model_is_no_other_version_of_torch(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "__init__", lambda self: None)
     of_modules = [name for name in NAMES if name.place.startswith("torch.nn:Module") and name.name.startswith('"')]
     assert [fits.__wrapped__(name) for name in of_modules] == [True] * 6
-
-
-@pytest.mark.parametrize("public", ["remove_padding", "DPOTrainer"])
-def test_an_import_says_what_is_gone_and_what_works_instead(public, monkeypatch):
-    require_names(public)
-    place = "transformers.masking_utils:" if public == "remove_padding" else f"trl:{public}"
-    gone = Upstream(public, place, "_gone(batch)", "", "is overridden")
-    monkeypatch.setattr(upstream, "contract", lambda: (*NAMES, gone))
-    require_names.cache_clear()
-    with pytest.raises(ImportError, match=r"`_gone\(batch\)` of .*is overridden") as error:
-        getattr(trl_padfix, public)
-    assert (versions.INSTEAD in str(error.value)) == (public != "remove_padding")
-    assert f"transformers {versions.TESTED[-1].transformers}" in str(error.value)
-    require_names.cache_clear()
 
 
 def own_methods(trainer: type) -> set[str]:

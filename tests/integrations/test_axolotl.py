@@ -84,9 +84,10 @@ def test_a_yaml_removes_padding(method, folder):
         assert [logs[0]["rewards/margins"] for logs in (ours, theirs)] == [0, 0]
 
 
-def test_packing_beside_it_is_refused(folder):
-    with pytest.raises(AssertionError, match="Set `sample_packing: false`, or leave the plug-in out"):
-        train(folder, "sft", **PLUGIN, sample_packing=True)
+@pytest.mark.parametrize("key", ["sample_packing", "batch_flattening"])
+def test_packing_beside_it_is_refused(key, folder):
+    with pytest.raises(AssertionError, match=f"Set `{key}: false`, or leave the plug-in out"):
+        train(folder, "sft", **PLUGIN, **{key: True})
 
 
 def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):

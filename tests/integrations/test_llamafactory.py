@@ -118,6 +118,8 @@ def test_its_own_command_stops_at_the_key_and_ours_without_it(folder):
     for key in ("packing", "neat_packing"):
         with pytest.raises(AssertionError, match=f"Set `{key}: false`"):
             run(*PLUGIN, config(folder, "sft", padfix_prefix_sharing=False, **{key: True}), folder=folder)
+    with pytest.raises(AssertionError, match=r"`packing: true` \(the default of `stage: pt`\)"):
+        run(*PLUGIN, config(folder, "pt", padfix_prefix_sharing=False), folder=folder)
 
 
 def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):

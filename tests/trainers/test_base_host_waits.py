@@ -17,7 +17,6 @@ from kit.vision_runs import build_captions, make_vision_trainer
 from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
 import trl_padfix
-from trl_padfix.core.patches import heads
 from trl_padfix.trainers.metrics.token_counts import TokenCounts
 
 
@@ -95,26 +94,13 @@ def sft(tmp_path, package: Any = trl_padfix) -> trl.SFTTrainer:
     return make_trainer(package, "SFT", tmp_path, **({"padding_free": True} if package is trl_padfix else {}))
 
 
-@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 20, 28), (sft, 7, 12)])
-def test_labels_that_are_all_labels_are_not_selected(make, waits, waits_of_trl, gpu, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 26, 28), (sft, 11, 12)])
+def test_a_step_waits_less_often_than_trls(make, waits, waits_of_trl, gpu, tmp_path):
     trainer = make(tmp_path)
     batch = first_batch(trainer)
-    trainer.model.zero_grad()
-
-    def count() -> tuple[int, torch.Tensor, list[torch.Tensor]]:
-        gpu.reset()
-        loss = step(trainer, batch)
-        gradients = [p.grad.held for p in trainer.model.parameters()]
-        trainer.model.zero_grad()
-        return gpu.synchronisations.total(), loss, gradients
-
-    found, loss, gradients = count()
-    monkeypatch.setattr(heads, "with_global", lambda forward, *_: forward)
-    selecting, same_loss, same_gradients = count()
-    forwards = 2 if make is dpo else 1
-    assert found == waits == selecting - 2 * forwards - 2  # two in each forward, and two in the backward
-    assert loss == same_loss
-    assert all(map(torch.equal, gradients, same_gradients))
+    gpu.reset()
+    step(trainer, batch)
+    assert gpu.synchronisations.total() == waits
     theirs = make(tmp_path, package=trl)
     batch = first_batch(theirs)
     gpu.reset()

@@ -57,7 +57,6 @@ def describe(diagnosis: Diagnosis) -> list[str]:
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
         ("stack", pair if versions["trl"] else "no TRL: `remove_padding` and the callback run, no trainer"),
-        ("upstream", f"names that are read of other packages: {diagnosis.upstream}"),
         ("", ""),
         ("", f"attention in {diagnosis.dtype}:"),
         *_attention(diagnosis),

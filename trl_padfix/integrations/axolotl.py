@@ -46,11 +46,12 @@ class PaddingRemovalArgs(BaseModel):
     def refuse_unknown(cls, data: Any) -> Any:
         """Raise a `ValueError` for unknown keys `padfix_...`, which axolotl would drop silently, and for packing."""
         settings_in(data)
-        if data.get("sample_packing"):
-            raise ValueError(
-                "`sample_packing: true` packs rows before the model is called, so the plug-in of trl_padfix has no "
-                "padding to remove and no prefix to share. Set `sample_packing: false`, or leave the plug-in out."
-            )
+        for key in ("sample_packing", "batch_flattening"):
+            if data.get(key):
+                raise ValueError(
+                    f"`{key}: true` packs rows before the model is called, so the plug-in of trl_padfix has no "
+                    f"padding to remove and no prefix to share. Set `{key}: false`, or leave the plug-in out."
+                )
         return data
 
 

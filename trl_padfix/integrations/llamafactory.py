@@ -48,10 +48,12 @@ def train(config: dict[str, Any] | None = None) -> None:
             f"`{KEY}` is missing: set it to true, false or auto in the YAML. Without it `llamafactory-cli train` "
             "would train the same file padded, without a word."
         )
-    if packs := [key for key in ("packing", "neat_packing") if arguments.get(key)]:
+    by_default = {"packing": arguments.get("stage") == "pt"}  # LLaMA-Factory packs the rows of pretraining
+    if packs := [key for key in ("packing", "neat_packing") if arguments.get(key, by_default.get(key))]:
+        default = "" if packs[0] in arguments else " (the default of `stage: pt`)"
         raise ValueError(
-            f"`{packs[0]}: true` packs rows before the model is called, so there is no padding to remove and no "
-            f"prefix to share. Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
+            f"`{packs[0]}: true`{default} packs rows before the model is called, so there is no padding to remove and "
+            f"no prefix to share. Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
         )
     run_exp({key: value for key, value in arguments.items() if not key.startswith(PREFIX)}, callbacks=[callback])
 

@@ -31,7 +31,6 @@ from ..core.attention.backends import (
 )
 from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
-from ..upstream import contract, unmet
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
 
 
@@ -72,7 +71,6 @@ class Diagnosis:
     system: dict[str, Any]
     versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
     tested: bool  # whether these versions of transformers and TRL are tested together
-    upstream: str  # whether the names that this package reads of other packages are what they were
     machine: Machine
     dtypes: dict[str, str]  # precisions, and whether they run here
     dtype: str  # the precision of which backends and model are judged
@@ -127,9 +125,6 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         and not tested
         and (versions[package] is None or not bounds.contains(versions[package], prereleases=True))
     ]
-    names = [name for name in contract() if name.is_expected]
-    problems += (gone := unmet(names))
-    upstream = f"{len(gone)} of {len(names)} are missing" if gone else f"all {len(names)} as expected"
     config = None
     if model is not None:
         try:
@@ -151,9 +146,7 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
     auto = best_backend(workload)
-    return Diagnosis(
-        describe_system(), versions, tested, upstream, machine, dtypes, dtype, backends, auto, report, problems
-    )
+    return Diagnosis(describe_system(), versions, tested, machine, dtypes, dtype, backends, auto, report, problems)
 
 
 def _report(name: str, config: PretrainedConfig) -> ModelReport:

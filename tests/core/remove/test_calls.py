@@ -204,6 +204,32 @@ def test_a_model_may_be_called_while_it_runs(inner):
     assert_equal_where_real(nested[0], inner_expected, inner_mask)
 
 
+@pytest.mark.parametrize("name", ["shift_labels", "loss_weights"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_tensors_for_a_loss_that_reach_the_attention_leave_a_call_packed(name, checkpoints):
+    """The caller's own: decoders hand on what they do not know. One that a layer makes is refused, as before."""
+    model, (ids, mask) = build("qwen2").train(), batch("right")
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    shifted = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
+    shifted[torch.arange(len(ids)), mask.sum(1) - 1] = -100
+    given = {name: shifted} | ({"labels": ids.masked_fill(mask == 0, -100)} if name == "shift_labels" else {})
+
+    def figures():
+        model.zero_grad()
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False, **given)
+        loss = output.loss if "labels" in given else (output.logits * mask[..., None]).square().mean()
+        loss.backward()
+        return torch.stack([loss.detach(), *(p.grad.norm() for p in model.parameters())])
+
+    expected = figures()
+    with remove_padding(model, prefix_sharing=True) as handle:
+        found = figures()
+    assert_close(found, expected, terms=64, depth=48)
+    assert 0 < handle.stats.packed_tokens < REAL
+    assert handle.stats.padded_forwards == 0
+
+
 # -- calls that are not ours
 
 

@@ -11,6 +11,7 @@ from kit.cells import by_turns, slow_but
 from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode
 from packaging.version import Version
 
+import trl_padfix
 from trl_padfix import ParityError
 
 
@@ -77,6 +78,18 @@ def test_a_dataset_without_the_columns_is_refused(name, policy, tmp_path):
 def test_a_student_without_a_teacher_is_refused(name, policy, tmp_path):
     with pytest.raises(ValueError, match="The student needs a teacher"):
         build(name, "trl_padfix", tmp_path, policy, teacher_model=None, padding_free=True)
+
+
+@pytest.mark.parametrize(("module", "name"), [("kto", "KTO"), ("distillation", "Distillation")])
+def test_promoted_trainers_are_where_trl_still_has_them(module, name):
+    found = import_module(f"trl_padfix.experimental.{module}")
+    for kind in ("Trainer", "Config"):
+        assert getattr(found, f"{name}{kind}") is getattr(trl_padfix, f"{name}{kind}")
+
+
+def test_an_experiment_that_is_not_ours_is_an_error_with_the_way():
+    with pytest.raises(ImportError, match=r"no `experimental.async_grpo`.*remove_padding\(trainer.model\)"):
+        import_module("trl_padfix.experimental.async_grpo")
 
 
 def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):

@@ -159,10 +159,11 @@ def packed_attention(
         # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
         kwargs.pop("is_causal", None)
     masks = _prepared_masks(name, attention_mask, call)
-    if unknown := [k for k, v in kwargs.items() if k not in _SUPPORTED_KWARGS and isinstance(v, torch.Tensor)]:
+    supported = _SUPPORTED_KWARGS | call.passed_on
+    if unknown := [k for k, v in kwargs.items() if k not in supported and isinstance(v, torch.Tensor)]:
         raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
     mask_spec = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
-    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED | call.passed_on}
     # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}

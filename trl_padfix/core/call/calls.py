@@ -94,6 +94,8 @@ class PackedCall:
             States of shared prefixes that the forward reads or records.
         cp_layout ([`ContextParallelLayout`], *optional*):
             The packed row divided among the processes of a context-parallel group.
+        passed_on (`frozenset[str]`):
+            Arguments of the caller that the decoder hands on to its layers, and does not read: `shift_labels`.
         cache (`dict`):
             Values of [`PackedCall.cached`].
     """
@@ -108,6 +110,7 @@ class PackedCall:
     one_bucket: bool = False
     prefix_states: PrefixStates | None = None
     cp_layout: ContextParallelLayout | None = None
+    passed_on: frozenset[str] = frozenset()
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property

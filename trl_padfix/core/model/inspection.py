@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from ..errors import PaddingRemovalError
 __all__ = [
     "bind", "counts_columns", "forward_of", "global_in", "hands_arguments_on", "is_in_source", "kernel_parameters",
     "loaded_globals", "name_of", "names_in", "package_of", "parameters_of", "pools_by_token_id", "takes",
-    "takes_any_argument", "variables_in", "with_global", "with_globals", "without_checkpointing",
+    "takes_any_argument", "variables_in", "with_globals", "without_checkpointing",
 ]  # fmt: skip
 
 
@@ -215,13 +215,6 @@ def with_globals(function: Callable, replaced: dict[str, Any]) -> Callable:
     # A decorator's wrapper reaches the wrapped function through its closure: the copy needs a cell of its own.
     cell = CellType(with_globals(inner, replaced))
     return _copy(function, {}, tuple(cell if _holds(old, inner) else old for old in function.__closure__ or ()))
-
-
-def with_global(method: Callable, name: str, value: object) -> Callable:
-    """A copy of a method with another value for one global that it uses; unchanged if it uses no such global."""
-    if not isinstance(method, MethodType) or name not in method.__func__.__code__.co_names:
-        return method
-    return MethodType(_copy(method.__func__, {name: value}), method.__self__)
 
 
 def _copy(function: Any, replaced: dict[str, Any], closure: tuple | None = None) -> FunctionType:

@@ -180,6 +180,7 @@ class DecoderPatch(BatchPatch):
             one_bucket=self._needs_equal_calls(),
             prefix_states=states,
             cp_layout=cp_layout,
+            passed_on=frozenset(inputs.arguments) - self.parameters,
         )
         if current.one_bucket:
             # Before the forward, as in `_match_other_processes`: all processes gather parameters in the same order.

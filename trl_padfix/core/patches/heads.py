@@ -24,7 +24,7 @@ from ..errors import UnpackableCallError
 from ..layout.flat_maps import inverse_permutation, to_device_async
 from ..layout.layout import Layout, pack, unpack
 from ..model.changes import has_reader
-from ..model.inspection import bind, with_global
+from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathered_head
@@ -101,9 +101,7 @@ class LMHeadPatch(BatchPatch):
         )
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
-            # With Triton TRL's head selects the labelled positions; the host then waits twice in forward and backward
-            # to learn their number. Here every position has a label, and without Triton the kernels are the same.
-            output = with_global(self.wrapped, "_use_triton", lambda device: False)(*args, **head_arguments)
+            output = self.wrapped(*args, **head_arguments)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
                 values = local.all_gather_for_loss(value[0])

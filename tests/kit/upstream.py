@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable
 from functools import cache, reduce
 from importlib import import_module
@@ -17,10 +16,10 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from .versions import INSTEAD, NEWEST, installed_version
+from trl_padfix.versions import installed_version
 
 
-__all__ = ["Upstream", "contract", "fits", "require_names", "unmet"]
+__all__ = ["Upstream", "contract", "fits", "unmet"]
 
 
 PACKAGES = {"trl", "transformers", "accelerate", "peft", "torch"}
@@ -79,21 +78,3 @@ def unmet(names: Iterable[Upstream]) -> list[str]:
     """A sentence for each of the names that the installed versions should have, and have not."""
     gone = [name for name in names if name.is_expected and not fits(name)]
     return [f"`{name.name}` of `{name.place}` is not there or not what it was ({name.why})." for name in gone]
-
-
-@cache
-def require_names(public: str) -> None:
-    """
-    Check what a public name (`remove_padding`, `DPOTrainer`, ...) needs of modules that are imported with it.
-
-    Texts of sources are left to [`unmet`], which takes seconds for all names.
-
-    Raises:
-        ImportError: If a name is gone or has another signature; says what works instead.
-    """
-    section = "Every trainer" if public.endswith("Trainer") else public
-    names = [n for n in contract() if n.section == section or n.place == f"trl:{public}"]
-    loaded = [n for n in names if n.place.partition(":")[0] in sys.modules and not n.name.startswith('"')]
-    if gone := unmet(loaded):
-        hint = f" {INSTEAD}" if section != public else ""
-        raise ImportError(f"`trl_padfix.{public}`: {' '.join(gone)} Tested together, newest: {NEWEST}.{hint}")
