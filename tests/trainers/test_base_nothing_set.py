@@ -5,16 +5,20 @@ from pathlib import Path
 
 import pytest
 import trl
+from datasets import Dataset
 from kit.experimental_runs import build
 from kit.methods import DEFAULTS, make_trainer
 from kit.online_runs import save_policy
 from kit.rows import build_prompts, build_rows
 from kit.trainer_runs import build_model, build_pairs, build_tokenizer, to_the_bit
 from torch import nn
+from transformers import DataCollatorForSeq2Seq
+from zoo import models
 
 import trl_padfix
 
 
+LEFT = trl_padfix.DataCollatorForLanguageModeling(pad_token_id=39, padding_side="left")
 KINDS = ["SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation"]
 OURS = str(Path(trl_padfix.__file__).parent)
 
@@ -105,6 +109,44 @@ def test_columns_that_a_model_does_not_get_may_hold_any_number(kind, name, field
 def test_columns_that_are_kept_may_hold_any_number(fields, tmp_path):
     data = numbers("doc_ids", build_rows(16))
     make_trainer(trl_padfix, "SFT", tmp_path, train_dataset=data, remove_unused_columns=False, max_steps=1, **fields)
+
+
+def collate(rows):
+    ids = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
+    return DataCollatorForSeq2Seq(build_tokenizer())(ids)
+
+
+TOKENS = Dataset.from_list([{"input_ids": [3 + i, 4, 5 + i, 6][: 2 + i % 3]} for i in range(8)])
+KEPT = {
+    "numbers of a stream": lambda: {"train_dataset": numbers("doc_ids", build_rows(8)).to_iterable_dataset()},
+    "numbers for a collator": lambda: {"train_dataset": numbers("user_ids", TOKENS), "data_collator": collate},
+    "labels in words": lambda: {"train_dataset": TOKENS.add_column("labels", ["a"] * 8), "data_collator": collate},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_a_model_does_not_get_changes_no_figure(case, tmp_path):
+    def grad_norm(library, **fields):
+        given = KEPT[case]() | {"remove_unused_columns": False, "max_steps": 1}
+        trainer = make_trainer(library, "SFT", tmp_path, **given, **fields)
+        trainer.train()
+        return trainer.state.log_history[0]["grad_norm"]
+
+    theirs = grad_norm(trl)
+    assert grad_norm(trl_padfix) == theirs
+    for fields in ({"padding_free": True}, {"padding_free": True, "max_tokens_per_batch": 100}):
+        assert grad_norm(trl_padfix, **fields) == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_collator_of_ours_that_pads_left_numbers_rows_from_their_first_token(tmp_path):
+    found = []
+    for library, given in ((trl, {}), (trl_padfix, {"data_collator": LEFT}), (trl, {"data_collator": LEFT})):
+        model = models.build("gpt2").train()
+        trainer = make_trainer(library, "SFT", tmp_path, model=model, max_steps=1, **given)
+        trainer.train()
+        found.append(trainer.state.log_history[0]["grad_norm"])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] != pytest.approx(found[0], rel=1e-3)  # the control: GPT-2 numbers columns
 
 
 @pytest.mark.parametrize("fields", [{}, {"padding_free": True}])

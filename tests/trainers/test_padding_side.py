@@ -5,10 +5,12 @@ import torch
 import trl
 from kit.methods import make_trainer
 from kit.rows import build_rows
+from kit.tolerance import assert_close
 from kit.trainer_runs import assert_other, assert_same, build_model, build_pairs, build_tokenizer
 from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
 import trl_padfix
+from trl_padfix import generate, remove_padding
 from trl_padfix.trainers.parts.padding_side import PaddingSide
 
 
@@ -19,6 +21,13 @@ MODES = {
     "budget": {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 100},
 }
 DATA = {"SFT": lambda: build_rows(8, kind="texts"), "DPO": lambda: build_pairs(8)}
+
+
+def tuned():
+    model = get_peft_model(build_model(), PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.prompt_encoder.default.embedding.weight, std=0.5)
+    return model
 
 
 def losses(library, kind, adapter, folder, side="left", **fields):
@@ -49,8 +58,59 @@ def test_a_tokenizer_that_pads_left_gives_the_losses_of_each_row_alone(kind, ada
     alone = losses(trl, kind, adapter, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     for fields in MODES.values():
         assert_same(losses(trl_padfix, kind, adapter, tmp_path, **fields), alone)
-    monkeypatch.setattr(PaddingSide, "_padding_side", lambda self: "left")
+    monkeypatch.setattr(PaddingSide, "_has_virtual_tokens", lambda self: False)
     assert_other(losses(trl_padfix, kind, adapter, tmp_path), alone)
+
+
+@pytest.mark.parametrize("kind", ["KTO", "Reward"])
+def test_other_trainers_have_the_figures_of_trl_which_pads_right(kind, tmp_path):
+    task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
+    found = []
+    for library, fields in ((trl, {}), *((trl_padfix, fields) for fields in MODES.values())):
+        model = get_peft_model(
+            build_model("reward" if kind == "Reward" else "causal"),
+            PromptTuningConfig(num_virtual_tokens=5, task_type=task),
+        )
+        torch.nn.init.normal_(
+            model.prompt_encoder.default.embedding.weight, std=0.5, generator=torch.Generator().manual_seed(1)
+        )
+        given = {"model": model, "processing_class": build_tokenizer(padding_side="left"), "max_steps": 1}
+        trainer = make_trainer(
+            library, kind, tmp_path, **given, **fields | ({"ref_model": None} if kind == "KTO" else {})
+        )
+        trainer.train()
+        found.append(trainer.state.log_history[0]["grad_norm"])
+    assert found[1] == found[0]
+    assert found[2:] == pytest.approx(found[:1] * 2, rel=1e-4)
+
+
+def test_a_left_padded_batch_is_packed_as_it_came():
+    """Its tokens have the positions of their columns, as padded, and not those of the row alone."""
+    model = tuned().eval()
+    ids = torch.tensor([[39, 39, 39, 5, 6], [7, 8, 9, 10, 11]])
+    mask = (ids != 39).long()
+    with torch.no_grad():
+        padded, alone = (model(i, attention_mask=m).logits for i, m in ((ids, mask), (ids[:1, 3:], mask[:1, 3:])))
+        with remove_padding(model) as handle:
+            packed = model(ids, attention_mask=mask).logits
+    assert_close(packed[0, -2:], padded[0, -2:], terms=64, depth=16, control=alone[0, -2:])
+    assert handle.stats.packed_tokens == 7 + 2 * 5
+
+
+def test_prompts_of_several_lengths_are_not_continued_together():
+    model, settings = tuned(), {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 39}
+    ids = torch.tensor([[39, 5, 6], [7, 8, 9]])
+    with pytest.raises(NotImplementedError, match=r"PEFT puts its virtual tokens .*`per_device_eval_batch_size=1`"):
+        generate(model, {"input_ids": ids, "attention_mask": (ids != 39).long()}, **settings)
+    equal = generate(model, {"input_ids": ids[:, 1:], "attention_mask": torch.ones(2, 2).long()}, **settings)
+    assert equal.shape == (2, 4)
+
+
+def test_a_collator_of_ours_that_pads_left_is_an_error(tmp_path):
+    collator = trl_padfix.DataCollatorForLanguageModeling(pad_token_id=39, padding_side="left")
+    for fields in MODES.values():
+        with pytest.raises(ValueError, match="PEFT puts its virtual tokens before the padding"):
+            make_trainer(trl_padfix, "SFT", tmp_path, model=tuned(), data_collator=collator, **fields)
 
 
 def test_to_pad_left_is_an_error(tmp_path):

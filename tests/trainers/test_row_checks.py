@@ -84,18 +84,13 @@ def test_a_stream_goes_on_without_it_as_if_it_were_not_there(kind, good, change,
 
 
 @pytest.mark.parametrize("bad", [-5, 40])
-def test_an_unknown_id_in_a_stream_makes_an_empty_row(bad, tmp_path, caplog):
+def test_an_unknown_id_in_a_stream_is_named_by_the_forward(bad, tmp_path):
     rows = [{"input_ids": [3 + i, 4, 5], "labels": [3 + i, 4, 5]} for i in range(12)]
     unknown = [*rows[:3], {"input_ids": [3, bad, 5], "labels": [3, 4, 5]}, *rows[4:]]
-    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-        trainer = make("SFT", tmp_path, stream(unknown), padding_free=True)
-        trainer.train()
-    assert trainer.state.global_step == 3
-    assert any(f"Row 3 of the batch holds the token id {bad}" in text for text in caplog.messages)
-    collate = trainer.data_collator
-    batch, empty = collate(unknown[:4]), collate([*rows[:3], {"input_ids": [], "labels": []}])
-    assert all(batch[name].equal(empty[name]) for name in ("input_ids", "attention_mask", "labels"))
-    assert sum(collate.odd_rows.values()) > 2
+    for check in (True, False):
+        trainer = make("SFT", tmp_path, stream(unknown), padding_free=True, parity_check=check)
+        with pytest.raises(ValueError, match=f"The batch holds token id {bad}, .* has 40 rows"):
+            trainer.train()
 
 
 def test_pairs_that_trl_leaves_out_are_counted_in_a_warning(tmp_path, caplog):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .mixers.mixers import WHOLE, Mixers
-from .model.find import find_decoder, find_multimodal, find_pretrained
+from .model.find import find_decoder, find_multimodal, find_pretrained, peft_configs_in
 from .model.inspection import pools_by_token_id
 from .model.positions import length_dependent_ropes, position_embeddings
 
@@ -56,9 +56,7 @@ class Anatomy:
         """
         pretrained = find_pretrained(model)
         decoder = find_decoder(pretrained)
-        # PEFT keeps its configurations on the wrapper, by adapter name.
-        peft_configs = (c for m in model.modules() for c in (getattr(m, "peft_config", None) or {}).values())
-        return cls(pretrained, decoder, find_multimodal(pretrained, decoder), tuple(peft_configs))
+        return cls(pretrained, decoder, find_multimodal(pretrained, decoder), peft_configs_in(model))
 
     @cached_property
     def mixers(self) -> Mixers:

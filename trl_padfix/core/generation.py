@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PretrainedConfig
 
-from .model.find import find_decoder, find_pretrained
+from .model.find import find_decoder, find_pretrained, peft_configs_in
 from .model.inspection import parameters_of, takes
 from .model.older import CACHES, rope_parameters
 from .model.positions import position_embeddings
@@ -181,6 +181,12 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
 
 def _refuse_counted_columns(model: nn.Module) -> None:
     """Refuse prompts of several lengths if padding before a prompt changes the positions of its tokens."""
+    remedy = (
+        "so a prompt with padding before it would not be continued as it is alone. Generate from prompts of one "
+        "length at a time, or from one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
+    )
+    if any(config.is_prompt_learning for config in peft_configs_in(model)):
+        raise NotImplementedError(f"PEFT puts its virtual tokens before the padding, {remedy}")
     decoder = find_decoder(find_pretrained(model))
     inner = [module for module in decoder.modules() if module is not decoder]
     arguments = [parameters_of(module.forward) for module in inner]
@@ -193,9 +199,7 @@ def _refuse_counted_columns(model: nn.Module) -> None:
     # A compressor merges keys of adjacent columns, padding among them.
     if counts_columns or any(hasattr(module, "compressor") for module in inner):
         raise NotImplementedError(
-            f"{type(decoder).__name__} counts the columns of the batch, padding included, so a prompt with padding "
-            "before it would not be continued as it is alone. Generate from prompts of one length at a time, or from "
-            "one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
+            f"{type(decoder).__name__} counts the columns of the batch, padding included, {remedy}"
         )
 
 

@@ -127,6 +127,7 @@ class PaddingFreeMixin:
                 )
             if padding.settings.are_set:
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
+                padding.checks_columns = padding.task.knows(init_kwargs.get("data_collator"))
                 padding.parts = tuple(part(self) for part in self.part_classes)
                 padding.budget = padding.part(TokenBudget)
             elif PaddingSide in self.part_classes:
@@ -199,7 +200,7 @@ class PaddingFreeMixin:
         dataset = next(iter(call.arguments))  # the first parameter, whatever its name
         call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
         prepared = super()._prepare_dataset(*call.args, **call.kwargs)
-        if isinstance(prepared, Dataset):
+        if isinstance(prepared, Dataset) and self.padding.checks_columns:
             task.check_prepared(prepared, len(checked), arguments)
         return prepared
 

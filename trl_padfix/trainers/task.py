@@ -71,6 +71,10 @@ class Task:
 
     # -- checks
 
+    def knows(self, collator: Any) -> bool:
+        """Whether a collator (`None`: TRL's default) is TRL's or ours, so that the columns that it reads are known."""
+        return collator is None or type(collator) in {*self.collators, *self.collators.values()}
+
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
 

@@ -12,6 +12,7 @@ from .older import decoder_of
 
 __all__ = [
     "find_decoder", "find_multimodal", "find_peft", "find_pretrained", "is_peft", "outermost_pretrained",
+    "peft_configs_in",
 ]  # fmt: skip
 
 
@@ -65,6 +66,11 @@ def is_peft(module: nn.Module) -> bool:
 def find_peft(model: nn.Module) -> nn.Module | None:
     """PEFT's module in `model`, a wrapper or the module itself; `None` without adapters of PEFT's own."""
     return next(filter(is_peft, model.modules()), None)
+
+
+def peft_configs_in(model: nn.Module) -> tuple[Any, ...]:
+    """PEFT's configurations of all adapters of `model`, which PEFT keeps on its wrapper, by the adapter's name."""
+    return tuple(c for m in model.modules() for c in (getattr(m, "peft_config", None) or {}).values())
 
 
 def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedModel | None:

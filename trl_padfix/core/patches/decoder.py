@@ -81,10 +81,11 @@ class DecoderPatch(BatchPatch):
         except IndexError as error:
             ids = kwargs.get("input_ids", args[0] if args else None)
             rows = self.module.get_input_embeddings().num_embeddings
-            if ids is None or int(ids.max()) < rows:
+            unknown = [] if ids is None else ids[(ids < 0) | (ids >= rows)].tolist()
+            if not unknown:
                 raise
             raise ValueError(
-                f"The batch holds token id {int(ids.max())}, and the embedding of {type(self.module).__name__} has "
+                f"The batch holds token id {unknown[0]}, and the embedding of {type(self.module).__name__} has "
                 f"{rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
             ) from error
 

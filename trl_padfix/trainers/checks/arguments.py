@@ -50,7 +50,7 @@ def check_arguments(
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)
-    if side is not None and collator is not None and type(collator) not in {*task.collators, *task.collators.values()}:
+    if side is not None and not task.knows(collator):
         raise ValueError(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."

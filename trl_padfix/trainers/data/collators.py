@@ -39,15 +39,12 @@ class SidedCollator:
 
     A collator used by itself raises an error for invalid rows: those that cannot be scored. A trainer checks its
     dataset before the first step and does not stop for an invalid row of a stream. With `for_trainer` these rows are
-    counted in `odd_rows`, warned about, and weighted as in TRL's trainer, unless it is `strict`. `stand_ins`
-    are the ids of image tokens.
+    counted in `odd_rows`, warned about, and weighted as in TRL's trainer, unless it is `strict`.
     """
 
     padding_side: str = "right"
     for_trainer: bool = False
     strict: bool = False
-    vocabulary: int | None = None
-    stand_ins: frozenset[int] = frozenset()
     packed_rows: bool = False
     odd_rows: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
@@ -88,35 +85,6 @@ class SidedCollator:
             f"Drop the {cls.example}, or end completions with an EOS token."
         )
 
-    def without_unknown_ids(self, examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The examples; those with token ids without an embedding are emptied and counted."""
-        if self.vocabulary is None:
-            return examples
-        unknown = [self._unknown_ids(example, self.vocabulary) for example in examples]
-        rows = [i for i, ids in enumerate(unknown) if ids]
-        if not rows:
-            return examples
-        error = (
-            f"Row {rows[0]} of the batch holds the token id {unknown[rows[0]][0]}, and the model has embeddings for "
-            f"0 to {self.vocabulary - 1}."
-        )
-        if "seq_lengths" in examples[0] and (self.packed_rows or getattr(self, "padding_free", False)):
-            raise ValueError(f"{error} Rows are packed, so it cannot be left out: correct the data.")
-        # The text is the key of the count: it must not hold values of a row.
-        treatment = f"rows hold token ids outside of 0 to {self.vocabulary - 1}; they are taken for empty ones"
-        self.raise_or_count(len(rows), error, treatment, example=error)
-        return [
-            {k: [] if isinstance(v, list) else v for k, v in example.items()} if ids else example
-            for example, ids in zip(examples, unknown, strict=True)
-        ]
-
-    @staticmethod
-    def _unknown_ids(example: dict[str, Any], vocabulary: int) -> list[int]:
-        """Token ids of an example, labels included, that have no embedding."""
-        ids = [i for name, values in example.items() if name.endswith("ids") for i in values]
-        ids += [i for i in example.get("labels", ()) if i != -100]
-        return [i for i in ids if not 0 <= i < vocabulary]
-
     def without_empty_rows(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A right-padded batch whose empty rows attend to one pad token, which has no label."""
         empty = batch["attention_mask"].sum(1) == 0
@@ -156,7 +124,6 @@ class CompletionMixin(SidedCollator):
     """Checks and the padding side of prompts with completions; a mixin, in front of TRL's class."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples)
         return self.to_padding_side(self.without_empty_rows(super().torch_call(examples)))  # type: ignore[misc]
 
@@ -183,9 +150,6 @@ class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreferen
         for_trainer (`bool`, *optional*, defaults to `False`):
             Whether invalid rows are counted in `odd_rows` and warned about, instead of being errors. Trainers set it,
             because they have checked their data before the first step.
-        vocabulary (`int`, *optional*):
-            Number of the model's embeddings. A row with an id beyond them is treated as empty. Trainers set it for
-            streams.
 
     Raises:
         ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row without
@@ -218,7 +182,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     chosen sequences, then the rejected ones.
 
     Args:
-        pad_token_id, pad_to_multiple_of, padding_side, for_trainer, vocabulary:
+        pad_token_id, pad_to_multiple_of, padding_side, for_trainer:
             As in [`DataCollatorForPreference`].
 
     Raises:
@@ -240,7 +204,6 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
     texts = {"chosen_ids": "chosen sequence", "rejected_ids": "rejected sequence"}
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples, "sequences have no token; they are scored as one pad token")
         batch = self.without_empty_rows(super().torch_call(examples))
         return pad_left(batch) if self.padding_side == "left" else batch
@@ -256,7 +219,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     The first token of a left-padded row has no label, because no token precedes it.
 
     Args:
-        pad_token_id, pad_to_multiple_of, padding_side, vocabulary:
+        pad_token_id, pad_to_multiple_of, padding_side:
             As in [`DataCollatorForPreference`].
         padding_free (`bool`, *optional*, defaults to `False`):
             Whether to concatenate all rows to one row, with position ids and no mask.
@@ -292,7 +255,6 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
     texts, example = {"input_ids": "text"}, "row"
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples, "rows have no token; they teach nothing. Drop them")
         if self.packed_rows and "seq_lengths" in examples[0] and not self.padding_free:
             return replace(self, padding_free=True).torch_call(examples)

@@ -15,16 +15,13 @@ from .columns import chunks, ids_outside, values
 from .data_warnings import count_and_warn, name_rows, warn_or_raise
 
 
-__all__ = ["TRAINED", "EmptyTextError", "check_ids", "check_row", "image_token_ids", "validate_rows"]
+__all__ = ["TRAINED", "EmptyTextError", "check_ids", "check_row", "validate_rows"]
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns that hold text or messages."""
 
 INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
 """What a message may have in place of its content."""
-
-_TEXT_TOKENS = ("bos_", "eos_", "pad_", "sep_", "unk_", "cls_", "mask_", "decoder_start_", "num_", "max_", "forced_")
-"""Prefixes of settings that hold the id of a text token, or a number of tokens."""
 
 
 class DoubtfulRowError(ValueError):
@@ -121,14 +118,6 @@ def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: It
                 f"model has embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a "
                 "device assertion). Tokenize with the model's own tokenizer, or correct the row."
             )
-
-
-def image_token_ids(config: Any) -> frozenset[int]:
-    """Ids of image, video and audio tokens, read from a model's configuration; some have no embedding."""
-    # Their names differ between families (`image_token_id`, `image_token_index`, `vision_start_token_id`, ...), so
-    # all integers with "token" in their names are taken, except those of text.
-    named = {k: v for k, v in config.to_dict().items() if "token" in k and isinstance(v, int)}
-    return frozenset(v for k, v in named.items() if not k.startswith(_TEXT_TOKENS) and "per_" not in k)
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:

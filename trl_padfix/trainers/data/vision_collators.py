@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.sft_trainer as trl_sft
 
@@ -23,7 +22,7 @@ _FOR_EACH_TOKEN = ("input_ids", "attention_mask", "completion_mask", "token_type
 
 @dataclass
 class VisionCollator(SidedCollator):
-    """Checks images and token ids of a batch; a mixin, in front of TRL's class."""
+    """Checks images of a batch; a mixin, in front of TRL's class."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         examples = copied(examples)
@@ -33,33 +32,7 @@ class VisionCollator(SidedCollator):
             if placeholders != images:
                 treatment = "rows have other images than placeholders; they are left to the model"
                 self.raise_or_count(1, misplaced_message(row, images, placeholders, "the batch"), treatment)
-        batch = dict(super().torch_call(examples))  # type: ignore[misc]
-        self.check_ids(batch, len(examples))
-        return batch
-
-    def check_ids(self, batch: dict[str, Any], count: int) -> None:
-        """
-        Refuse token ids without an embedding, except the ids of image tokens (`stand_ins`).
-
-        Row `i` of the batch comes from example `i % count`: a batch of pairs has `2 * count` rows.
-
-        Raises:
-            ValueError: For another id without an embedding.
-        """
-        if self.vocabulary is None:
-            return
-        for ids in (batch[name] for name in ("input_ids", "KL_input_ids") if name in batch):
-            is_valid = (ids >= 0) & (ids < self.vocabulary)
-            is_valid |= torch.isin(ids, torch.tensor(sorted(self.stand_ins), dtype=ids.dtype))
-            if is_valid.all():
-                continue
-            row, column = (~is_valid).nonzero()[0].tolist()
-            raise ValueError(
-                f"Row {row % count} of the batch (counted from 0) holds the token id {int(ids[row, column])}, and the "
-                f"model has embeddings for 0 to {self.vocabulary - 1}: its forward would stop (on a GPU with a device "
-                "assertion). Use the model's own processor, or "
-                "`model.resize_token_embeddings(len(processor.tokenizer))`."
-            )
+        return dict(super().torch_call(examples))  # type: ignore[misc]
 
     def refuse_cut(self, batch: dict[str, Any], count: int, what: str) -> None:
         """[`SidedCollator.raise_or_count`] for those of the `count` examples that have an empty completion."""

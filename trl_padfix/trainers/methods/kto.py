@@ -71,7 +71,6 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     texts, example = {"completion_ids": "completion"}, "example"
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        examples = self.without_unknown_ids(examples)
         self.refuse_empty(examples)
         return to_padding_side_with_kl(self, super().torch_call(examples))
 

@@ -117,7 +117,7 @@ class RemovePadding(Part):
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
         trainer = self.trainer
-        size = None if trains_on_images(trainer) else self._vocabulary()
+        size = None if trains_on_images(trainer) or not trainer.padding.checks_columns else self._vocabulary()
         if size is not None:
             for name, dataset in datasets_of(trainer).items():
                 check_ids(dataset, name, size, self._used_columns())

@@ -6,14 +6,13 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset
 
-from ...core.model.find import find_peft, find_pretrained, outermost_pretrained
+from ...core.model.find import outermost_pretrained, peft_configs_in
 from ...core.model.patching import Attachment
 from ...core.remove import number_padded_rows
-from ..data.row_checks import image_token_ids
+from ..data.collators import SidedCollator
 from ..data.tokenizers import tokenizer_of
-from ..distributed import datasets_of, models_of, trains_on_images
+from ..distributed import models_of
 from .part import Part
 
 
@@ -21,12 +20,14 @@ __all__ = ["PaddingSide"]
 
 logger = get_logger(__name__)
 
+VIRTUAL_TOKENS = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
+
 
 class PaddingSide(Part):
     """
     `padding_side`: replaces TRL's collator by ours, and numbers the tokens of a left-padded row from its first one.
 
-    Where none of our fields is set, it acts for a tokenizer that pads left, and only then.
+    Where none of our fields is set, it acts for a tokenizer, or a collator of ours, that pads left, and only then.
     """
 
     def __init__(self, trainer: Any):
@@ -35,16 +36,23 @@ class PaddingSide(Part):
         self._attachments: list[Attachment] = []
 
     def acts(self) -> bool:
-        return type(self.trainer.data_collator) in self._collators and (
-            self.settings.are_set or self._padding_side() == "left"
-        )
+        collator = self.trainer.data_collator
+        if type(collator) not in self._collators or self.settings.are_set:
+            return type(collator) in self._collators
+        side = collator.padding_side if isinstance(collator, SidedCollator) else self._padding_side()
+        return side == "left"
 
     @property
     def _collators(self) -> set[type]:
         return {c for pair in self.trainer.padding.task.collators.items() for c in pair}
 
     def attach(self) -> None:
-        """Replace TRL's collator. Ours count invalid rows instead of raising errors."""
+        """
+        Replace TRL's collator. Ours count invalid rows instead of raising errors.
+
+        Raises:
+            ValueError: If rows behind tokens that PEFT learns would be padded left: it puts these before the padding.
+        """
         trainer, collators = self.trainer, self.trainer.padding.task.collators
         collator = trainer.data_collator
         if type(collator) in collators:
@@ -56,8 +64,15 @@ class PaddingSide(Part):
                 for_trainer=True,
                 strict=self.settings.strict,
                 packed_rows=trainer.padding.task.packs_rows(),
-                **self._id_limits(),
             )
+
+        if trainer.data_collator.padding_side == "left" and self._has_virtual_tokens():
+            raise ValueError(
+                f"`padding_side='left'`: {VIRTUAL_TOKENS}. Leave `padding_side` out, or set it to 'right'."
+            )
+
+    def _has_virtual_tokens(self) -> bool:
+        return any(config.is_prompt_learning for config in peft_configs_in(self.trainer.model))
 
     def attach_to_models(self) -> None:
         self.restore()
@@ -74,23 +89,13 @@ class PaddingSide(Part):
         return _pretrained_in(models_of(self.trainer)) != self._pretrained
 
     def _padding_side(self) -> str:
-        """
-        `padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row.
-
-        Raises:
-            ValueError: For `padding_side='left'` with tokens that PEFT learns: it puts them before the padding.
-        """
+        """`padding_side`, or the tokenizer's side; TRL's for a model that reads padding at the beginning of a row."""
         asked = self.settings.padding_side
         side = asked or tokenizer_of(self.trainer.processing_class).padding_side
         if side == "right":
             return side
-        peft_model: Any = find_peft(self.trainer.model)
-        adapters = [] if peft_model is None else peft_model.peft_config.values()
-        if any(adapter.is_prompt_learning for adapter in adapters):
-            why = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
-            if asked:
-                raise ValueError(f"`padding_side='left'`: {why}. Leave `padding_side` out, or set it to 'right'.")
-            logger.info(f"Rows are padded right, as in TRL: {why}.")
+        if self._has_virtual_tokens() and not asked:
+            logger.info(f"Rows are padded right, as in TRL: {VIRTUAL_TOKENS}.")
             return "right"
         stateful = [m for m in outermost_pretrained(self.trainer.model) if m._is_stateful]
         if stateful and not asked:
@@ -100,18 +105,6 @@ class PaddingSide(Part):
             )
             return "right"
         return side
-
-    def _id_limits(self) -> dict[str, Any]:
-        """Limits of token ids for the collator; empty if all rows are checked before the first step, or none."""
-        if not self.settings.are_set:
-            return {}
-        with_images = bool(trains_on_images(self.trainer))  # TRL's collator tokenizes these batches
-        if not with_images and all(isinstance(d, Dataset) for d in datasets_of(self.trainer).values()):
-            return {}
-        pretrained = find_pretrained(self.trainer.model)
-        stand_ins = image_token_ids(pretrained.config) if with_images else frozenset()
-        vocabulary = getattr(pretrained.get_input_embeddings(), "num_embeddings", None)
-        return {"vocabulary": vocabulary, "stand_ins": stand_ins}
 
     def restore(self) -> None:
         for attachment in self._attachments:

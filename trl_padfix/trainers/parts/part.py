@@ -127,6 +127,7 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.budget: TokenBudget | None = None
+        self.checks_columns = True  # of prepared rows; a collator of a user's may read others
         self.is_attached = False
         self.is_restored = False
         self.in_steps: tuple[Part, ...] = ()
