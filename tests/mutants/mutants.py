@@ -451,8 +451,8 @@ MUTANTS = [
     # -- parts of a trainer
     Mutant(
         "trainers/parts/padding_side.py",
-        'data_collator.padding_side == "left"',
-        'data_collator.padding_side == "right"',
+        'self.trainer.data_collator.padding_side == "left"',
+        'self.trainer.data_collator.padding_side == "right"',
         "rows that a trainer pads left are numbered from their padding in calls that are computed padded",
         ("trainers/test_base_late_hooks.py",),
     ),

@@ -200,6 +200,7 @@ def test_a_hook_from_before_the_training_leaves_it_packed(checks, tmp_path):
 
 def test_it_sees_virtual_tokens_before_left_padding(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PaddingSide, "_padding_side", lambda self: "left")
+    monkeypatch.setattr(PaddingSide, "_has_virtual_tokens", lambda self: False)
     tuned = PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM")
     model = get_peft_model(build_model(initializer_range=0.2), tuned)
     torch.nn.init.normal_(model.prompt_encoder.default.embedding.weight, std=0.5)
