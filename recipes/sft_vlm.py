@@ -29,7 +29,7 @@ from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.user_errors import explain_errors
 from trl_padfix.tools.initial_model import built_once
 from trl_padfix.tools.tiny import build_llava, train_tokenizer
-from trl_padfix.trainers.parts.checkpoints import checkpoint_to_resume
+from trl_padfix.trainers.resume import checkpoint_to_resume
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
