@@ -46,7 +46,16 @@ def with_cache(model, ids, mask):
     return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
 
 
-CALLS = (of_decoder, of_embeddings, without_mask, with_hidden_states)
+def with_tensors_for_a_loss(model, ids, mask, weights=None):
+    """Labels that need no shift, and perhaps a weight for each token, given to the model."""
+    labels = ids.masked_fill(mask == 0, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
+    more = {"shift_labels": shifted} | ({} if weights is None else {"loss_weights": weights})
+    output = model(input_ids=ids, attention_mask=mask, labels=labels, **more)
+    return output.logits * output.loss
+
+
+CALLS = (of_decoder, of_embeddings, without_mask, with_hidden_states, with_tensors_for_a_loss)
 CALLS = {f.__name__: f for f in (*CALLS, checkpointed)}
 CALLS["checkpointed, reentrant"] = partial(checkpointed, reentrant=True)
 CELLS = [  # each call once, the trainers and modes by turns
@@ -103,6 +112,19 @@ def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
     leaking = run("SFT", checkpointed, True, **break_mode(monkeypatch, "padding-free"))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(leaking.figures, theirs)
+
+
+def test_floats_beside_a_batch_of_text_are_no_images(caplog):
+    """Whether they are values of tokens is unknown, so the parts are computed padded; but there are parts."""
+
+    def weighted(model, ids, mask):
+        return with_tensors_for_a_loss(model, ids, mask, weights=mask.float())
+
+    theirs, whole = run("SFT", weighted, False), run("SFT", weighted, True, max_tokens_per_batch=10**6)
+    ours = run("SFT", weighted, True)
+    assert_same(ours.figures, theirs.figures)
+    assert max(ours.forwards) < max(whole.forwards)
+    assert not any("images" in message for message in our_warnings(caplog))
 
 
 def test_a_call_that_cannot_be_split_is_named_once(caplog):

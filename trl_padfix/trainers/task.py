@@ -114,7 +114,7 @@ class Task:
     # -- batches
 
     def packs_rows(self) -> bool:
-        """Whether TRL packs several sequences into a row. They are then kept apart without `padding_free`, too."""
+        """Whether TRL packs several sequences into a row."""
         return False
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:

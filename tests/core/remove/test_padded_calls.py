@@ -128,6 +128,14 @@ KINDS = {
     "no value per token": Kind(
         lambda inputs: {"temperatures": torch.ones(3)}, families=("qwen2",), message="`temperatures` of"
     ),
+    "shifted labels at padding": Kind(
+        lambda inputs: {
+            "labels": torch.full_like(inputs["input_ids"], -100),  # in place of which the loss takes the others
+            "shift_labels": inputs["input_ids"].roll(-1, 1),
+        },
+        families=("qwen2",),
+        message="labels whose previous token",
+    ),
     "encoder states": Kind(
         lambda inputs: {"encoder_hidden_states": torch.linspace(-1, 1, 3 * 4 * 32).view(3, 4, 32)},
         families=("gpt2",),

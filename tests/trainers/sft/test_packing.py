@@ -7,7 +7,7 @@ import torch
 import trl
 from kit.rows import METRICS, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated, packing
-from kit.trainer_runs import MODES, assert_same, build_model, run, trained
+from kit.trainer_runs import MODES, assert_same, build_model, run, to_the_bit, trained
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.models import build
@@ -45,6 +45,12 @@ def test_packing_is_trls_on_every_backend(implementation, make, trl_packed):
     tokens = sum(positions.numel() for positions in ours.batches)
     assert handle.stats.packed_tokens == handle.stats.padded_tokens == ours.entered == tokens
     assert all((positions == 0).sum() > 2 for positions in ours.batches[:5])
+
+
+def test_packing_with_none_of_our_fields_is_trls_to_the_bit(make, trl_packed):
+    ours, theirs = run(make(config=packing()), watch_packed), trl_packed("bfd")
+    assert to_the_bit(ours.logs) == to_the_bit(theirs.logs)
+    assert ours.trainer.padding.handles == []
 
 
 def test_packed_rows_share_prefixes(make, trl_packed):

@@ -158,9 +158,9 @@ def _pack_value(layout: Layout, features: tuple[int, torch.Tensor] | None, name:
         return value.index_select(0, features[1])
     raise UnpackableCallError(
         name,
-        f"The decoder was called with `{name}` of shape {tuple(value.shape)}, which is not a value for each token of "
-        f"the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding cannot be "
-        "removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`.",
+        f"The decoder was called with `{name}` of shape {tuple(value.shape)}. It is not known to hold a value for "
+        f"each token of the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. Padding "
+        "cannot be removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`.",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-__all__ = ["SCORED_AT_PADDING", "SCORED_FROM_PADDING", "follow_padding"]
+__all__ = ["SCORED_AT_PADDING", "SCORED_FROM_PADDING", "at_padding", "follow_padding"]
 
 SCORED_FROM_PADDING = (
     "labels whose previous token the attention mask hides. They are predicted from a masked position, which a packed "
@@ -36,3 +36,8 @@ def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
     """
     # Column 0 has no column before it: losses never score its label.
     return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+
+
+def at_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a masked token has a label of its own, `(B, L)` both: of a token classifier, or in `shift_labels`."""
+    return bool(((labels != -100) & (mask == 0)).any())

@@ -27,6 +27,6 @@ def saved_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
             members.update(values)
         with torch.no_grad():
             for owner, name, buffer, copy in buffers:
-                owner[name] = (
-                    buffer.resize_(copy.shape).copy_(copy) if buffer.shape != copy.shape else buffer.copy_(copy)
-                )
+                if buffer.shape != copy.shape:
+                    buffer.resize_(copy.shape)
+                owner[name] = buffer.copy_(copy)

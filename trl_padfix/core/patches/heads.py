@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..call.batch_cache import cache_of_call, on_host
 from ..call.calls import ModelCall, model_call
 from ..call.inputs import DecoderInputs
-from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, follow_padding
+from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, at_padding, follow_padding
 from ..call.layout_of import layout_of
 from ..context import within
 from ..errors import UnpackableCallError
@@ -64,8 +64,11 @@ class LMHeadPatch(BatchPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():  # the decoder reads the same tensors again
-            mask = _mask_of(self.attachment, call)
-            if mask is not None and follow_padding(*on_host(call["labels"], mask)):
+            # A loss takes `shift_labels`, if it gets them, in place of `labels`.
+            is_shifted = call.get("shift_labels") is not None
+            name, lack_states = ("shift_labels", at_padding) if is_shifted else ("labels", follow_padding)
+            mask = _mask_of(self.attachment, call, name)
+            if mask is not None and lack_states(*on_host(call[name], mask)):
                 with self.attachment.padded(SCORED_FROM_PADDING):
                     return self.wrapped(*args, **kwargs)
             # Some models do not pass the arguments that describe their rows, and `use_cache`, to their decoder.
@@ -139,9 +142,9 @@ class LMHeadPatch(BatchPatch):
         return layout
 
 
-def _mask_of(attachment: PaddingRemoval, call: dict[str, Any]) -> torch.Tensor | None:
-    """The mask of a call, if the call is packed with it and has labels of the same shape `(B, L)`; else `None`."""
-    labels: Any = call.get("labels")
+def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], name: str) -> torch.Tensor | None:
+    """The mask of a call, if the call is packed with it and has labels `name` of its shape `(B, L)`; else `None`."""
+    labels: Any = call.get(name)
     mask: Any = call.get("attention_mask")
     if has_cache(call):
         return None
@@ -216,11 +219,10 @@ class TokenLabelsPatch(BatchPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():
-            if (mask := _mask_of(self.attachment, call)) is not None:
-                labels, mask = on_host(call["labels"], mask)
-                if ((labels != -100) & (mask == 0)).any():  # the mask hides a token with a label
-                    with self.attachment.padded(SCORED_AT_PADDING):
-                        return self.wrapped(*args, **kwargs)
+            mask = _mask_of(self.attachment, call, "labels")
+            if mask is not None and at_padding(*on_host(call["labels"], mask)):
+                with self.attachment.padded(SCORED_AT_PADDING):
+                    return self.wrapped(*args, **kwargs)
             return self.wrapped(*args, **kwargs)
 
 

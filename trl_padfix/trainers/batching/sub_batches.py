@@ -26,7 +26,7 @@ from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates, PrefixStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
-from ...core.model.find import find_decoder
+from ...core.model.find import find_decoder, find_multimodal
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.image_rows import ImageCounts, image_tensors, select_rows
@@ -100,7 +100,8 @@ class SubBatches:
         """The output of `forward` for all rows, computed in sub-batches."""
         # Image arguments with other names: how their processors number images by row is unknown.
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
-        if image_tensors(other_arguments) or not self.splitter.can_split(call, len(_tokens(call)), self.images):
+        has_images = find_multimodal(model, find_decoder(model)) is not None and bool(image_tensors(other_arguments))
+        if has_images or not self.splitter.can_split(call, len(_tokens(call)), self.images):
             reason = "processes that shard the model meet in its vision tower, and have rows with other images"
             if self.splitter.sync_count is None:
                 reason = "it is unknown which of its images belong to which row"

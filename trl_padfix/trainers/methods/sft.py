@@ -155,9 +155,9 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
     TRL's [`~trl.SFTTrainer`] without padding, like [`DPOTrainer`].
 
     With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with your own collator and
-    in evaluation. With `prefix_sharing=True` it computes shared prefixes of rows (a system prompt) once. With
-    `packing=True` the sequences of a packed row are kept apart with any attention implementation, in memory that grows
-    linearly with the row.
+    in evaluation. It keeps the sequences of a row of `packing=True` apart with any attention implementation, in memory
+    that grows linearly with the row. With `prefix_sharing=True` it computes shared prefixes of rows (a system prompt)
+    once.
 
     With `expand_turns=True` each turn of the assistant in a conversation becomes a row of its own; see
     [`expand_turns`]. With `exact_eval_means=True` the metrics of an evaluation are means over all its trained tokens.
