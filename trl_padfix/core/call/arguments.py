@@ -160,7 +160,8 @@ def _pack_value(layout: Layout, features: tuple[int, torch.Tensor] | None, name:
         name,
         f"The decoder was called with `{name}` of shape {tuple(value.shape)}. It is not known to hold a value for "
         f"each token of the batch {layout.batch_shape}, and a packed batch has no rows to which it could belong. "
-        "Padding cannot be removed from this call: use `padding_free=False`, or run it inside `with handle.disabled():`.",
+        "Padding cannot be removed from this call: use `padding_free=False`, or run it inside "
+        "`with handle.disabled():`.",
     )
 
 
