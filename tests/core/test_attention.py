@@ -23,6 +23,7 @@ from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_
 from trl_padfix.core.attention.attention import implementation_obstacle, packed_attention, uses_attention_interface
 from trl_padfix.core.attention.segments import gather_keys
 from trl_padfix.core.call.calls import LAYOUT, PackedCall
+from trl_padfix.core.call.tokens import LocalTokens
 from trl_padfix.core.model.masks import PackedMask
 
 
@@ -86,7 +87,7 @@ def layout_of(side: str, sharing: bool) -> tuple[Layout, torch.Tensor]:
 
 
 def attend(module, states, layout: Layout, asked: PackedMask | None = None, **kwargs) -> torch.Tensor:
-    call = PackedCall(layout, module.config._attn_implementation, module, layout.positions[None])
+    call = PackedCall(LocalTokens(layout), module.config._attn_implementation, module, layout.positions[None])
     values, weights = packed_attention(module, *states, asked, **{LAYOUT: call, "scaling": SIZE**-0.5} | kwargs)
     assert weights is None
     return values

@@ -11,7 +11,7 @@ import torch
 from zoo.gpu_models import build, pairs
 
 import trl_padfix.core.attention.attention as attention
-import trl_padfix.core.patches.decoder as patches
+import trl_padfix.core.patches.plan as patches
 from trl_padfix import remove_padding
 
 
@@ -37,7 +37,7 @@ def test_a_dispatch_in_every_layer_is_noticed(monkeypatch):
     call_once = attention.ViewPatch.call
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with patches.within(packed=patches.packed_call()):
+        with patches.within(packed=attention.packed_call()):
             return call_once(self, *args, **kwargs)
 
     monkeypatch.setattr(attention.ViewPatch, "call", call)

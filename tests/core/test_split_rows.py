@@ -18,8 +18,8 @@ from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_paddin
 from trl_padfix.core.attention.segments import attend_by_segment
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
+from trl_padfix.core.parallel.local import LocalLabels
 from trl_padfix.core.parallel.mixers import with_context_parallel
-from trl_padfix.core.patches.heads import LocalLabels
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]

@@ -290,7 +290,7 @@ MUTANTS = [
         ("core/remove/test_fused_head.py",),
     ),
     Mutant(
-        "core/patches/decoder.py",
+        "core/patches/plan.py",
         "layout.batch_shape[1] - 1",
         "layout.packed_tokens - 1",
         "a dynamic rotary embedding gets the length of the packed row",

@@ -14,6 +14,7 @@ import torch
 from transformers.utils import logging
 
 from .call.calls import PackedCall, packed_call, rows_call
+from .call.tokens import LocalTokens
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
@@ -23,7 +24,7 @@ from .model.implementation import restore_attention
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, Decision, ForwardPatch, running_decision
-from .parallel.collectives import Group
+from .parallel.local import ContextParallelGroup
 
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class PaddingRemoval(Attachment):
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
             parallelism the length is that of the part of one process.
-        context_parallel ([`Group`], *optional*):
+        context_parallel ([`ContextParallelGroup`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
@@ -196,7 +197,7 @@ class PaddingRemoval(Attachment):
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
-        self.context_parallel: Group | None = None
+        self.context_parallel: ContextParallelGroup | None = None
         self.stats = PaddingStats()
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
@@ -206,6 +207,10 @@ class PaddingRemoval(Attachment):
     @property
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
+
+    def tokens_of(self, layout: Layout) -> LocalTokens:
+        """The tokens of a packed row that this process computes."""
+        return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)
 
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""

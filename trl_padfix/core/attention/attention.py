@@ -35,7 +35,6 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
-from ..parallel.attention import attend_context_parallel
 from .segments import attend_by_segment, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
@@ -149,7 +148,7 @@ def packed_attention(
             f"{name} did not receive the layout of the packed batch: its decoder does not pass keyword arguments on "
             "to its attention"
         )
-    tokens = call.local_tokens
+    tokens = call.tokens.count
     if query.shape[2] != tokens or key.shape[2] != tokens:
         raise _unpackable(
             f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has {tokens} "
@@ -168,10 +167,7 @@ def packed_attention(
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
 
-    attend = partial(_attend, call, masks)
-    if call.cp_layout is not None:
-        return attend_context_parallel(attend, module, query, key, value, call.cp_layout, kwargs), None
-    return attend(module, query, key, value, call.layout, kwargs), None
+    return call.tokens.attend(partial(_attend, call, masks), module, query, key, value, kwargs), None
 
 
 def _attend(
@@ -214,9 +210,7 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
             f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    split = call.cp_layout
-    layout = split.local_layout if split is not None and split.whole_rows else call.layout
-    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, layout))
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.mixed.layout))
 
 
 def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:

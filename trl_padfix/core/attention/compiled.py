@@ -31,8 +31,6 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import checkpoints_in_forward, register_mask_function
 from ..model.patching import ForwardPatch, patches_on
 from ..model.views import config_of
-from ..parallel.attention import exchange_around
-from ..parallel.collectives import Exchange
 from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
 from .segments import GatherKeys, in_attention_dtype
@@ -64,7 +62,7 @@ class Segments(NamedTuple):
 
     `keys` are `key_index` and the two tensors of `key_sort_order`, arguments of [`GatherKeys`]. `keys` and
     `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window. With `exchange` the
-    processes of a group communicate around attention: see [`ContextParallelLayout`].
+    processes of a group communicate around attention (`parallel/`).
     """
 
     cu_seqlens_q: torch.Tensor
@@ -73,7 +71,7 @@ class Segments(NamedTuple):
     longest_query: int
     longest_key: int
     window: int | None
-    exchange: Exchange | None
+    exchange: Any
 
 
 def compile_layers(
@@ -193,17 +191,12 @@ def attend_compiled(
     states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if segments.exchange is None:
         return attend(*states).unsqueeze(0), None
-    return exchange_around(attend, states, segments.exchange).unsqueeze(0), None
+    return segments.exchange.around(attend, states).unsqueeze(0), None
 
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
-    layout, exchange = call.layout, None
-    if (cp_layout := call.cp_layout) is not None:
-        if cp_layout.whole_rows:
-            layout = cp_layout.local_layout
-        else:
-            exchange = cp_layout.exchange
+    layout, exchange = call.tokens.mixed.layout, call.tokens.mixed.exchange
     mask_spec = PackedMask() if mask is None else mask
     # With prefix states the layer reads keys and values of other forwards, or records its own.
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal:

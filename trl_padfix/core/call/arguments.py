@@ -12,19 +12,18 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout, pack, unpack
-from ..layout.shared_prefixes import PrefixedLayout
 from ..model.inspection import takes
 from ..model.positions import Numbering, packed_positions
-from ..parallel.layout import ContextParallelLayout
 from .calls import ModelCall
 from .inputs import DecoderInputs
+from .tokens import LocalTokens
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["pack_arguments", "padded_output", "unpack_output", "visual_mask"]
+__all__ = ["feature_index", "pack_arguments", "padded_output", "unpack_output", "visual_mask"]
 
 
 _FOR_EACH_TOKEN = {"inputs_embeds", "per_layer_inputs"}
@@ -40,7 +39,6 @@ def pack_arguments(
     layout: Layout,
     decoder: PreTrainedModel,
     numbering: Numbering,
-    cp_layout: ContextParallelLayout | None = None,
 ) -> dict[str, Any]:
     """
     Pack the arguments of a decoder call: all that the decoder gets, for the packed tokens.
@@ -54,8 +52,6 @@ def pack_arguments(
             The decoder, whose embedding adds the noise of NEFTune.
         numbering ([`Numbering`]):
             Numbers the tokens if the call has no `position_ids`.
-        cp_layout ([`ContextParallelLayout`], *optional*):
-            If given, the arguments are those for the local tokens.
 
     Returns:
         `dict`: the arguments for the packed row. Prepared masks are described by their kinds; there are no others.
@@ -63,7 +59,7 @@ def pack_arguments(
     Raises:
         UnpackableCallError: If a tensor among the arguments is not one value per token.
     """
-    features = _feature_index(visual_mask(inputs.arguments, layout.batch_shape), partial(pack, layout=layout))
+    features = feature_index(visual_mask(inputs.arguments, layout.batch_shape), partial(pack, layout=layout))
     pack_value = partial(_pack_value, layout, features)
     packed = {k: tree_map(partial(pack_value, k), v) for k, v in inputs.arguments.items() if k not in _OF_LAYOUT}
     if (positions := inputs.positions) is None:
@@ -76,8 +72,7 @@ def pack_arguments(
     mask = None if inputs.prepared is None else inputs.prepared.for_decoder()
     # Decoders cache by default, and a packed row has no rows that a later call could continue.
     packed |= {"attention_mask": mask, "position_ids": new_positions, "use_cache": False}
-    packed |= _neftune_embeddings(decoder, inputs.ids, layout)
-    return packed if cp_layout is None else _local_arguments(packed, cp_layout)
+    return packed | _neftune_embeddings(decoder, inputs.ids, layout)
 
 
 def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -86,7 +81,7 @@ def visual_mask(call: dict[str, Any], batch_shape: tuple[int, ...]) -> torch.Ten
     return next((x for x in tensors if x.dtype == torch.bool and tuple(x.shape) == tuple(batch_shape)), None)
 
 
-def _feature_index(
+def feature_index(
     visual: torch.Tensor | None, select: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[int, torch.Tensor] | None:
     """The number of visual tokens, and the indices of the features of those visual tokens that `select` keeps."""
@@ -95,27 +90,6 @@ def _feature_index(
     # Features are in the order of the visual tokens: a feature has as index the number of visual tokens before it.
     index = (visual.flatten().cumsum(0) - 1).view(visual.shape)
     return int(visual.sum()), select(index)[select(visual)]
-
-
-def _local_arguments(packed: dict[str, Any], cp_layout: ContextParallelLayout) -> dict[str, Any]:
-    """
-    Select the local tokens in the packed arguments of a decoder.
-
-    These are values `(1, T, ...)`, positions `(P, 1, T)` and the features of visual tokens.
-    """
-    T = cp_layout.layout.packed_tokens
-    features = _feature_index(visual_mask(packed, (1, T)), partial(cp_layout.local, dim=1))
-
-    def local(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.dim() < 2:
-            return x
-        if tuple(x.shape[:2]) == (1, T):
-            return cp_layout.local(x, dim=1)
-        if tuple(x.shape[1:]) == (1, T):
-            return cp_layout.local(x, dim=2)
-        return x if features is None or len(x) != features[0] else x.index_select(0, features[1])
-
-    return tree_map(local, packed)
 
 
 def _neftune_embeddings(decoder: PreTrainedModel, ids: torch.Tensor | None, layout: Layout) -> dict[str, Any]:
@@ -165,51 +139,35 @@ def _pack_value(layout: Layout, features: tuple[int, torch.Tensor] | None, name:
     )
 
 
-def unpack_output(output: Any, layout: Layout, call: ModelCall, cp_layout: ContextParallelLayout | None = None) -> Any:
+def unpack_output(output: Any, tokens: LocalTokens, call: ModelCall) -> Any:
     """
     Unpack the output of a decoder to the padded batch.
 
     Args:
         output (`ModelOutput` or `tuple`):
-            The output for the packed row; with `cp_layout` for the local tokens.
-        layout ([`Layout`]):
-            Layout of the call.
+            The output for the local tokens.
+        tokens ([`LocalTokens`]):
+            These tokens, with the layout of the packed row.
         call ([`ModelCall`]):
             The call of the model, which may need only the states that its head scores.
-        cp_layout ([`ContextParallelLayout`], *optional*):
-            If given, values are all-gathered, except for states that the head scores: these stay local.
 
     Returns:
-        The output, with values of shape `(B, L, ...)`; that of a shared prefix stays packed.
+        The output, with values of shape `(B, L, ...)`; only states that the head scores stay local.
     """
-    if isinstance(layout, PrefixedLayout) and layout.is_prefix:
-        # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
-        # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
-        if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
-            output["router_logits"] = None
-        return output
     if not isinstance(output, ModelOutput | tuple):
         raise PaddingRemovalError(
             f"The decoder returned a `{type(output).__name__}`, which is not a transformers output."
         )
     (hidden, *others), spec = tree_flatten(output)  # the last hidden states are the first output of any decoder
     scores = call.pools_last or call.scored_index is not None
-    values = [_unpack_value(x, layout, cp_layout) for x in (others if scores else [hidden, *others])]
+    values = [_unpack_value(x, tokens) for x in (others if scores else [hidden, *others])]
     if scores:
         # If the model pools the last token, its state stands in all columns of a row. If a head scores `n` states,
         # only these are returned, `(1, n, H)`.
+        layout, pools = tokens.layout, call.pools_last
         index = layout.packed_index_of(layout.last_index if call.scored_index is None else call.scored_index)
-        if cp_layout is None:
-            states = hidden[0].index_select(0, index)
-        elif call.pools_last:
-            states = cp_layout.all_gather_at(hidden[0], index)
-        elif not len(index):
-            states = hidden[0, :1]  # any state, as in `padded_output`; perhaps filler, which has no index in the batch
-        else:
-            states = hidden[0].index_select(0, cp_layout.local_index(index))
-        states = states.unsqueeze(0)
-        states = states.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if call.pools_last else states
-        values.insert(0, states)
+        states = tokens.states_at(hidden[0], index, of_all=pools).unsqueeze(0)
+        values.insert(0, states.transpose(0, 1).expand(-1, layout.batch_shape[1], -1) if pools else states)
     return tree_unflatten(values, spec)
 
 
@@ -245,15 +203,13 @@ def padded_output(output: Any, call: ModelCall, mask: Any = None) -> Any:
     return output
 
 
-def _unpack_value(value: Any, layout: Layout, cp_layout: ContextParallelLayout | None) -> Any:
+def _unpack_value(value: Any, tokens: LocalTokens) -> Any:
     """One output for the padded batch; unchanged if it is not one value per token."""
     if not isinstance(value, torch.Tensor):
         return value
     # Hidden states are `(1, T, H)`. Router logits are `(T, experts)`; losses expect `(B * L, experts)`.
-    tokens = layout.packed_tokens if cp_layout is None else cp_layout.local_tokens
-    is_row = tuple(value.shape[:2]) == (1, tokens)
-    if not is_row and (value.dim() != 2 or value.shape[0] != tokens):
+    is_row = tuple(value.shape[:2]) == (1, tokens.count)
+    if not is_row and (value.dim() != 2 or value.shape[0] != tokens.count):
         return value
-    row = value[0] if is_row else value
-    padded = unpack((row if cp_layout is None else cp_layout.all_gather_for_loss(row)).unsqueeze(0), layout)
+    padded = unpack(tokens.gather(value[0] if is_row else value).unsqueeze(0), tokens.layout)
     return padded if is_row else padded.flatten(0, 1)

@@ -17,9 +17,9 @@ from torch import nn
 
 from ..context import context, set_until_reset
 from ..layout.layout import Layout
-from ..parallel.layout import ContextParallelLayout
 from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
+from .tokens import LocalTokens
 
 
 __all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "record_layout", "rows_call"]
@@ -74,8 +74,8 @@ class PackedCall:
     It lives as long as the forward can be recomputed: gradient checkpointing keeps it until backward is done.
 
     Attributes:
-        layout ([`Layout`]):
-            Layout of the packed row.
+        tokens ([`LocalTokens`]):
+            The packed tokens that this process computes, with the layout of the packed row.
         implementation (`str`):
             Attention implementation to compute with.
         decoder (`torch.nn.Module`):
@@ -92,15 +92,13 @@ class PackedCall:
             Whether all rows form one bucket, so that all processes call each mixer equally often.
         prefix_states ([`PrefixStates`], *optional*):
             States of shared prefixes that the forward reads or records.
-        cp_layout ([`ContextParallelLayout`], *optional*):
-            The packed row divided among the processes of a context-parallel group.
         passed_on (`frozenset[str]`):
             Arguments of the caller that the decoder hands on to its layers, and does not read: `shift_labels`.
         cache (`dict`):
             Values of [`PackedCall.cached`].
     """
 
-    layout: Layout
+    tokens: LocalTokens
     implementation: str
     decoder: nn.Module
     position_ids: torch.Tensor
@@ -109,14 +107,13 @@ class PackedCall:
     prepared: PreparedMasks | None = None
     one_bucket: bool = False
     prefix_states: PrefixStates | None = None
-    cp_layout: ContextParallelLayout | None = None
     passed_on: frozenset[str] = frozenset()
     cache: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
-    def local_tokens(self) -> int:
-        """Packed tokens that this process computes."""
-        return self.layout.packed_tokens if self.cp_layout is None else self.cp_layout.local_tokens
+    def layout(self) -> Layout:
+        """Layout of the packed row."""
+        return self.tokens.layout
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """The value of `build()`, computed once per forward and kept for its recomputation."""

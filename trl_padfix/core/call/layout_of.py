@@ -55,17 +55,17 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     layout = None if kind is None else _BUILDERS[kind](inputs, handle)
     if layout is None:
         return None
-    processes = 1 if handle.context_parallel is None else handle.context_parallel.size
-    needs_filler = handle.packed_multiple_of is not None
+    group, needs_filler = handle.context_parallel, handle.packed_multiple_of is not None
     if isinstance(layout, PrefixedLayout):
         # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
-        needs_filler = _is_without_tokens(layout, processes) or (needs_filler and layout.new is not None)
+        is_short = group is not None and group.lacks_tokens(layout)
+        needs_filler = is_short or (needs_filler and layout.new is not None)
     if not needs_filler:
         return layout
     lengths = handle.packed_multiple_of or 1
     lengths = [lengths] if isinstance(lengths, int) else lengths
     # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
-    return layout.filled([n * processes for n in lengths])
+    return layout.filled([n * (1 if group is None else group.size) for n in lengths])
 
 
 def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
@@ -224,17 +224,6 @@ def _tree_obstacle(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if handle.anatomy.whole_rows:
         return f"{type(handle.decoder).__name__} {handle.anatomy.whole_rows}, so it needs whole rows"
     return None
-
-
-def _is_without_tokens(layout: PrefixedLayout, processes: int) -> bool:
-    """Whether some process of a context-parallel group has no token of a forward, new or of a prefix."""
-    if layout.new is not None:
-        return layout.new.packed_tokens < processes
-    if processes == 1:
-        return False
-    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    reads = layout.prefix_states.reads
-    return not all(any(states.ranges[rank] for states in reads) for rank in range(processes))
 
 
 def _check_mask(mask: Any, batch: torch.Tensor) -> None:

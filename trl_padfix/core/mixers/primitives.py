@@ -14,7 +14,6 @@ with globals of its own. The replacements call the original function, on the seg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import count, repeat
 from types import MethodType
 from typing import Any
@@ -29,8 +28,6 @@ from ..model.inspection import global_in, kernel_parameters, loaded_globals, par
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
-from ..parallel.layout import ContextParallelLayout
-from ..parallel.mixers import with_context_parallel
 from .forks import tree_of
 from .row_buckets import row_buckets
 
@@ -95,22 +92,15 @@ class PrimitivesPatch(ForwardPatch):
         call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
         if call is None:
             return self.wrapped(*args, **kwargs)
-        if call.cp_layout is not None and call.cp_layout.whole_rows:
-            call = _local_call(call, call.cp_layout)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
         forward: Any = self.on_view()
         assert isinstance(forward, MethodType), "a mixer whose forward is not a method of its class runs on rows"
         module, keys, replaced = viewed_module(self.module), zip(repeat(self.module), count()), {}
         for name in primitives_of(module):
             replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
-            replaced[name] = with_context_parallel(name, replacement, call.cp_layout)
+            replaced[name] = call.tokens.mixed.mix(name, replacement)
         with within(packed=call):
             return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
-
-
-def _local_call(call: PackedCall, cp_layout: ContextParallelLayout) -> PackedCall:
-    """A packed forward of the whole rows that this process computes."""
-    return call.cached("local", lambda: replace(call, layout=cp_layout.local_layout, cp_layout=None, cache={}))
 
 
 def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:

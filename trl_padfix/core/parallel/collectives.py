@@ -15,13 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import distributed
 
 
-__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange", "exchange_around"]
 
 AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 """Sends the parts of a flat tensor, and returns those of all processes: `(sent, send_sizes, receive_sizes)`."""
@@ -58,7 +62,7 @@ class Group:
     size: int
 
     @classmethod
-    def of(cls, group: distributed.ProcessGroup | None = None) -> Group:
+    def of(cls, group: distributed.ProcessGroup | None = None) -> Self:
         """The processes of `group`; all processes if it is `None`."""
         group = distributed.group.WORLD if group is None else group
         return cls(group, distributed.get_rank(group), distributed.get_world_size(group))
@@ -135,11 +139,60 @@ class Exchange(NamedTuple):
         received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
         return [torch.cat(x) for x in zip(*received, strict=True)]
 
+    def around(self, attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
+        """[`exchange_around`] with this exchange."""
+        return exchange_around(attend, states, self, len(self.tokens_per_rank))
+
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens: `(T, n, ...)` in rank order to `(t, N, ...)`."""
         shapes = [[(self.tokens_per_rank[self.rank], n, *x.shape[2:])] for n in heads]
         received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
         return torch.cat([part for (part,) in received], dim=1)
+
+
+class ExchangesHeads(Protocol):
+    """An [`Exchange`], or a [`ContextParallelLayout`], which keeps the order of the packed tokens."""
+
+    def tokens_to_heads(
+        self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]: ...
+
+    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor: ...
+
+
+def exchange_around(
+    attend: Callable[..., torch.Tensor], states: list[torch.Tensor], exchange: ExchangesHeads, processes: int
+) -> torch.Tensor:
+    """
+    Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
+
+    Queries, keys and values are `(t, N, D)`; `attend` gets those of all tokens with the local heads.
+    """
+    query, *kv = states
+    copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
+    if copies > 1:
+        kv = [x.repeat_interleave(copies, dim=1) for x in kv]
+    states = [query, *kv]
+    heads = [even_split(x.shape[1], processes) for x in states]
+    return exchange.heads_to_tokens(attend(*exchange.tokens_to_heads(states, heads)), heads[0])
+
+
+def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:
+    """
+    How often KV heads are repeated, so that each of `size` processes has query heads with their KV heads.
+
+    Example: 8 query heads, 2 KV heads and 4 processes: 2 copies make 4 KV heads, one per process with 2 query heads.
+
+    ```python
+    >>> _copies_of_kv_heads(8, 2, 4)
+    2
+
+    ```
+    """
+    for copies in range(1, heads // kv_heads + 1):
+        if heads % (kv_heads * copies) == 0 and kv_heads * copies % size == 0:
+            return copies
+    return heads // kv_heads  # one KV head per query head, whose numbers per process may differ by one
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -45,9 +45,9 @@ CONTEXT_PARALLEL = {
 """Functions with independent channels, by the names under which mixers call them."""
 
 
-def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLayout | None) -> Callable:
-    """`run`, which replaces the function `name` of a mixer, for local tokens; unchanged without `cp_layout`."""
-    if cp_layout is None or name not in CONTEXT_PARALLEL:
+def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLayout) -> Callable:
+    """`run`, which replaces the function `name` of a mixer, for local tokens."""
+    if name not in CONTEXT_PARALLEL:
         return run
     divided = CONTEXT_PARALLEL[name]
 

@@ -8,7 +8,6 @@ gives positions to decoders that take none, and [`RopePatch`] gives rotary embed
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,29 +16,23 @@ import torch
 from torch import nn
 
 from ..attention.attention import attends_within_tokens, is_causal
-from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.calls import LAYOUT, ModelCall, PackedCall, model_call, packed_call, record_layout, rows_call
+from ..call.arguments import padded_output
+from ..call.calls import model_call, packed_call, record_layout, rows_call
 from ..call.inputs import DecoderInputs
-from ..call.layout_of import layout_of
 from ..call.prepared_masks import with_added_masks
-from ..context import context, outside_calls, within
+from ..context import context, outside_calls
 from ..errors import UnpackableCallError
-from ..layout.layout import Layout
-from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.dry_run import DryRun
 from ..mixers.mixers import ROWS
-from ..mixers.row_buckets import calls_of_layers, over_whole_rows
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
-from ..model.older import has_cache, older_attributes
+from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.positions import Numbering
 from ..model.sharded import gathers_in_parts
-from ..parallel.layout import ContextParallelLayout
-from ..refusals import check_call
+from .plan import plan
 
 
 if TYPE_CHECKING:
-    from ..call.prefix_states import PrefixStates
     from ..handle import PaddingRemoval
 
 
@@ -55,7 +48,6 @@ class DecoderPatch(BatchPatch):
     def __init__(self, module: nn.Module, attachment: PaddingRemoval):
         super().__init__(module, attachment)
         self.numbering = Numbering.of(module)
-        self.takes_whole_rows = bool(attachment.anatomy.whole_rows)
         self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
         self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
         self.parameters = frozenset(parameters_of(module.forward))
@@ -91,121 +83,43 @@ class DecoderPatch(BatchPatch):
 
     def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
-        handle, decoder, whole = self.attachment, self.module, self.takes_whole_rows
-        outer, unchanged = model_call(decoder), partial(self.wrapped, *args, **kwargs)
+        handle, outer = self.attachment, model_call(self.module)
+        unchanged = partial(self.wrapped, *args, **kwargs)
         inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
-        layout, cp_layout, packed, output = None, None, None, None
+        planned = None
         try:
             # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
-            layout = layout_of(inputs, handle)
-            cp_layout = ContextParallelLayout.over(layout, handle.context_parallel)
-            if layout is not None and not (layout.is_trivial and cp_layout is None):  # else there is nothing to pack
-                check_call(handle, inputs, layout)
-                is_behind = isinstance(layout, PrefixedLayout)  # behind shared prefixes, or one of them
-                new, cp_new = (layout.new, cp_layout and cp_layout.new) if is_behind else (layout, cp_layout)
-                # Empty if the call computes whole rows, or no token.
-                packed = {} if whole or new is None else pack_arguments(inputs, new, decoder, self.numbering, cp_new)
-                output = self._without_padding(inputs, layout, packed, cp_layout)
+            planned = plan(inputs, self)
+            output = None if planned is None else planned.run()
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
-            if packed is not None and cp_layout is not None:
+            if planned is not None and planned.tokens.is_divided:
                 raise
-            return self._refused(inputs, outer, unchanged, error)
-        if layout is None:
+            handle.run_padded(error)
+            # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
+            record_layout(outer, None)
+            tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
+            self.match_other_processes({k: x for k, x in tokens.items() if x is not None})
+            return padded_output(unchanged(), outer, inputs.given_mask)
+        if planned is None:
             if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
-                self._match_other_processes(inputs.arguments)
+                self.match_other_processes(inputs.arguments)
             return unchanged()
-        handle.stats.add(layout)
-        if packed is None:
-            # Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and
-            # caches as the model does alone.
-            masks = {} if inputs.prepared is None else {"attention_mask": inputs.prepared.original}
-            self._match_other_processes(inputs.arguments | masks)
-            return padded_output(self.wrapped(**self._accepted(inputs.arguments | masks)), outer)
-        is_prefix = isinstance(layout, PrefixedLayout) and layout.is_prefix
-        # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
-        if not (is_prefix or whole or outer.pools_last or outer.scored_index is not None):
-            record_layout(outer, layout)
-        return unpack_output(output, layout, outer, cp_layout)
+        handle.stats.add(planned.tokens.layout)
+        return planned.unpack(output, outer)
 
-    def _refused(
-        self, inputs: DecoderInputs, outer: ModelCall, unchanged: Callable[[], Any], error: UnpackableCallError
-    ) -> Any:
-        """The output of a call that cannot be packed: as it came, with the states that the modules around it need."""
-        self.attachment.run_padded(error)
-        # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
-        record_layout(outer, None)
-        tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
-        self._match_other_processes({k: x for k, x in tokens.items() if x is not None})
-        return padded_output(unchanged(), outer, inputs.given_mask)
-
-    def _without_padding(
-        self,
-        inputs: DecoderInputs,
-        layout: Layout,
-        packed: dict[str, Any],
-        cp_layout: ContextParallelLayout | None,
-    ) -> Any:
-        """
-        The output of the decoder for the packed tokens; with `cp_layout`, for the local ones.
-
-        Behind shared prefixes it is the output for these, as recorded, followed by that for the new tokens.
-        """
-        if self.takes_whole_rows:
-            return over_whole_rows(self.wrapped, self._accepted(inputs.arguments | {"use_cache": False}), layout)
-        states: PrefixStates | None = None
-        if isinstance(layout, PrefixedLayout):
-            states = layout.prefix_states
-            assert states is not None  # the schedule of a step sets them before each forward
-            if layout.new is None:
-                return states.prefix_outputs()
-            layout, cp_layout = layout.new, cp_layout and cp_layout.new
-            if cp_layout is not None and states.records is not None:
-                states.records.divide(cp_layout.ranges, cp_layout.group.rank)
-        if self.has_token_types and packed.get("token_type_ids") is None:
-            # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
-            packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
-        positions, last_position = packed["position_ids"], layout.batch_shape[1] - 1
-        if self.depends_on_length and inputs.positions is not None:  # left on the device: no host wait
-            last_position = inputs.positions.max()
-        packed = self._accepted(packed)
-        current = PackedCall(
-            layout=layout,
-            implementation=self.module.config._attn_implementation,
-            decoder=self.module,
-            position_ids=positions,
-            last_position=last_position,
-            dry_run=DryRun(self, self.attachment.mixers.layers, packed, last_position),
-            prepared=inputs.prepared,
-            one_bucket=self._needs_equal_calls(),
-            prefix_states=states,
-            cp_layout=cp_layout,
-            passed_on=frozenset(inputs.arguments) - self.parameters,
-        )
-        if current.one_bucket:
-            # Before the forward, as in `_match_other_processes`: all processes gather parameters in the same order.
-            calls_of_layers(current, one_bucket=True)
-        if self.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
-            packed[LAYOUT] = current
-        forward = self.on_view(**older_attributes(self.module, {LAYOUT: current}))
-        with within(packed=current):
-            output = forward(**packed)
-        self.attachment.remember(current)
-        return output if states is None else states.prepend_outputs(output, current.local_tokens)
-
-    def _needs_equal_calls(self) -> bool:
+    def needs_equal_calls(self) -> bool:
         """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
         return self.has_rows and gathers_in_parts(self.module)
 
-    def _match_other_processes(self, call: dict[str, Any]) -> None:
+    def match_other_processes(self, call: dict[str, Any]) -> None:
         """Join the dry run of other processes, although this batch needs none."""
-        if self._needs_equal_calls():
-            accepted = self._accepted(call)
-            DryRun(self, self.attachment.mixers.layers, accepted, 0).run_for_collectives()
+        if self.needs_equal_calls():
+            DryRun(self, self.attachment.mixers.layers, self.accepted(call), 0).run_for_collectives()
 
-    def _accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+    def accepted(self, call: dict[str, Any]) -> dict[str, Any]:
         """The arguments of `call` that the decoder takes."""
-        return call if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
+        return dict(call) if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
 
 class PositionPatch(ForwardPatch):

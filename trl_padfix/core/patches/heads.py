@@ -19,22 +19,20 @@ from ..call.calls import ModelCall, model_call
 from ..call.inputs import DecoderInputs
 from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, at_padding, follow_padding
 from ..call.layout_of import layout_of
+from ..call.tokens import ScoredLabels
 from ..context import within
 from ..errors import UnpackableCallError
-from ..layout.flat_maps import inverse_permutation, to_device_async
+from ..layout.flat_maps import to_device_async
 from ..layout.layout import Layout, pack, unpack
 from ..model.changes import has_reader
 from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
 from ..model.sharded import gathered_head
-from ..parallel.layout import ContextParallelLayout
 from ..refusals import check_call
 
 
 if TYPE_CHECKING:
-    from transformers.modeling_outputs import ModelOutput
-
     from ..handle import PaddingRemoval
 
 
@@ -97,29 +95,19 @@ class LMHeadPatch(BatchPatch):
         # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
         index, columns = to_device_async(on_cpu, labels.device), labels.shape[1] - 1
         row, column = index // columns, index % columns
-        local = LocalLabels(
-            row * labels.shape[1] + column,
-            labels[row, column + 1],
-            ContextParallelLayout.over(layout, self.attachment.context_parallel),
-        )
+        in_batch = row * labels.shape[1] + column, labels[row, column + 1]
+        local = ScoredLabels(*in_batch) if layout is None else self.attachment.tokens_of(layout).labels(*in_batch)
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
             output = self.wrapped(*args, **head_arguments)
         for name, value in output.items():
             if isinstance(value, torch.Tensor) and value.shape == (1, len(local.labels)):
-                values = local.all_gather_for_loss(value[0])
+                values = local.gather(value[0])
                 padded = values.new_zeros(len(labels) * columns).index_copy(0, index, values)
                 output[name] = padded.view(len(labels), columns)
-        if local.cp_layout is not None and output.get("loss") is not None:
-            output["loss"] = self._loss(output, kwargs.get("num_items_in_batch"), index.numel())
+        balancing_weight = getattr(self.module.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        local.complete_loss(output, kwargs.get("num_items_in_batch"), balancing_weight)
         return output
-
-    def _loss(self, output: ModelOutput, num_items: torch.Tensor | int | None, num_labels: int) -> torch.Tensor:
-        """The loss over the labels of all processes; the loss of the head covers only the local labels."""
-        loss = -output["log_probs"].sum() / (num_labels if num_items is None else num_items)
-        if output.get("aux_loss") is None:
-            return loss
-        return loss + getattr(self.module.config.get_text_config(), "router_aux_loss_coef", 0.0) * output["aux_loss"]
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
         """Whether the decoder can return the states of some positions only, and no hook of a user's gets them."""
@@ -155,37 +143,6 @@ def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], name: str) -> tor
     others = call.get("input_ids"), call.get("position_ids")
     on_host(labels, mask, *(x for x in others if isinstance(x, torch.Tensor)))
     return mask
-
-
-class LocalLabels:
-    """
-    The labels that this process scores, `(n,)`, and the flat indices into `(B, L)` of the states that predict them.
-
-    Without `cp_layout` these are all labels, else those predicted from local tokens. A process without labels scores
-    one dummy token with the label -100: every process must join the collectives of backward.
-    """
-
-    def __init__(self, index: torch.Tensor, labels: torch.Tensor, cp_layout: ContextParallelLayout | None):
-        self.index, self.labels, self.cp_layout = index, labels, cp_layout
-        if cp_layout is None:
-            return
-        layout, rank = cp_layout.layout, cp_layout.group.rank
-        rank_of_label = cp_layout.rank_of(layout.packed_index_of(index))
-        # Gathered values are in rank order: the inverse of the stable sort by rank restores the order of the labels.
-        self._order = inverse_permutation(rank_of_label.argsort(stable=True))
-        self._counts = rank_of_label.bincount(minlength=cp_layout.group.size).tolist()
-        self.index, self.labels = index[rank_of_label == rank], labels[rank_of_label == rank]
-        if not self._counts[rank]:  # the decoder then returns some state of this process
-            self.labels = labels.new_full((1,), -100)
-
-    def all_gather_for_loss(self, values: torch.Tensor) -> torch.Tensor:
-        """All-gather one value per label, `(n local labels,)` to `(n labels,)`, in global label order."""
-        if self.cp_layout is None:
-            return values
-        group = self.cp_layout.group
-        local = values[: self._counts[group.rank]]  # drops the value of a dummy token
-        local = local.byte() if local.dtype == torch.bool else local  # collectives of gloo take no booleans
-        return group.all_gather_for_loss(local, self._counts).index_select(0, self._order).to(values.dtype)
 
 
 class HeadPatch(ForwardPatch):

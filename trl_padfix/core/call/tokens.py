@@ -1,0 +1,97 @@
+"""
+The tokens of a packed row that this process computes.
+
+[`LocalTokens`] are all of them. Where several processes compute one row, `parallel/local.py` has a subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.layout import Layout
+from ..layout.shared_prefixes import PrefixedLayout
+from .prefix_states import ForwardStates
+
+
+__all__ = ["LocalTokens", "ScoredLabels"]
+
+
+class LocalTokens:
+    """
+    The packed tokens that this process computes, `t` of the `T` tokens of a layout: here all of them.
+
+    Attributes:
+        layout ([`Layout`]): Layout of the full row.
+        is_divided (`bool`): Whether other processes compute the other tokens.
+        exchange (*optional*): The communication around a compiled layer's attention.
+    """
+
+    is_divided = False
+    exchange: Any = None
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+
+    @property
+    def count(self) -> int:
+        """`t`."""
+        return self.layout.packed_tokens
+
+    @property
+    def mixed(self) -> LocalTokens:
+        """The tokens that see each other within this process without communication, if there are such; else these."""
+        return self
+
+    @property
+    def new(self) -> LocalTokens | None:
+        """The tokens behind shared prefixes, of a layout with such; `None` if there are none."""
+        assert isinstance(self.layout, PrefixedLayout)
+        return None if self.layout.new is None else LocalTokens(self.layout.new)
+
+    def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a decoder for the local tokens, of those for all packed tokens."""
+        return arguments
+
+    def attend(
+        self, attend: Callable[..., torch.Tensor], module: nn.Module, query: torch.Tensor, key: torch.Tensor,
+        value: torch.Tensor, kwargs: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention `attend(module, query, key, value, layout, kwargs)` of the local tokens, `(1, t, N, D)`."""
+        return attend(module, query, key, value, self.layout, kwargs)
+
+    def mix(self, name: str, run: Callable) -> Callable:
+        """`run`, which replaces the function `name` of a recurrence or convolution, for the local tokens."""
+        return run
+
+    def record(self, states: ForwardStates) -> None:
+        """Record in the states of a prefix which process computes which of its tokens."""
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all packed tokens, `(t, ...)` to `(T, ...)`."""
+        return values
+
+    def states_at(self, states: torch.Tensor, index: torch.Tensor, of_all: bool) -> torch.Tensor:
+        """The states `(t, H)` of the packed tokens `index`: `of_all` processes, or of this one alone."""
+        return states.index_select(0, index)
+
+    def labels(self, index: torch.Tensor, labels: torch.Tensor) -> ScoredLabels:
+        """The labels that this process scores, of all `labels`; `index` is that of their states in the batch."""
+        return ScoredLabels(index, labels)
+
+
+class ScoredLabels:
+    """The labels that this process scores, `(n,)`, and the indices in the flattened batch of their states."""
+
+    def __init__(self, index: torch.Tensor, labels: torch.Tensor):
+        self.index, self.labels = index, labels
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of all labels, in their order, of those of the labels of this process."""
+        return values
+
+    def complete_loss(self, output: Any, num_items: torch.Tensor | int | None, balancing_weight: float) -> None:
+        """Replace the loss of a head, which is that of its own labels, by that of the labels of all processes."""

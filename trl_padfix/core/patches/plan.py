@@ -1,0 +1,195 @@
+"""
+How a call of a decoder is computed: on one packed row, behind shared prefixes, on whole rows, or padded.
+
+[`plan`] makes a [`Plan`] of what the call brings, or raises the error for which the call is computed as it came. A
+plan runs the decoder, and unpacks its output to the padded batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.modeling_outputs import ModelOutput
+
+from ..call.arguments import pack_arguments, padded_output, unpack_output
+from ..call.calls import LAYOUT, ModelCall, PackedCall, record_layout
+from ..call.inputs import DecoderInputs
+from ..call.layout_of import layout_of
+from ..call.prefix_states import PrefixStates
+from ..call.tokens import LocalTokens
+from ..context import within
+from ..layout.shared_prefixes import PrefixedLayout
+from ..mixers.dry_run import DryRun
+from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..model.older import older_attributes
+from ..refusals import check_call
+
+
+if TYPE_CHECKING:
+    from .decoder import DecoderPatch
+
+
+__all__ = ["Plan", "plan"]
+
+
+def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
+    """
+    How a call of the decoder of `patch` is computed; `None` if it must run unchanged.
+
+    Raises:
+        UnpackableCallError: If the call cannot be packed.
+    """
+    handle = patch.attachment
+    layout = layout_of(inputs, handle)
+    if layout is None:
+        return None
+    tokens = handle.tokens_of(layout)
+    if layout.is_trivial and not tokens.is_divided:
+        return PaddedPlan(inputs, tokens, patch)
+    check_call(handle, inputs, layout)
+    if handle.anatomy.whole_rows:
+        return WholeRowsPlan(inputs, tokens, patch)
+    if not isinstance(layout, PrefixedLayout):
+        return PackedPlan(inputs, tokens, patch, _packed(inputs, tokens, patch))
+    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
+    new = tokens.new
+    return PrefixedPlan(inputs, tokens, patch, {} if new is None else _packed(inputs, new, patch), new)
+
+
+def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
+    """The arguments of the decoder for the local tokens."""
+    packed = tokens.select(pack_arguments(inputs, tokens.layout, patch.module, patch.numbering))
+    if patch.has_token_types and packed.get("token_type_ids") is None:
+        # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
+        packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
+    return packed
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """
+    How one call of a decoder is computed.
+
+    Attributes:
+        inputs ([`DecoderInputs`]): What the call brings.
+        tokens ([`LocalTokens`]): The tokens of its layout that this process computes.
+        patch ([`DecoderPatch`]): The patch of the decoder.
+    """
+
+    inputs: DecoderInputs
+    tokens: LocalTokens
+    patch: DecoderPatch
+
+    def run(self) -> Any:
+        """The output of the decoder."""
+        raise NotImplementedError
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        """The output for the padded batch, with the states that the model around the decoder needs."""
+        return unpack_output(output, self.tokens, outer)
+
+
+class PaddedPlan(Plan):
+    """
+    Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and caches as the
+    model does alone.
+    """
+
+    def run(self) -> Any:
+        prepared = self.inputs.prepared
+        arguments = self.inputs.arguments | ({} if prepared is None else {"attention_mask": prepared.original})
+        self.patch.match_other_processes(arguments)
+        return self.patch.wrapped(**self.patch.accepted(arguments))
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        return padded_output(output, outer)
+
+
+class WholeRowsPlan(Plan):
+    """A decoder that is more than a stack of layers runs on whole rows, without padding."""
+
+    def run(self) -> Any:
+        arguments = self.patch.accepted(self.inputs.arguments | {"use_cache": False})
+        return over_whole_rows(self.patch.wrapped, arguments, self.tokens.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPlan(Plan):
+    """The decoder runs on one packed row; `packed` are its arguments."""
+
+    packed: dict[str, Any]
+
+    def run(self) -> Any:
+        return self._forward(self.tokens)
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
+        if not (outer.pools_last or outer.scored_index is not None):
+            record_layout(outer, self.tokens.layout)
+        return super().unpack(output, outer)
+
+    def _forward(self, tokens: LocalTokens, states: PrefixStates | None = None) -> Any:
+        """The output of the decoder for the local tokens."""
+        patch, handle, decoder = self.patch, self.patch.attachment, self.patch.module
+        last_position = tokens.layout.batch_shape[1] - 1
+        if patch.depends_on_length and self.inputs.positions is not None:  # left on the device: no host wait
+            last_position = self.inputs.positions.max()
+        packed = patch.accepted(self.packed)
+        call = PackedCall(
+            tokens=tokens,
+            implementation=decoder.config._attn_implementation,
+            decoder=decoder,
+            position_ids=self.packed["position_ids"],
+            last_position=last_position,
+            dry_run=DryRun(patch, handle.mixers.layers, packed, last_position),
+            prepared=self.inputs.prepared,
+            one_bucket=patch.needs_equal_calls(),
+            prefix_states=states,
+            passed_on=frozenset(self.inputs.arguments) - patch.parameters,
+        )
+        if call.one_bucket:
+            # Before the forward, as in `match_other_processes`: all processes gather parameters in the same order.
+            calls_of_layers(call, one_bucket=True)
+        if patch.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
+            packed[LAYOUT] = call
+        forward = patch.on_view(**older_attributes(decoder, {LAYOUT: call}))
+        with within(packed=call):
+            output = forward(**packed)
+        handle.remember(call)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixedPlan(PackedPlan):
+    """
+    The decoder runs on the `new` tokens behind shared prefixes, or of a shared prefix, if there are any.
+
+    Its output is that of the prefixes, as recorded, followed by that of the new tokens.
+    """
+
+    new: LocalTokens | None
+
+    @property
+    def layout(self) -> PrefixedLayout:
+        assert isinstance(self.tokens.layout, PrefixedLayout)
+        return self.tokens.layout
+
+    def run(self) -> Any:
+        states = self.layout.prefix_states
+        assert states is not None
+        if self.new is None:
+            return states.prefix_outputs()
+        if states.records is not None:
+            self.new.record(states.records)
+        return states.prepend_outputs(self._forward(self.new, states), self.new.count)
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        if not self.layout.is_prefix:
+            return super().unpack(output, outer)
+        # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
+        # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
+        if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
+            output["router_logits"] = None
+        return output
