@@ -1,4 +1,4 @@
-"""Whether a call is packed or padded is decided once, also for a backward that computes it again; `torch.func`."""
+"""Calls that are computed padded: those within a checkpoint around the model, and those within `torch.func`."""
 
 from __future__ import annotations
 
@@ -11,45 +11,37 @@ from kit.tolerance import tolerance
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from zoo.models import batch, build
 
+import trl_padfix.core.model.patching as patching
 from trl_padfix import remove_padding
-from trl_padfix.core.handle import PaddingRemoval
 
 
-def checkpointed(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    call = lambda ids, mask: model(input_ids=ids, attention_mask=mask, use_cache=False).logits  # noqa: E731
-    return checkpoint(call, ids, mask, use_reentrant=False)
-
-
-def gradients(hook_before: bool, hook_after: bool, disabled_after: bool = False, attach: bool = True) -> Any:
-    """Gradients of a checkpointed model; a hook on a layer is there in the forward, or in the backward."""
+def gradients(attach: bool = True, hook_after: bool = False, disabled_after: bool = False) -> Any:
+    """Gradients of a checkpointed model, and its handle; something may change before its backward."""
     model, (ids, mask) = build("qwen2").train(), batch("right")
-    hook = lambda module, args, output: None  # noqa: E731
+
+    def logits(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
     with remove_padding(model) if attach else nullcontext() as handle:
-        registered = model.model.layers[0].register_forward_hook(hook) if hook_before else None
-        logits = checkpointed(model, ids, mask)
-        if registered is not None:
-            registered.remove()
+        found = checkpoint(logits, ids, mask, use_reentrant=False)
         if hook_after:
-            model.model.layers[0].register_forward_hook(hook)
+            model.model.layers[0].register_forward_hook(lambda module, args, output: None)
         with handle.disabled() if disabled_after else nullcontext():
-            (logits * mask[..., None]).square().mean().backward()
-    packed = handle.stats.packed_tokens if attach else 0
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), packed
+            (found * mask[..., None]).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), handle
 
 
-CHANGES = [(True, False, False), (False, True, False), (False, False, True)]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_backward_computes_a_call_as_its_forward_did(change, monkeypatch):
-    expected, _ = gradients(False, False, attach=False)
-    found, packed = gradients(*change)
+@pytest.mark.parametrize("change", [{}, {"hook_after": True}, {"disabled_after": True}])
+def test_a_checkpoint_around_the_model_is_computed_padded(change, monkeypatch, caplog):
+    expected, _ = gradients(attach=False)
+    found, handle = gradients(**change)
     assert (found - expected).norm() <= tolerance(expected.norm().item(), terms=64, depth=48)
-    assert (packed == 0) is change[0]
-    # The negative control: the decision is taken again.
-    monkeypatch.setattr(PaddingRemoval, "decision_about", lambda self, tokens: None)
-    with pytest.raises(CheckpointError):
-        gradients(*change)
+    assert (handle.stats.forwards, handle.stats.padded_forwards) == (0, 1)
+    assert "a checkpoint around it" in caplog.text
+    # The negative control: packed in the forward, and after a change padded in the backward.
+    monkeypatch.setattr(patching, "in_checkpoint", lambda: False)
+    with pytest.raises(CheckpointError) if change else nullcontext():
+        gradients(**change)
 
 
 def test_a_call_within_torch_func_is_computed_padded():

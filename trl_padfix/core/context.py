@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .call.calls import ModelCall, PackedCall, RowsCall
     from .call.layers import LayerCall
     from .layout.layout import Layout
-    from .model.patching import Attachment, Decision
+    from .model.patching import Attachment
 
 
 __all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
@@ -34,10 +34,6 @@ class ForwardRunner(Protocol):
     def leave(self, model: Any, call: dict[str, Any], reason: str) -> None:
         """Called before a forward of `model` in one part; `reason` says why `call` has no padded batch."""
 
-    def recomputes(self, call: dict[str, Any]) -> bool:
-        """Whether this runner computed the first forward with these arguments; called when backward recomputes one."""
-        ...
-
 
 @dataclass(frozen=True)
 class Context:
@@ -50,7 +46,7 @@ class Context:
     batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
     planned: tuple[BatchVersion, Layout] | None = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
-    decision: Decision | None = None  # how the running call of an attached model is computed
+    own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
     disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
@@ -83,4 +79,4 @@ def set_until_reset(**fields: Any) -> None:
 
 def outside_calls() -> AbstractContextManager[None]:
     """A block without a running model, decoder or rows call: forwards in it are calls of their own."""
-    return within(model=None, packed=None, rows=None, decision=None)
+    return within(model=None, packed=None, rows=None)

@@ -23,7 +23,7 @@ from .model.changes import ModuleChanges
 from .model.implementation import restore_attention
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
-from .model.patching import Attachment, Decision, ForwardPatch, running_decision
+from .model.patching import Attachment, ForwardPatch
 from .parallel.local import ContextParallelGroup
 
 
@@ -202,7 +202,6 @@ class PaddingRemoval(Attachment):
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
-        self._decisions: dict[int, tuple[weakref.ref[torch.Tensor], Decision]] = {}  # see `record_decision`
 
     @property
     def mixers(self) -> Mixers:
@@ -239,6 +238,13 @@ class PaddingRemoval(Attachment):
         reason = "tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from"
         return self.padded(reason) if self.enabled else nullcontext()
 
+    def checkpointed(self) -> AbstractContextManager[None]:
+        """Compute the one forward of a block padded, since a checkpoint around the model computes it again."""
+        if torch._C._current_graph_task_id() != -1:  # in that backward: the call has been counted
+            return self.disabled()
+        reason = "a checkpoint around it, whose backward computes the whole model again. Checkpoint its layers instead"
+        return self.padded(reason) if self.enabled else nullcontext()
+
     def accept_hooks(self) -> None:
         """Pack calls although hooks were registered on modules of the decoder since attachment."""
         if self.changes is not None:
@@ -252,14 +258,9 @@ class PaddingRemoval(Attachment):
             UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
-        decision = running_decision(self)
-        if decision is not None and decision.is_made:
-            return  # the backward computes a call again, which is counted
         planned = context().planned
         if self.strict or (planned is not None and isinstance(planned[1], PrefixedLayout)):
             raise error
-        if decision is not None:
-            decision.obstacle = error.kind, str(error)  # not the error, whose traceback holds tensors
         with _counting:
             self.stats.padded_forwards += 1
         self.say_once(
@@ -327,20 +328,9 @@ class PaddingRemoval(Attachment):
         if self.is_removed:
             self.remove()
 
-    def record_decision(self, tokens: torch.Tensor, decision: Decision) -> None:
-        """Record how a forward on these ids or embeddings is computed, for as long as the tensor lives."""
-        storage = tokens.untyped_storage()._cdata  # a reentrant checkpoint passes detached copies of its inputs
-        alive = {key: x for key, x in self._decisions.items() if x[0]() is not None}
-        self._decisions = alive | {storage: (weakref.ref(tokens), decision)}
-
-    def decision_about(self, tokens: torch.Tensor) -> Decision | None:
-        """How the last forward on these ids or embeddings was computed."""
-        tensor, decision = self._decisions.get(tokens.untyped_storage()._cdata, (lambda: None, None))
-        return decision if tensor() is not None else None
-
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
-        return vars(self) | {"_recomputable": set(), "_decisions": {}}
+        return vars(self) | {"_recomputable": set()}
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -22,7 +22,6 @@ from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
 from .model.inspection import forward_of, is_in_source, names_in, parameters_of, takes_any_argument
-from .model.patching import running_decision
 from .model.saved_state import saved_modules
 from .model.sharded import gathers_in_parts
 from .model.views import config_of
@@ -250,11 +249,6 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         UnpackableCallError: If the call cannot.
         PaddingRemovalError: If no call can, because a setting was changed after attachment.
     """
-    decision = running_decision(handle)
-    if decision is not None and decision.is_made:  # the backward computes the call again, as it was computed
-        if decision.obstacle is not None:
-            raise UnpackableCallError(*decision.obstacle)
-        return
     decoder, config = handle.decoder, handle.decoder.config
     if reason := implementation_obstacle(config._attn_implementation):
         raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")

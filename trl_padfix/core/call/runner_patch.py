@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..context import ForwardRunner, context, set_until_reset
+from ..context import context, set_until_reset
 from ..model.find import find_decoder, find_multimodal, find_pretrained
 from ..model.inspection import bind
 from ..model.older import has_cache
-from ..model.patching import Attachment, ForwardPatch, in_backward, patches_on
+from ..model.patching import Attachment, ForwardPatch, in_checkpoint, patches_on
 
 
 __all__ = ["RunnerPatch", "attach_runner_patch"]
 
+IN_CHECKPOINT = "a checkpoint of torch around the model computes it again in backward. Checkpoint its layers"
+
 
 class RunnerPatch(ForwardPatch):
-    """
-    Passes forwards of padded batches to the runner of the [`Context`], if there is one.
-
-    If user code checkpoints the whole model, backward runs a forward again. Backward has no runner in its context,
-    because on a GPU it runs in another thread. The runner of the first forward then computes it, in the same parts:
-    the step keeps its runners until it ends.
-    """
-
-    last_runner: weakref.ref[ForwardRunner] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"last_runner": None}  # a copy of the model has no graph to recompute
+    """Passes forwards of padded batches to the runner of the [`Context`], if there is one."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         runner = context().runner
-        if runner is not None:
-            self.last_runner = weakref.ref(runner)
-        elif self.last_runner is not None and in_backward():
-            last = self.last_runner()
-            runner = last if last is not None and last.recomputes(kwargs) else None
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, kwargs) if args else kwargs
@@ -47,7 +32,7 @@ class RunnerPatch(ForwardPatch):
         outer_runner = context().runner
         set_until_reset(runner=None)
         try:
-            if reason := _why_no_batch(call):
+            if reason := IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
                 runner.leave(self.module, call, reason)
                 return self.wrapped(*args, **kwargs)
             return runner.run(self.module, self.wrapped, call)

@@ -7,13 +7,13 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.utils.checkpoint import checkpoint
 
 from ..context import context, within
 from ..errors import PaddingRemovalError
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = [
-    "Attachment", "BatchPatch", "Decision", "ForwardPatch", "beneath_patches", "in_backward", "patches_on",
-    "running_decision",
-]  # fmt: skip
+__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_checkpoint", "patches_on"]
 
 
 class Attachment:
@@ -271,69 +268,30 @@ def _drop_removed(module: nn.Module) -> None:
         delattr(module, _ATTRIBUTE)
 
 
-@dataclass(eq=False)
-class Decision:
-    """
-    How a call of an attached model was computed, for a backward that computes it again.
-
-    Attributes:
-        attachment ([`Attachment`]): The attachment of the model.
-        disabled (`bool`): Whether it ran in an [`Attachment.disabled`] block.
-        obstacle (`tuple[str, str]`, *optional*): Kind and message of the error for which it was computed padded.
-        is_made (`bool`): Whether the call has ended, so that it is computed again as it was.
-    """
-
-    attachment: Attachment
-    disabled: bool = False
-    obstacle: tuple[str, str] | None = None
-    is_made: bool = False
-
-
-def running_decision(attachment: Attachment) -> Decision | None:
-    """The decision about the running call of a model, if it is that of `attachment`."""
-    decision = context().decision
-    return decision if decision is not None and decision.attachment is attachment else None
-
-
 class BatchPatch(ForwardPatch):
     """
     The patch of a module whose forward gets the ids or embeddings of a batch.
 
-    User code may checkpoint the whole model. Its forward is then computed again in the backward pass, where a hook, a
-    setting or an [`Attachment.disabled`] block may have come or gone. A call is packed or padded as it was at first.
+    A call within a checkpoint of a user's is computed padded: its backward computes it again, when a hook, a setting
+    or an [`Attachment.disabled`] block may have come or gone.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if not isinstance(tokens, torch.Tensor):
-            return super().call(*args, **kwargs)
         if retrieve_all_functorch_interpreters():  # within `torch.func`
             with self.attachment.transformed():
                 return super().call(*args, **kwargs)
-        decision = running_decision(self.attachment)
-        if decision is not None:  # of the module around
-            decision.disabled |= not decision.is_made and not self.attachment.enabled
-            if not decision.is_made:
-                self.attachment.record_decision(tokens, decision)
-            return super().call(*args, **kwargs)
-        decision = self.attachment.decision_about(tokens) if in_backward() else None
-        if decision is not None:
-            toggled = self.attachment.disabled() if decision.disabled else self.attachment.reenabled()
-            with toggled, within(decision=decision):
+        if in_checkpoint():
+            with self.attachment.checkpointed():
                 return super().call(*args, **kwargs)
-        decision = Decision(self.attachment, disabled=not self.attachment.enabled)
-        self.attachment.record_decision(tokens, decision)
-        try:
-            with within(decision=decision):
-                return super().call(*args, **kwargs)
-        finally:
-            decision.is_made = True
+        return super().call(*args, **kwargs)
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward pass, which may compute checkpointed forwards again."""
-    return torch._C._current_graph_task_id() != -1
+def in_checkpoint() -> bool:
+    """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    hooks = autograd._top_saved_tensors_default_hooks(True)
+    is_any = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
+    return is_any and not context().own_checkpoint
 
 
 @torch.compiler.assume_constant_result

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
@@ -152,9 +152,6 @@ class ChunkRunner:
     def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
         """Does nothing: a chunk is within the budget, also if it is no packed forward."""
 
-    def recomputes(self, call: dict[str, Any]) -> bool:
-        return False  # a chunk is one forward without a checkpoint
-
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
     ) -> PrefixedLayout | None:
@@ -164,10 +161,9 @@ class ChunkRunner:
         In each chunk the first call of a model, with or without gradients, belongs to one schedule, the second call to
         another one.
         """
-        # Positions distinguish tokens as well; the plan compared ids only. A checkpoint of a user around the model
-        # would compute the chunk again without the states of its prefixes.
+        # Positions distinguish tokens as well; the plan compared ids only.
         is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
-        is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model) and not _is_checkpointed()
+        is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model)
         if self.plan is None or not is_chunk:
             return None
         kind = model, torch.is_grad_enabled()
@@ -196,12 +192,6 @@ class ChunkRunner:
         """
         if any(schedule.index != self.count - 1 for schedule in self.schedules.values()):
             raise _missing_chunk()
-
-
-def _is_checkpointed() -> bool:
-    """Whether this thread is within a checkpoint of torch, which recomputes its forward in backward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
 
 
 def _missing_chunk() -> PaddingRemovalError:

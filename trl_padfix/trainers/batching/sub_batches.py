@@ -137,11 +137,6 @@ class SubBatches:
             output["loss"] = output["loss"] + _balancing_term(model, output)
         return output
 
-    def recomputes(self, call: dict[str, Any]) -> bool:
-        # By address: a reentrant checkpoint passes detached copies of its inputs.
-        tokens, split_tokens = call.get(_name_of_tokens(call)), [b.version.ids.tensor for b in self._batches]
-        return tokens is not None and any(tokens.data_ptr() == x.data_ptr() for x in split_tokens if x is not None)
-
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
         """Warn once of a forward that is computed as one, whatever its tokens."""
         ids = call.get("input_ids")
@@ -184,7 +179,8 @@ class _ModelForward:
         def run() -> ForwardStates:
             records = ForwardStates()
             running = replace(layout, prefix_states=PrefixStates(reads, records))
-            run_prefix_forward(find_decoder(self.model), call | outputs, running)
+            with within(own_checkpoint=True):
+                run_prefix_forward(find_decoder(self.model), call | outputs, running)
             # The gradients of all sub-batches are added up in these tensors: in float32.
             return records.map(torch.Tensor.float) if with_graph else records
 
@@ -195,7 +191,7 @@ class _ModelForward:
         prefixes = with_prefix_states(call, layout) if layout is not None else nullcontext()
         # The backward runs this again, outside of the blocks of the first forward: `disabled` is set as it was there.
         # `runner=None`, because a sub-batch must not be split again.
-        with within(disabled=self.disabled, runner=None), prefixes:
+        with within(disabled=self.disabled, runner=None, own_checkpoint=True), prefixes:
             if not self.with_router_logits:
                 return self.forward(**call), None
             with record_router_logits(self.model) as recorded:

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -65,9 +65,6 @@ __all__ = ["TokenBudget"]
 logger = get_logger(__name__)
 
 
-R = TypeVar("R")
-
-
 class _Split(NamedTuple):
     """Number of chunks of a batch, how it is cut into them, the plan of their shared prefixes, and its images."""
 
@@ -86,7 +83,6 @@ class TokenBudget(Part):
         self._checked_models: WeakSet[Any] = WeakSet()
         self._chunks: ChunkRunner | None = None  # of the running batch
         self._is_in_step = False
-        self._runners: list[Any] = []  # of the running step, whose backward may compute its forwards again
         self._gradient_hook: str | None = None
         self._has_told_saving = False
 
@@ -239,15 +235,7 @@ class TokenBudget(Part):
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
         splitter = self._splitter(shares_across=self._shares_across and not self._shards)
-        return self._kept(SubBatches(splitter, images, self._checked_models))
-
-    def _kept(self, runner: R) -> R:
-        """A runner, which the running step keeps until it ends. In a loop of a user's own the last one is kept."""
-        if torch.is_grad_enabled():
-            if not self._is_in_step:
-                self._runners.clear()
-            self._runners.append(runner)
-        return runner
+        return SubBatches(splitter, images, self._checked_models)
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
@@ -291,7 +279,7 @@ class TokenBudget(Part):
             return compute(inputs, *args, **kwargs)
         # Alone, nothing is reduced: accelerate's state is that of all threads, and another one may be at its step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
-        runner = self._kept(ChunkRunner(split.count, split.plan, with_head=self._shards))
+        runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
         with (
             task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
@@ -385,8 +373,6 @@ class TokenBudget(Part):
             for parameter in parameters:
                 parameter.grad = saved.get(parameter)
             raise
-        finally:
-            self._runners.clear()
 
     # -- accumulation
 
