@@ -6,7 +6,6 @@ Only the configuration of the model is read, and the model is built without weig
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import shutil
@@ -30,6 +29,7 @@ from ..core.attention.backends import (
     model_class,
 )
 from ..core.attention.varlen import torch_varlen_is_complete
+from ..core.model.inspection import is_in_source
 from ..core.refusals import refusal
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
 
@@ -176,7 +176,7 @@ def _images(composite: PreTrainedModel | None) -> str:
     """How batches with images run, read from the source of the model, because there is no batch to try."""
     if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
         return "no images"
-    if "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(composite)) or type(composite)):
+    if is_in_source(composite, "block_sequence_ids"):
         return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
     return "packed"
 

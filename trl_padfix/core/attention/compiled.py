@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +50,9 @@ _WITHOUT_OPERATOR = {
     "attn_logit_softcapping": "a softcap",
     "attention_chunk_size": "chunks",
 }
+
+GRAPHS = 256
+"""Most graphs of all kinds of layers, which share the code of one function; dynamo's own limit is 8."""
 
 COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
@@ -145,7 +147,7 @@ class CompiledLayerPatch(ForwardPatch):
             # `use_duck_shape=False`: two sizes that are equal by chance in one batch stay two symbols, without a
             # recompilation when they differ. `optimize_ddp=False`: within DDP dynamo would cut a layer at the buckets
             # of its gradients, but a single layer is small, and its sizes are not known at compile time.
-            with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False):
+            with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False, recompile_limit=GRAPHS):
                 return self.compiled(self._twin(), *args, **arguments)
 
         with within(packed=call):
@@ -254,19 +256,12 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
 
 
 def _compiled(forward: Callable, backend: str, mode: str | None) -> Callable:
-    """
-    `forward`, compiled for all lengths.
-
-    It is compiled as a function with a code object of its own, because dynamo limits the number of graphs for each
-    code object (`recompile_limit`).
-    """
+    """`forward`, compiled for all lengths."""
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(layer, *args, **kwargs)
 
-    # `replace()` without arguments copies the code object, which all calls of this function would share.
-    copied = FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-    return torch.compile(copied, backend=backend, mode=mode, fullgraph=True, dynamic=True)
+    return torch.compile(call, backend=backend, mode=mode, fullgraph=True, dynamic=True)
 
 
 def _make_twin(module: nn.Module, twins: list[tuple[nn.Module, nn.Module]]) -> nn.Module:

@@ -21,9 +21,9 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind", "counts_columns", "forward_of", "global_in", "hands_arguments_on", "is_in_source", "kernel_parameters",
-    "loaded_globals", "name_of", "names_in", "package_of", "parameters_of", "pools_by_token_id", "takes",
-    "takes_any_argument", "variables_in", "with_globals", "without_checkpointing",
+    "bind", "counts_columns", "forward_of", "global_in", "global_of_file", "hands_arguments_on", "is_in_source",
+    "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of", "parameters_of",
+    "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals", "without_checkpointing",
 ]  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def takes(module: Any, *names: str) -> bool:
 
 def takes_any_argument(module: nn.Module) -> bool:
     """Whether the forward of a module takes `**kwargs`."""
-    return bool(forward_of(module).__code__.co_flags & inspect.CO_VARKEYWORDS)
+    return any(p.kind is p.VAR_KEYWORD for p in parameters_of(forward_of(module)).values())
 
 
 def hands_arguments_on(module: nn.Module) -> bool:
@@ -85,6 +85,11 @@ def global_in(module: nn.Module, name: str) -> Any:
     return forward.__globals__.get(name) if name in forward.__code__.co_names else None
 
 
+def global_of_file(module: nn.Module, name: str) -> Any:
+    """The global of this name in the file that defines the forward of a module."""
+    return forward_of(module).__globals__[name]
+
+
 def loaded_globals(module: nn.Module) -> dict[str, Any]:
     """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
     forward = forward_of(module)
@@ -111,8 +116,12 @@ def package_of(thing: Any) -> str:
 
 def is_of(function: Callable[..., Any], packages: set[str]) -> bool:
     """Whether a function is of one of `packages` by its own word and by its globals, which no decorator copies."""
-    written = getattr(_without_partial(function), "__globals__", {}).get("__name__") or package_of(function)
-    return {package_of(function), written.partition(".")[0]} <= packages
+    return {package_of(function), module_of(_without_partial(function)).partition(".")[0]} <= packages
+
+
+def module_of(function: object) -> str:
+    """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
+    return str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None) or "")
 
 
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ The frequencies of some rotary embeddings also depend on the largest position of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class Numbering:
     def of(cls, decoder: nn.Module) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
-        forwards = [f for f in map(forward_of, decoder.modules()) if isinstance(f, FunctionType)]  # no scripted module
+        forwards = [f for f in map(forward_of, decoder.modules()) if inspect.isfunction(f)]  # no scripted module
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
         named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())

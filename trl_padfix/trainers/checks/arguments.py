@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from transformers import MODEL_MAPPING, AutoModel
 
 from ...core.errors import PaddingRemovalError
 from ...core.model.find import find_pretrained
+from ...core.model.inspection import names_in
 from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...core.refusals import encoder_obstacle
@@ -84,9 +84,9 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
     """The model of an id or a path without weights, if its tokens may attend to later ones; else `None`."""
     try:
         model_config = load_model_config(model, config, prefix)
-        forward = inspect.unwrap(MODEL_MAPPING[type(model_config)].forward)
+        names = names_in(MODEL_MAPPING[type(model_config)].forward)
         # Nearly all decoders call `create_causal_mask`. Composite models are judged when they are loaded.
-        if "create_causal_mask" in forward.__code__.co_names or model_config.get_text_config() is not model_config:
+        if "create_causal_mask" in names or model_config.get_text_config() is not model_config:
             return None
         # Take the class that `config.json` names: T5 and its encoder alone have the same kind of configuration.
         architecture = getattr(transformers, next(iter(model_config.architectures or ()), ""), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.call.labels import SCORED_FROM_PADDING
 from ...core.model.changes import is_harmless
 from ...core.model.find import find_pretrained
-from ...core.model.inspection import name_of
+from ...core.model.inspection import module_of, name_of
 from ..data.batch_labels import scores_padding
 from ..temporary_attributes import temporarily_set
 
@@ -123,11 +123,6 @@ def _is_trusted(value: object) -> bool:
     """Whether a function, and all that decorate it, are TRL's, transformers' or ours. A `partial` is a user's."""
     *decorators, innermost = map(module_of, _functions(value))
     return innermost.startswith(TRUSTED) and all(name.startswith((*TRUSTED, *DECORATORS)) for name in decorators)
-
-
-def module_of(function: object) -> str:
-    """The module that a function was written in. `functools.wraps` copies `__module__`, and not the globals."""
-    return str(getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", None))
 
 
 def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
