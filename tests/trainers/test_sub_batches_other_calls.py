@@ -100,6 +100,21 @@ def test_a_checkpoint_around_the_model_has_trls_figures(name, reentrant):
     assert max(ours.forwards) > BUDGETS[name]
 
 
+def test_a_head_that_gets_shifted_labels_alone_has_trls_loss():
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mask = inputs["attention_mask"]
+        shifted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
+        call = {"input_ids": inputs["input_ids"], "attention_mask": mask, "shift_labels": shifted}
+        return model(**call, fused_lm_head=True).loss
+
+    theirs, ours = (
+        train_split(subclass(make(package, "SFT", "unused", budget=package is trl_padfix), compute_loss=compute_loss))
+        for package in (trl, trl_padfix)
+    )
+    assert_same(ours.figures, theirs.figures)
+    assert max(ours.forwards) <= BUDGETS["SFT"]
+
+
 def test_floats_beside_a_batch_of_text_are_no_images(caplog):
     """Whether they are values of tokens is unknown, so the parts are computed padded; but there are parts."""
 

@@ -11,15 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
-
-
-if TYPE_CHECKING:
-    from .call.batch_cache import BatchCache, BatchVersion
-    from .call.calls import ModelCall, PackedCall, RowsCall
-    from .call.layers import LayerCall
-    from .layout.layout import Layout
-    from .model.patching import Attachment
+from typing import Any, Protocol
 
 
 __all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
@@ -37,17 +29,21 @@ class ForwardRunner(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """The running calls, and the settings that hold for them. A field is `None` while no such call runs."""
+    """
+    The running calls, and the settings that hold for them. A field is `None` while no such call runs.
 
-    model: ModelCall | None = None  # call of a model that padding is removed from
-    packed: PackedCall | None = None  # packed forward of its decoder
-    rows: RowsCall | None = None  # forward of a decoder over padded rows, for a dry run
-    layer: LayerCall | None = None  # call of a layer within a packed forward
-    batch_cache: BatchCache | None = None  # what the forwards of a loss have read from their tensors
-    planned: tuple[BatchVersion, Layout] | None = None  # a batch, and the layout that its step has planned for it
+    A field of type `object` is read by a function beside the class of its values.
+    """
+
+    model: object = None  # call of a model that padding is removed from
+    packed: object = None  # packed forward of its decoder
+    rows: object = None  # forward of a decoder over padded rows, for a dry run
+    layer: object = None  # call of a layer within a packed forward
+    batch_cache: object = None  # what the forwards of a loss have read from their tensors
+    planned: object = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts
     own_checkpoint: bool = False  # whether the checkpoint around a forward is one of this package
-    disabled: frozenset[Attachment] = frozenset()  # attachments that are switched off
+    disabled: frozenset[object] = frozenset()  # attachments that are switched off
     attention: str | None = None  # attention of padded forwards, in place of the one in the config
 
 

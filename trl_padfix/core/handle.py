@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers.utils import logging
 
+from .call.batch_cache import planned_layout
 from .call.calls import PackedCall, packed_call, rows_call
 from .call.tokens import LocalTokens
-from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
@@ -207,6 +207,10 @@ class PaddingRemoval(Attachment):
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
 
+    @property
+    def has_virtual_tokens(self) -> bool:
+        return self.anatomy.has_virtual_tokens
+
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""
         return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)
@@ -258,8 +262,8 @@ class PaddingRemoval(Attachment):
             UnpackableCallError: `error` itself, if the handle is `strict`, or if the step shares prefixes across its
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
-        planned = context().planned
-        if self.strict or (planned is not None and isinstance(planned[1], PrefixedLayout)):
+        planned = planned_layout()
+        if self.strict or (planned is not None and isinstance(planned.layout, PrefixedLayout)):
             raise error
         with _counting:
             self.stats.padded_forwards += 1

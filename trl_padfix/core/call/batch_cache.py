@@ -22,7 +22,10 @@ from ..context import context, within
 from ..layout.layout import Layout
 
 
-__all__ = ["BatchCache", "BatchVersion", "TensorVersion", "batch_cache", "cache_of_call", "cached_layout", "on_host"]
+__all__ = [
+    "BatchCache", "BatchVersion", "PlannedLayout", "TensorVersion", "batch_cache", "cache_of_call", "cached_layout",
+    "on_host", "planned_layout",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +78,13 @@ class BatchVersion(NamedTuple):
         return self.ids.matches(ids) and self.mask.matches(mask)
 
 
+class PlannedLayout(NamedTuple):
+    """A batch, and the layout that its step has planned for it."""
+
+    batch: BatchVersion
+    layout: Layout
+
+
 @dataclass(eq=False)
 class BatchCache:
     """Copies of tensors on the host, and layouts with the tensors and settings that they were built from."""
@@ -90,12 +100,23 @@ def batch_cache() -> AbstractContextManager[None]:
 
 def cache_of_call() -> AbstractContextManager[None]:
     """[`batch_cache`] for the modules of one call of a model, unless the call is in such a block."""
-    return nullcontext() if context().batch_cache is not None else batch_cache()
+    return nullcontext() if _running_cache() is not None else batch_cache()
+
+
+def _running_cache() -> BatchCache | None:
+    cache = context().batch_cache
+    return cache if isinstance(cache, BatchCache) else None
+
+
+def planned_layout() -> PlannedLayout | None:
+    """The layout that the running step has planned for its next forward, if there is one."""
+    planned = context().planned
+    return planned if isinstance(planned, PlannedLayout) else None
 
 
 def on_host(*tensors: torch.Tensor | None) -> list[Any]:
     """The values of tensors on the host. The host waits once for all of them that were not read before."""
-    cache = context().batch_cache or BatchCache()
+    cache = _running_cache() or BatchCache()
     found: dict[int, Any] = {id(x): x for x in tensors if x is not None and x.device.type == "cpu"}
     found |= {id(x): copy for version, copy in cache.copies for x in tensors if x is not None and version.matches(x)}
     missing = {id(x): x for x in tensors if x is not None and id(x) not in found}.values()
@@ -116,7 +137,7 @@ def cached_layout(
 
     It is built once for the same tensors with the same settings `key`.
     """
-    cache = context().batch_cache
+    cache = _running_cache()
     for other_key, versions, layout in cache.layouts if cache is not None else ():
         if other_key == key and all(v.matches(x) for v, x in zip(versions, tensors, strict=True)):
             return layout

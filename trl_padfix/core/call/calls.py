@@ -136,7 +136,7 @@ def model_call(decoder: nn.Module) -> ModelCall:
     """The running call of the model around `decoder`; if there is none, a call without arguments."""
     # The running call may be that of another attached model.
     call = context().model
-    return call if call is not None and call.decoder is decoder else ModelCall(decoder)
+    return call if isinstance(call, ModelCall) and call.decoder is decoder else ModelCall(decoder)
 
 
 def record_layout(call: ModelCall, layout: Layout | None) -> None:
@@ -148,10 +148,10 @@ def record_layout(call: ModelCall, layout: Layout | None) -> None:
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     """The running packed forward, if there is one; with `decoder` only a forward of that decoder."""
     call = context().packed
-    return call if call is not None and decoder in (None, call.decoder) else None
+    return call if isinstance(call, PackedCall) and decoder in (None, call.decoder) else None
 
 
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:
     """The running dry run, if there is one; with `decoder` only a dry run of that decoder."""
     call = context().rows
-    return call if call is not None and decoder in (None, call.decoder) else None
+    return call if isinstance(call, RowsCall) and decoder in (None, call.decoder) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,17 +14,23 @@ from .calls import LAYOUT, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
-
-
-__all__ = ["DecoderInputs"]
+__all__ = ["DecoderInputs", "DecodesCalls"]
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
 
 _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
 """Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
+
+
+class DecodesCalls(Protocol):
+    """What reading a call needs of a [`PaddingRemoval`]."""
+
+    decoder: Any
+    takes_positions: bool
+
+    @property
+    def has_virtual_tokens(self) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +81,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: DecodesCalls, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.
@@ -112,7 +118,7 @@ class DecoderInputs:
         ids, embeds, mask = call.get("input_ids"), call.get("inputs_embeds"), call.get("attention_mask")
         positions, cu_seqlens = call.get("position_ids"), call.get("cu_seq_lens_q")
         compared_ids = (ids if ids is not None else around.get("input_ids")) if around else None
-        if ids is compared_ids is None and embeds is not None and not tree and handle.anatomy.has_virtual_tokens:
+        if ids is compared_ids is None and embeds is not None and not tree and handle.has_virtual_tokens:
             # PEFT puts the virtual tokens before the embeddings of the rows: embeddings identify tokens, ids do not.
             compared_ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.

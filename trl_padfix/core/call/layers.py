@@ -41,7 +41,7 @@ class LayerCall:
 def layer_call(call: PackedCall | None = None) -> LayerCall | None:
     """The running call of a layer, if there is one; with `call` only one inside of that packed forward."""
     layer = context().layer
-    return layer if layer is not None and (call is None or layer.call is call) else None
+    return layer if isinstance(layer, LayerCall) and (call is None or layer.call is call) else None
 
 
 class LayerPatch(ForwardPatch):

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..context import context
 from ..errors import PaddingRemovalError, UnpackableBatchError, UnpackableCallError
 from ..layout.build import packed_layout, padding_free_layout, prefix_sharing_layout
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from ..layout.tree_arguments import tree_layout
 from ..model.older import CACHES
-from .batch_cache import cached_layout, on_host
+from .batch_cache import cached_layout, on_host, planned_layout
 from .calls import LAYOUT
 from .images import content_keys, token_keys
 from .inputs import DecoderInputs
@@ -138,9 +137,9 @@ def _plain(
     """
     if inputs.is_packed:
         keys = inputs.positions  # they show where the sequences begin
-    planned = context().planned
-    if planned is not None and keys is None and planned[0].matches(inputs.ids if ids is None else ids, inputs.mask):
-        return planned[1]
+    planned = planned_layout()
+    if planned is not None and keys is None and planned.batch.matches(inputs.ids if ids is None else ids, inputs.mask):
+        return planned.layout
     assert inputs.batch is not None
     (B, L), is_packed, budget = inputs.batch.shape[:2], inputs.is_packed, handle.token_budget
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..context import within
 from ..layout.shared_prefixes import PrefixedLayout
-from .batch_cache import BatchVersion, cache_of_call
+from .batch_cache import BatchVersion, PlannedLayout, cache_of_call
 
 
 __all__ = ["run_prefix_forward", "with_prefix_states"]
@@ -45,7 +45,7 @@ def run_prefix_forward(
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
     records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
-    planned = BatchVersion.of(ids, mask), layout
+    planned = PlannedLayout(BatchVersion.of(ids, mask), layout)
     with within(model=None, runner=None, planned=planned):
         output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
     if head_arguments:
@@ -55,5 +55,6 @@ def run_prefix_forward(
 @contextmanager
 def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
     """Until the block ends, a forward of a model with the arguments `call` has this `layout` and reads its states."""
-    with cache_of_call(), within(planned=(BatchVersion.of(call["input_ids"], call["attention_mask"]), layout)):
+    planned = PlannedLayout(BatchVersion.of(call["input_ids"], call["attention_mask"]), layout)
+    with cache_of_call(), within(planned=planned):
         yield

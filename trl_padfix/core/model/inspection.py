@@ -21,7 +21,7 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind", "counts_columns", "forward_of", "global_in", "global_of_file", "hands_arguments_on", "is_in_source",
+    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "global_of_file", "hands_arguments_on", "is_in_source",
     "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of", "parameters_of",
     "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals", "without_checkpointing",
 ]  # fmt: skip
@@ -67,6 +67,11 @@ def hands_arguments_on(module: nn.Module) -> bool:
 def forward_of(module: nn.Module) -> FunctionType:
     """The forward in the class of a module, without its decorators."""
     return inspect.unwrap(type(module).forward)
+
+
+def forwards_in(module: nn.Module) -> list[FunctionType]:
+    """The forwards of a module and those within it, the outer ones first; a scripted module has none that is read."""
+    return [forward for forward in map(forward_of, module.modules()) if inspect.isfunction(forward)]
 
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:

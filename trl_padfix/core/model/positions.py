@@ -12,7 +12,6 @@ The frequencies of some rotary embeddings also depend on the largest position of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from ..layout.layout import Layout, pack
-from .inspection import forward_of, global_in, names_in, takes, variables_in
+from .inspection import forwards_in, global_in, names_in, takes, variables_in
 
 
 __all__ = ["Numbering", "length_dependent_ropes", "packed_positions", "position_embeddings"]
@@ -52,7 +51,7 @@ class Numbering:
     def of(cls, decoder: nn.Module) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
-        forwards = [f for f in map(forward_of, decoder.modules()) if inspect.isfunction(f)]  # no scripted module
+        forwards = forwards_in(decoder)
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
         named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())

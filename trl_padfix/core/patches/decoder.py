@@ -13,23 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import padded_output
 from ..call.calls import model_call, packed_call, record_layout, rows_call
 from ..call.inputs import DecoderInputs
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
 from ..errors import UnpackableCallError
-from ..mixers.dry_run import DryRun
-from ..mixers.mixers import ROWS
-from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
+from ..model.inspection import bind
 from ..model.older import has_cache
-from ..model.patching import BatchPatch, ForwardPatch
-from ..model.positions import Numbering
-from ..model.sharded import gathers_in_parts
-from .plan import plan
+from ..model.patching import ForwardPatch
+from .plan import DecoderForward, plan
 
 
 if TYPE_CHECKING:
@@ -39,21 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
 
 
-class DecoderPatch(BatchPatch):
+class DecoderPatch(DecoderForward):
     """Packs the arguments of the decoder, runs it on the packed row, and unpacks its output."""
-
-    attachment: PaddingRemoval
-    runs_on_view = True
-
-    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
-        super().__init__(module, attachment)
-        self.numbering = Numbering.of(module)
-        self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
-        self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
-        self.parameters = frozenset(parameters_of(module.forward))
-        self.has_rows = bool(attachment.mixers.in_mode(ROWS))
-        self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
-        self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if context().attention:
@@ -107,19 +88,6 @@ class DecoderPatch(BatchPatch):
             return unchanged()
         handle.stats.add(planned.tokens.layout)
         return planned.unpack(output, outer)
-
-    def needs_equal_calls(self) -> bool:
-        """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
-        return self.has_rows and gathers_in_parts(self.module)
-
-    def match_other_processes(self, call: dict[str, Any]) -> None:
-        """Join the dry run of other processes, although this batch needs none."""
-        if self.needs_equal_calls():
-            DryRun(self, self.attachment.mixers.layers, self.accepted(call), 0).run_for_collectives()
-
-    def accepted(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `call` that the decoder takes."""
-        return dict(call) if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
 
 class PositionPatch(ForwardPatch):

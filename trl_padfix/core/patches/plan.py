@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
+from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, ModelCall, PackedCall, record_layout
 from ..call.inputs import DecoderInputs
@@ -22,19 +24,54 @@ from ..call.tokens import LocalTokens
 from ..context import within
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.dry_run import DryRun
+from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..model.inspection import hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import older_attributes
+from ..model.patching import BatchPatch
+from ..model.positions import Numbering
+from ..model.sharded import gathers_in_parts
 from ..refusals import check_call
 
 
 if TYPE_CHECKING:
-    from .decoder import DecoderPatch
+    from ..handle import PaddingRemoval
 
 
-__all__ = ["Plan", "plan"]
+__all__ = ["DecoderForward", "Plan", "plan"]
 
 
-def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
+class DecoderForward(BatchPatch):
+    """The forward of a decoder, with what its code says of the arguments that it takes: a plan runs it."""
+
+    attachment: PaddingRemoval
+    runs_on_view = True
+
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+        super().__init__(module, attachment)
+        self.numbering = Numbering.of(module)
+        self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
+        self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
+        self.parameters = frozenset(parameters_of(module.forward))
+        self.has_rows = bool(attachment.mixers.in_mode(ROWS))
+        self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
+        self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
+
+    def needs_equal_calls(self) -> bool:
+        """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
+        return self.has_rows and gathers_in_parts(self.module)
+
+    def match_other_processes(self, call: dict[str, Any]) -> None:
+        """Join the dry run of other processes, although this batch needs none."""
+        if self.needs_equal_calls():
+            DryRun(self, self.attachment.mixers.layers, self.accepted(call), 0).run_for_collectives()
+
+    def accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `call` that the decoder takes."""
+        return dict(call) if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
+
+
+def plan(inputs: DecoderInputs, patch: DecoderForward) -> Plan | None:
     """
     How a call of the decoder of `patch` is computed; `None` if it must run unchanged.
 
@@ -58,7 +95,7 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
     return PrefixedPlan(inputs, tokens, patch, {} if new is None else _packed(inputs, new, patch), new)
 
 
-def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
+def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderForward) -> dict[str, Any]:
     """The arguments of the decoder for the local tokens."""
     packed = tokens.select(pack_arguments(inputs, tokens.layout, patch.module, patch.numbering))
     if patch.has_token_types and packed.get("token_type_ids") is None:
@@ -75,12 +112,12 @@ class Plan:
     Attributes:
         inputs ([`DecoderInputs`]): What the call brings.
         tokens ([`LocalTokens`]): The tokens of its layout that this process computes.
-        patch ([`DecoderPatch`]): The patch of the decoder.
+        patch ([`DecoderForward`]): The patch of the decoder.
     """
 
     inputs: DecoderInputs
     tokens: LocalTokens
-    patch: DecoderPatch
+    patch: DecoderForward
 
     def run(self) -> Any:
         """The output of the decoder."""

@@ -244,7 +244,7 @@ def _concatenated(
             _has_rows(x, len(_tokens(c))) for v, c in zip(values, calls, strict=True) for x in v
         ):
             output[name] = tuple(torch.cat(layer).index_select(0, inverse) for layer in zip(*values, strict=True))
-        elif name == "loss" and value is not None and value.dim() == 0 and "labels" in calls[0]:
+        elif name == "loss" and value is not None and value.dim() == 0 and _num_labels(calls[0]) is not None:
             terms = [_balancing_term(model, sub_output) for sub_output in outputs]
             output[name] = _merged_loss([x - term for x, term in zip(values, terms, strict=True)], calls)
         elif name in _SUMS and value is not None:
@@ -270,8 +270,15 @@ def _merged_loss(losses: list[torch.Tensor], calls: list[dict[str, Any]]) -> tor
     """Without logits (TRL's head, Liger) a loss is a mean over labels, or a sum divided by `num_items_in_batch`."""
     if calls[0].get("num_items_in_batch") is not None:
         return torch.stack(losses).sum()
-    counts = torch.stack([(call["labels"][:, 1:] != -100).sum() for call in calls])
+    counts: Any = torch.stack([_num_labels(call) for call in calls])
     return (torch.stack(losses) * counts).sum() / counts.sum().clamp(min=1)
+
+
+def _num_labels(call: dict[str, Any]) -> Any:
+    """The number of labels of a call that has any; `shift_labels` take the place of `labels`."""
+    labels, shifted = call.get("labels"), call.get("shift_labels")
+    scored = shifted if shifted is not None else None if labels is None else labels[:, 1:]
+    return None if scored is None else (scored != -100).sum()
 
 
 def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -> torch.Tensor:
