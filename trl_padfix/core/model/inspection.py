@@ -21,9 +21,10 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "global_of_file", "hands_arguments_on", "is_in_source",
-    "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of", "parameters_of",
-    "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals", "without_checkpointing",
+    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "global_of_file", "hands_arguments_on",
+    "is_in_source", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of",
+    "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
+    "without_checkpointing",
 ]  # fmt: skip
 
 
