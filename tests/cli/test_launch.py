@@ -180,7 +180,7 @@ def test_names_that_nothing_takes_are_all_told_at_once_with_their_lines(recipe, 
         parse("dpo", ["--config", str(path), "--lerning_rate", "1", "--max-steps", "2"])
     last = len(path.read_text().splitlines())
     told = str(error.value).splitlines()[1:]
-    assert told[0] == "  --lerning_rate"
+    assert told[0] == "  --lerning_rate (did you mean `learning_rate`?)"
     assert told[1] == f"  {path}, line 1: torch_dtype (it is `dtype` now)"
     assert told[2] == f"  {path}, line 2: nonsense"
     assert told[3].startswith(f"  {path}, line {last}: max_prompt_length (TRL has it no more")

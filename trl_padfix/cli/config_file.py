@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +69,15 @@ def check_names(
     unknown += [(f"{config}, line {line}: {key}", key) for key, line in keys.items() if key not in known]
     if unknown:
         first = f"neither a field of `trl-padfix {method}` (`--help` lists them) nor of `accelerate launch`:"
-        lines = [f"  {place}{f' ({GONE[name]})' if name in GONE else ''}" for place, name in unknown]
+        lines = [f"  {place}{_instead(name, known)}" for place, name in unknown]
         raise ValueError("\n".join([first, *lines]))
+
+
+def _instead(name: str, known: set[str]) -> str:
+    """What to write in place of a name, in parentheses; empty if nothing is known."""
+    close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1)]
+    remark = GONE.get(name) or "".join(close)
+    return f" ({remark})" if remark else ""
 
 
 def name_of(flag: str) -> str:

@@ -149,6 +149,11 @@ def remove_padding(
 
 def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | None) -> None:
     """Raise a [`PaddingRemovalError`] if `model` cannot be packed with exact results."""
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise PaddingRemovalError(
+            "`nn.DataParallel` runs copies of the model that share one decoder. Launch one process per GPU "
+            "(`accelerate launch`), or leave the model padded."
+        )
     if (reason := refusal(anatomy)) is not None:
         remedy = "Leave it padded: `padding_free=False` in a trainer's configuration."
         raise PaddingRemovalError(

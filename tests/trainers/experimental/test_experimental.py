@@ -103,6 +103,12 @@ def test_what_trl_has_removed_is_gone_with_an_error_that_says_so(monkeypatch):
         import_module("trl_padfix.experimental.orpo")
 
 
+def test_an_experiment_that_is_sought_beside_the_stable_trainers_is_found():
+    for name in ("ORPOTrainer", "ORPOConfig"):
+        with pytest.raises(ImportError, match=f"`from trl_padfix.experimental.orpo import {name}`"):
+            getattr(trl_padfix, name)
+
+
 def test_every_experiment_has_a_cell():
     assert tasks.EXPERIMENTS.keys() == {MODULES.get(name, name.lower()) for name in EXPERIMENTS}
 
