@@ -363,8 +363,8 @@ MUTANTS = [
     ),
     Mutant(
         "trainers/batching/sub_batches.py",
-        '(call["labels"][:, 1:] != -100)',
-        '(call["labels"] != -100)',
+        "else labels[:, 1:]",
+        "else labels",
         "a label of the first column counts in a mean over labels",
         ("trainers/test_sub_batches.py",),
     ),

@@ -86,18 +86,20 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     Raises:
         ValueError: For flags and keys that neither of them has, and for values that they refuse.
     """
-    from accelerate.commands.launch import launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
-
-    from ..trainers.resume import checkpoint_to_resume
-
     if not args:
         raise ValueError(
             f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a YAML (those in `recipes/` "
             "are examples), or give at least `--model_name_or_path` and `--dataset_name`."
         )
-    parser, config = make_parser(method), _config_of(args)
+    config = _config_of(args)
     keys = keys_of(config) if config is not None else {}
+    # Imported now, after the mistakes that can be told without them: they take seconds.
+    from accelerate.commands.launch import launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    from ..trainers.resume import checkpoint_to_resume
+
+    parser = make_parser(method)
     check_names(method, parser, args, config, keys)
     *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)

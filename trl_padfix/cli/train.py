@@ -23,12 +23,12 @@ def training(method: str) -> Callable[[typer.Context], None]:
     def train(ctx: typer.Context) -> None:
         if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
             make_parser(method).parse_args(["--help"])
-        from accelerate.commands.launch import launch_command
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
         _, launch = parse(method, ctx.args)
         if warning := warn_of_unused_lora(ctx.args):
             typer.echo(f"trl-padfix {method}: {warning}", err=True)
+        from accelerate.commands.launch import launch_command
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
         try:
             launch_command(launch)
         except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
