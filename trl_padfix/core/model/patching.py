@@ -288,8 +288,9 @@ class BatchPatch(ForwardPatch):
 
 def in_checkpoint() -> bool:
     """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
-    autograd: Any = vars(torch._C)["_autograd"]
-    hooks = autograd._top_saved_tensors_default_hooks(True)
+    # torch 2.6 has no such function: such calls are packed, and an error of torch says so if their backward differs.
+    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")
+    hooks = None if top_hooks is None else top_hooks(True)
     is_any = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
     return is_any and not context().own_checkpoint
 
