@@ -10,6 +10,7 @@ import torch
 import transformers
 from kit.observe import CACHE
 from kit.tolerance import assert_close
+from zoo.families import build as build_family
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
@@ -20,7 +21,7 @@ from zoo.model_numbers import (
 )
 from zoo.models import COLUMNS, batch, build, padded_positions, real_logps
 
-from trl_padfix import remove_padding
+from trl_padfix import PaddingRemovalError, remove_padding
 
 
 # -- every way to call the model
@@ -260,3 +261,12 @@ def test_the_signature_of_forward_stays():
     with remove_padding(model):
         for module, signature in zip((model, model.model, model.model.layers[0].self_attn), signatures, strict=True):
             assert inspect.signature(module.forward) == signature
+
+
+def test_a_decoder_that_drops_tokens_is_an_error():
+    """BigBird fills the packed row up to its blocks, and cuts that off again; attention on rows returns no filler."""
+    model, lengths = build_family("big_bird"), torch.tensor([9, 20, 5, 3, 14])
+    mask = (torch.arange(20) < lengths[:, None]).long()
+    ids = torch.arange(5, 25).expand(5, -1)
+    with remove_padding(model), pytest.raises(PaddingRemovalError, match=r"\(1, 50, 32\) for 51 packed tokens"):
+        model(input_ids=ids, attention_mask=mask, use_cache=False)
