@@ -100,19 +100,32 @@ def test_a_checkpoint_around_the_model_has_trls_figures(name, reentrant):
     assert max(ours.forwards) > BUDGETS[name]
 
 
-def test_a_head_that_gets_shifted_labels_alone_has_trls_loss():
+def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
+    """The control: a reentrant checkpoint is packed."""
+    call = partial(checkpointed, reentrant=True)
+    leaking = run("SFT", call, True, **break_mode(monkeypatch, "padding-free"))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(leaking.figures, run("SFT", call, False).figures)
+
+
+def test_a_head_that_gets_shifted_labels_alone_has_trls_loss(monkeypatch):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         mask = inputs["attention_mask"]
         shifted = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100).masked_fill(mask == 0, -100)
         call = {"input_ids": inputs["input_ids"], "attention_mask": mask, "shift_labels": shifted}
         return model(**call, fused_lm_head=True).loss
 
-    theirs, ours = (
-        train_split(subclass(make(package, "SFT", "unused", budget=package is trl_padfix), compute_loss=compute_loss))
-        for package in (trl, trl_padfix)
-    )
+    def trained(package):
+        trainer = make(package, "SFT", "unused", budget=package is trl_padfix)
+        return train_split(subclass(trainer, compute_loss=compute_loss))
+
+    theirs, ours = trained(trl), trained(trl_padfix)
     assert_same(ours.figures, theirs.figures)
     assert max(ours.forwards) <= BUDGETS["SFT"]
+    # The control: every part counts equally.
+    monkeypatch.setattr("trl_padfix.trainers.batching.sub_batches._num_labels", lambda call: torch.tensor(1))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(trained(trl_padfix).figures, theirs.figures)
 
 
 def test_floats_beside_a_batch_of_text_are_no_images(caplog):

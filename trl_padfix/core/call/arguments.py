@@ -160,9 +160,9 @@ def unpack_output(output: Any, tokens: LocalTokens, call: ModelCall) -> Any:
         )
     (hidden, *others), spec = tree_flatten(output)  # the last hidden states are the first output of any decoder
     if tuple(hidden.shape[:2]) != (1, tokens.count):  # BigBird drops what it has added to fill a block
-        raise PaddingRemovalError(
-            f"The decoder returned states of shape {tuple(hidden.shape)} for {tokens.count} packed tokens. Leave the "
-            "model padded: `padding_free=False` in a trainer's configuration."
+        raise UnpackableCallError(
+            "dropped tokens",
+            f"The decoder returned states of shape {tuple(hidden.shape)} for {tokens.count} packed tokens.",
         )
     scores = call.pools_last or call.scored_index is not None
     values = [_unpack_value(x, tokens) for x in (others if scores else [hidden, *others])]

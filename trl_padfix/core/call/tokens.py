@@ -38,12 +38,12 @@ class LocalTokens:
 
     @property
     def count(self) -> int:
-        """`t`."""
+        """Number of local tokens, `t`."""
         return self.layout.packed_tokens
 
     @property
     def mixed(self) -> LocalTokens:
-        """The tokens that see each other within this process without communication, if there are such; else these."""
+        """The tokens that mixers get: where each process has whole rows, those of its rows, without an exchange."""
         return self
 
     @property

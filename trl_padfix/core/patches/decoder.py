@@ -71,7 +71,7 @@ class DecoderPatch(DecoderForward):
         try:
             # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
             planned = plan(inputs, self)
-            output = None if planned is None else planned.run()
+            output = None if planned is None else planned.unpack(planned.run(), outer)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
             if planned is not None and planned.tokens.is_divided:
@@ -87,7 +87,7 @@ class DecoderPatch(DecoderForward):
                 self.match_other_processes(inputs.arguments)
             return unchanged()
         handle.stats.add(planned.tokens.layout)
-        return planned.unpack(output, outer)
+        return output
 
 
 class PositionPatch(ForwardPatch):

@@ -162,10 +162,11 @@ class PackedPlan(Plan):
         return self._forward(self.tokens)
 
     def unpack(self, output: Any, outer: ModelCall) -> Any:
+        unpacked = super().unpack(output, outer)  # may refuse the call: the head must not pack its states then
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
         if not (outer.pools_last or outer.scored_index is not None):
             record_layout(outer, self.tokens.layout)
-        return super().unpack(output, outer)
+        return unpacked
 
     def _forward(self, tokens: LocalTokens, states: PrefixStates | None = None) -> Any:
         """The output of the decoder for the local tokens."""
