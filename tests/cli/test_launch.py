@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.config_file import declared_fields, name_of
-from trl_padfix.cli.launch import main, make_parser, parse, warn_of_unused_lora
+from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, parse, run, warn_of_unused_lora
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
@@ -177,7 +177,7 @@ def test_help_shows_our_fields_first_in_groups_and_all_of_trls(method):
 def test_names_that_nothing_takes_are_all_told_at_once_with_their_lines(recipe, tmp_path):
     path = tmp_path / "old.yaml"
     path.write_text("torch_dtype: bfloat16\nnonsense: 1\n" + recipe.read_text() + "max_prompt_length: 8\n")
-    with pytest.raises(ValueError, match="neither a field of `trl-padfix dpo`") as error:
+    with pytest.raises(ValueError, match="not a field of `trl-padfix dpo`") as error:
         parse("dpo", ["--config", str(path), "--lerning_rate", "1", "--max-steps", "2"])
     last = len(path.read_text().splitlines())
     told = str(error.value).splitlines()[1:]
@@ -202,7 +202,7 @@ def test_the_fields_read_from_source_are_those_of_the_parser(method):
 def test_a_key_that_stands_twice_is_an_error(recipe, tmp_path):
     path = tmp_path / "twice.yaml"
     path.write_text("seed: 1\n" + recipe.read_text() + "seed: 2\n")
-    with pytest.raises(ValueError, match=r"the key `seed` stands in lines 1 and \d+"):
+    with pytest.raises(ValueError, match=r"the key `seed` appears in lines 1 and \d+"):
         parse("dpo", ["--config", str(path)])
 
 
@@ -242,6 +242,23 @@ def test_a_dry_run_that_fails_is_an_exit_status(recipe, tmp_path, monkeypatch):
         main("dpo", ["--config", str(recipe), "--dry_run", "--output_dir", str(tmp_path / "run")])
     assert end.value.code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+    def interrupted(method, args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl_padfix.cli.launch.main", interrupted)
+    said = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as end:
+            run("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path)])
+        assert end.value.code == INTERRUPTED
+        said.append(capsys.readouterr().err)
+        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
+    assert [text.count("\n") for text in said] == [1, 1]
+    assert "before the first checkpoint" in said[0]
+    assert "add `--resume_from_checkpoint latest`" in said[1]
 
 
 def test_a_training_that_fails_is_an_exit_status(recipe, monkeypatch):

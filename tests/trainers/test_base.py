@@ -112,6 +112,8 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(Trainer, max_tokens_per_batch=10)
     with pytest.raises(TypeError, match="DPOTrainer removes padding already"):
         padding_free_trainer(trl_padfix.DPOTrainer)
+    with pytest.raises(TypeError, match=r"takes a class: .* For a model there is `remove_padding\(model\)`"):
+        padding_free_trainer(torch.nn.Linear(2, 2))
 
 
 def test_settings_are_read_once_and_have_their_defaults():

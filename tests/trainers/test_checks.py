@@ -38,7 +38,7 @@ TURNS = "trains on that turn, and .* Leave `{}` out"
 ATTENTION = [
     (3, TypeError, "a name, or a mapping"),
     ({"a": 1}, TypeError, "got {'a': 1}"),
-    ("{a", ValueError, "no JSON"),
+    ("{a", ValueError, "not JSON"),
 ]
 PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "max_tokens_per_batch": 4096, "pool_last_token": True}
 LENGTHS = "`max_tokens_per_batch={}` is no multiple of `packed_multiple_of={}`: .* lengthened to {} tokens"
@@ -81,7 +81,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         "DPO",
         GROUPED | {"train_sampling_strategy": "group_by_length"},
         ValueError,
-        "`group_by_length` both say which rows meet in a step",
+        "`group_by_length` both choose which rows meet in a step",
     ),
     ("DPO", FREE | {"packed_multiple_of": 0}, ValueError, "`packed_multiple_of` is a number of tokens"),
     ("DPO", FREE | {"packed_multiple_of": [64, 32]}, ValueError, r"in ascending order.* got \[64, 32\]"),
@@ -305,7 +305,7 @@ BAD = {
     "noise for tokens that are shared": Bad(
         "DPO",
         lambda: FREE | {"prefix_sharing": True, "neftune_noise_alpha": 5.0},
-        "`neftune_noise_alpha` gives every token .* a noise of its own.*`prefix_sharing=False`",
+        "`neftune_noise_alpha` gives each token .* its own noise.*`prefix_sharing=False`",
         PaddingRemovalError,
     ),
     "noise under a budget": Bad(
@@ -340,7 +340,7 @@ BAD = {
         r"`teacher_attn_implementation='eager'` and `teacher_model_init_kwargs=.*disagree",
     ),
     "a budget below a completion": Bad(
-        "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to 12"
+        "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to at least 12"
     ),
     "a teacher of other words": Bad(
         "Distillation", lambda: {"teacher_model": build_model(vocab_size=44)}, "vocab_size"

@@ -167,7 +167,7 @@ INCOMPARABLE = [
         ([row | {"reward": "good"} for row in ROWS], rollout_pairs, r"10 of 10 .* no number .* row 0 .*: 'good'"),
         ([*ROWS, ROWS[0] | {"messages": None}], good_rollouts, "Row 10 .* has None in column `messages`"),
         ([*ROWS, ROWS[0] | {"task": None}], rollout_pairs, "1 of 11 rollouts have no `task`.* row 10"),
-        (ROWS[9:], rollout_pairs, "makes no pair of 1 rollouts: 1 of 1 tasks have one trial"),
+        (ROWS[9:], rollout_pairs, "finds no pair in 1 rollouts: 1 of 1 tasks have one trial"),
         (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),
         (ROWS[3:6], good_rollouts, "None of the 3 rollouts has a `reward` of at least 1; the highest is 0"),
         (ROWS[9:], record, "nothing to compare: of 1 tasks most have 1 trial"),

@@ -17,7 +17,7 @@ from .user_errors import DEBUG, UserErrorGroup
 app = typer.Typer(
     cls=UserErrorGroup,
     no_args_is_help=True,
-    help="TRL's trainers without padding.",
+    help="Drop-in TRL trainers that skip padding and compute shared prompts once.",
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns

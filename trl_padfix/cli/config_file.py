@@ -18,7 +18,7 @@ import yaml
 
 from ..field_names import hint
 from ..files import DATA_FILES, folder_obstacle, is_missing_path
-from ..versions import newer_trl
+from ..versions import newer_trl, require
 from .methods import METHODS
 
 
@@ -55,10 +55,10 @@ def read_given(args: Sequence[str]) -> Given:
     Read flags and YAML without a parser.
 
     Raises:
-        ValueError: If the file is no YAML of a mapping, or a key stands in it twice.
+        ValueError: If the file is not a YAML mapping, or a key appears twice.
     """
     if args[-1] == "--config":
-        raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
+        raise ValueError("`--config` needs the path of a YAML after it.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
     for word, following in zip(args, [*args[1:], "--"], strict=True):
         if word.startswith("--"):
@@ -74,14 +74,14 @@ def _read_yaml(path: str) -> Given:
         text = Path(path).read_text("utf-8")
         root, values = yaml.compose(text), yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
-        raise ValueError(f"{path} holds no mapping of fields to values.")
+        raise ValueError(f"{path} does not map fields to values.")
     lines: dict[str, int] = {}
     for node, _ in root.value:
         line = node.start_mark.line + 1
         if node.value in lines:
-            raise ValueError(f"{path}: the key `{node.value}` stands in lines {lines[node.value]} and {line}.")
+            raise ValueError(f"{path}: the key `{node.value}` appears in lines {lines[node.value]} and {line}.")
         lines[node.value] = line
     return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()})
 
@@ -89,8 +89,10 @@ def _read_yaml(path: str) -> Given:
 def check_given(method: str, given: Given) -> None:
     """
     Raises:
-        ValueError: For unknown names, numbers that are none, paths that are not there, and without model or data.
+        ValueError: For unknown names, words in place of numbers, missing paths, and a missing model or dataset.
     """
+    for package in ("transformers", "trl"):
+        require(package, f"{METHODS[method]}Trainer")
     fields = declared_fields(method)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, given, fields)
@@ -115,18 +117,17 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
     others = {*METHODS} - {method}
-    folder, transformers, accelerate, ours = (
-        Path(spec.origin).parent
-        for package in ("trl", "transformers", "accelerate", "trl_padfix")
-        if (spec := find_spec(package)) and spec.origin
-    )
+    installed = map(find_spec, ("trl", "transformers", "accelerate"))
+    folder, transformers, accelerate = (Path(spec.origin).parent for spec in installed if spec and spec.origin)
+    ours = Path(__file__).parents[1]
     files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
     files = [file for file in files if file.stem.removesuffix("_config") not in others]
     files += folder.glob(f"experimental/{method}/*_config.py")
     files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
     files += [ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
     fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
-    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
+    trees = (ast.parse(file.read_text("utf-8")) for file in files if file.is_file())
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.ClassDef):
             for part in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
                 fields.setdefault(ast.unparse(part.target), set()).add(ast.unparse(part.annotation))
@@ -145,7 +146,7 @@ def check_names(method: str, given: Given, known: Iterable[str]) -> None:
     known = {*known}
     unknown = [name for name, place in given.places.items() if not _is_known(name, place, known)]
     if unknown:
-        first = f"neither a field of `trl-padfix {method}` (`--help` lists them) nor of `accelerate launch`:"
+        first = f"not a field of `trl-padfix {method}` (`--help` lists them) or of `accelerate launch`:"
         unknown.sort(key=lambda name: not given.places[name].startswith("--"))
         raise ValueError("\n".join([first, *(f"  {given.places[name]}{hint(name, known)}" for name in unknown)]))
 
@@ -181,7 +182,7 @@ def _check_paths(given: dict[str, Any]) -> None:
     # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
     path = Path(given.get("dataset_name") or "")
     if builder := DATA_FILES.get(path.suffix):
-        wrong = "is a file" if path.is_file() else "names a file, and there is none here"
+        wrong = "is a file" if path.is_file() else "names a file that does not exist"
         raise ValueError(
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
             f"`datasets: [{{path: {builder}, data_files: {path}}}]`."

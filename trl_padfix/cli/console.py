@@ -34,7 +34,7 @@ JsonOption = Annotated[
     Option(
         "--json",
         callback=_leave_it_to_json,
-        help="Write what was found to this file, as JSON; - prints it, and all else to standard error.",
+        help="Write the result to this file as JSON; - prints it, and everything else goes to standard error.",
     ),
 ]
 

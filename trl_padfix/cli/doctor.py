@@ -22,12 +22,12 @@ __all__ = ["describe", "doctor"]
 
 
 def doctor(
-    model: Annotated[str | None, Option(help="Path or Hub id of a model: whether and how it is packed.")] = None,
+    model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
-    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [what suits the accelerator]")] = None,
+    dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [default: by accelerator]")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Say what runs here and how a model is packed; 1 if what was asked for cannot run."""
+    """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""
     outputs(json=json)
     if dtype is not None:
         one_of("--dtype", dtype, ["float32", "float16", "bfloat16"])

@@ -42,9 +42,11 @@ def make_parser(method: str) -> TrlParser:
     with _patched_trl({config.__name__: config}):
         parser = _script(method).make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
-    parser.epilog = "Flags of `accelerate launch` are taken too, here and in the YAML."
+    parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
     parser.add_argument(
-        "--dry_run", action="store_true", help="Check settings, data, model and the first batch; no step, no file."
+        "--dry_run",
+        action="store_true",
+        help="Check settings, data, model and the first batch, without a step or a file.",
     )
     if method in TINY:
         about = "Train a random Qwen2 of this shape, with a tokenizer trained on the data, built in `output_dir`."
@@ -87,8 +89,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     """
     if not args:
         raise ValueError(
-            f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a YAML (those in `recipes/` "
-            "are examples), or give at least `--model_name_or_path` and `--dataset_name`."
+            f"model and data are missing. Run `trl-padfix {method} --config FILE.yaml` (`recipes/` has examples), or "
+            "set at least `--model_name_or_path` and `--dataset_name`."
         )
     given = read_given(args)
     check_given(method, given)

@@ -22,17 +22,18 @@ def stats(
     data: Annotated[str, Argument(help="Hub id, folder, .jsonl, .json.gz, .csv or .parquet.")],
     tokenizer: Annotated[str | None, Option(help="Id or path of the tokenizer.")] = None,
     train_tokenizer: Annotated[
-        int | None, Option(min=300, max=10**6, help="Instead: train a BPE of so many entries on the data's own text.")
+        int | None,
+        Option(min=300, max=10**6, help="Instead: train a BPE tokenizer of this size on the data."),
     ] = None,
     split: Annotated[str, Option(help="Split of the dataset.")] = "train",
-    trainer: Annotated[str | None, Option(help="dpo, reward, kto or sft. [by the columns]")] = None,
-    expand_turns: Annotated[bool, Option("--expand-turns", help="A row for each turn of the assistant.")] = False,
+    trainer: Annotated[str | None, Option(help="dpo, reward, kto or sft. [default: by columns]")] = None,
+    expand_turns: Annotated[bool, Option("--expand-turns", help="Make one row for each assistant turn.")] = False,
     max_length: Annotated[int, Option(min=0, max=10**9, help="Longest sequence; 0 for any.")] = 1024,
     batch_size: Annotated[int, Option(min=1, help="Rows of a batch.")] = 8,
     plot: Annotated[Path | None, Option(help="Draw lengths, a batch and the prefix tree to this PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """Count the tokens of a dataset, and say which settings pay: padding, prefixes, truncation."""
+    """Count the tokens of a dataset: padding, shared prefixes, truncation. Say which settings pay."""
     refuse_missing(data)
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
@@ -63,7 +64,7 @@ def stats(
     lengths = measure(dataset, loaded, trainer=trainer)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():
-        raise ValueError(f"no row is left: each is empty, or its prompt alone has max_length={max_length} tokens.")
+        raise ValueError(f"no row is left: each row is empty, or its prompt alone has max_length={max_length} tokens.")
     figures, verdict = summary(lengths), advise(kept, trainer=trainer, batch_size=batch_size)
     truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     typer.echo(f"{len(lengths):,} {unit} of {data} for {trainer}")

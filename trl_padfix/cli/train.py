@@ -43,8 +43,5 @@ def training(method: str) -> Callable[[typer.Context], None]:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    train.__doc__ = (
-        f"Train with {METHODS[method]}Trainer: TRL's flags, YAML and --accelerate_config, through accelerate launch; "
-        "--dry_run checks without a step."
-    )
+    train.__doc__ = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
     return train

@@ -268,9 +268,9 @@ class PaddingRemoval(Attachment):
         with _counting:
             self.stats.padded_forwards += 1
         self.say_once(
-            f"A call of {type(self.decoder).__name__} is computed padded, as without padding removal: its numbers are "
-            f"those of the model itself, and no work is saved. {error} `handle.stats.padded_forwards` counts such "
-            "calls, and `strict=True` makes them an error. Said once for this reason.",
+            f"A call of {type(self.decoder).__name__} is computed padded: its numbers are the model's own, and no "
+            f"work is saved. {error} `handle.stats.padded_forwards` counts such calls, and "
+            "`strict=True` makes them errors. (Shown once for this reason.)",
             error.kind,
         )
 

@@ -266,7 +266,7 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
         handle.say_once(
             f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
             f"token once, and no padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
-            "itself, or compute padded (`with handle.disabled(): ...`; in a trainer `padding_free=False`). Said once.",
+            "itself, or compute padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
             "packed hook",
         )
 

@@ -46,7 +46,7 @@ def train(config: dict[str, Any] | None = None) -> None:
     if KEY not in arguments:
         raise ValueError(
             f"`{KEY}` is missing: set it to true, false or auto in the YAML. Without it `llamafactory-cli train` "
-            "would train the same file padded, without a word."
+            "would silently train the same file padded."
         )
     by_default = {"packing": arguments.get("stage") == "pt"}  # LLaMA-Factory packs the rows of pretraining
     if packs := [key for key in ("packing", "neat_packing") if arguments.get(key, by_default.get(key))]:

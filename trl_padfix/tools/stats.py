@@ -2,7 +2,7 @@
 Token counts of a dataset before any training: padding, shared prefixes, truncation, waiting between processes.
 
 Rows are tokenized as TRL's trainers do. Their lengths are kept, and the length of the prefix that each row shares with
-its neighbour in sorted order. All figures follow from these.
+its neighbor in sorted order. All figures follow from these.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Lengths:
         if "prompt" not in self.columns or max_length is None:
             return limited
         keep = self.prompts < max_length
-        # A subset of sorted rows shares with its neighbours the minimum over the dropped rows in between, which
+        # A subset of sorted rows shares with its neighbors the minimum over the dropped rows in between, which
         # `RowCosts` computes; its tokens do not matter here.
         costs = RowCosts(self.prompts, *self.by_prefix)[keep]
         columns = {name: tokens[keep] for name, tokens in self.columns.items()}

@@ -52,14 +52,14 @@ def plot(lengths: Lengths, path: str | Path, *, batch_size: int = 8, seed: int =
     for axes, (name, tokens) in zip(
         histograms.subplots(1, len(columns), squeeze=False)[0], columns.items(), strict=True
     ):
-        axes.hist(tokens.ravel(), bins=50, color=_COLOURS[_KINDS[name]])
+        axes.hist(tokens.ravel(), bins=50, color=_COLORS[_KINDS[name]])
         axes.set(title=f"{name}: {tokens.mean():.0f} tokens, at most {tokens.max()}", xlabel="tokens", ylabel="rows")
-    colours = ListedColormap(_COLOURS)
+    colors = ListedColormap(_COLORS)
     for axes, (name, image) in zip(picture.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
-        axes.imshow(image, cmap=colours, vmin=0, vmax=len(_COLOURS) - 1, aspect="auto", interpolation="nearest")
+        axes.imshow(image, cmap=colors, vmin=0, vmax=len(_COLORS) - 1, aspect="auto", interpolation="nearest")
         axes.set(title=f"{name}: {int((image > 0).sum()):,} tokens", xlabel="tokens", yticks=[])
         axes.set_ylim(len(padded) - 0.5, -0.5)
-    _explain(picture, {"padding": _COLOURS[_PADDING]} | {name: _COLOURS[_KINDS[name]] for name in columns})
+    _explain(picture, {"padding": _COLORS[_PADDING]} | {name: _COLORS[_KINDS[name]] for name in columns})
     draw_tree(tree, prefix_tree(lengths))
     figure.savefig(path, dpi=120)
 
@@ -69,26 +69,26 @@ def draw_tree(figure: FigureBase, tree: PrefixTree) -> None:
     depth = np.arange(int(tree.lengths.max()) + 1)
     reach, sharing = ((tokens > depth[:, None]).sum(1) for tokens in (tree.lengths, tree.shared))
     axes = figure.subplots()
-    axes.fill_between(depth, reach, step="post", color=_COLOURS[_PROMPT], linewidth=0)
-    axes.fill_between(depth, sharing, step="post", color=_COLOURS[_PADDING], linewidth=0)
+    axes.fill_between(depth, reach, step="post", color=_COLORS[_PROMPT], linewidth=0)
+    axes.fill_between(depth, sharing, step="post", color=_COLORS[_PADDING], linewidth=0)
     saved = tree.shared.sum() / max(tree.lengths.sum(), 1)
     axes.set(
         title=f"prefix tree: of {len(tree.lengths):,} rows together {saved:.0%} of the tokens are computed already",
         xlabel="depth in tokens", ylabel="rows", xlim=(0, len(depth)), ylim=(0, None),
     )  # fmt: skip
-    grey = "rows that begin with the same tokens as another one, up to this depth"
-    _explain(figure, {grey: _COLOURS[_PADDING], "rows with tokens of their own at this depth": _COLOURS[_PROMPT]})
+    gray = "rows that begin with the same tokens as another one, up to this depth"
+    _explain(figure, {gray: _COLORS[_PADDING], "rows with tokens of their own at this depth": _COLORS[_PROMPT]})
 
 
-def _explain(figure: FigureBase, colours: dict[str, str]) -> None:
+def _explain(figure: FigureBase, colors: dict[str, str]) -> None:
     """Draw a legend below a part of the picture."""
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in colours.items()]
+    handles = [Patch(facecolor=color, edgecolor="gray", label=name) for name, color in colors.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
 
 
-_COLOURS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]
+_COLORS = ["white", "lightgrey", "tab:blue", "tab:green", "tab:red"]
 _PADDING, _PROMPT = 1, 2
 _KINDS = {"prompt": _PROMPT, "chosen": 3, "rejected": 4, "completion": 3, "text": 3}
 
@@ -97,7 +97,7 @@ def _sequences(lengths: Lengths, rows: np.ndarray) -> list[np.ndarray]:
     """
     The kinds of the tokens of a batch, an array for each sequence, truncated at the end.
 
-    Sequences of a row are neighbours: a pair with 2 prompt tokens, 1 chosen and 2 rejected ones gives [2, 2, 3] and
+    Sequences of a row are neighbors: a pair with 2 prompt tokens, 1 chosen and 2 rejected ones gives [2, 2, 3] and
     [2, 2, 4, 4].
     """
     prompts = lengths.columns.get("prompt", np.zeros(len(lengths), dtype=np.int64))

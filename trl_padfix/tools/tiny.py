@@ -91,7 +91,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
     """
-    Build a randomly initialised Qwen2 for a tokenizer.
+    Build a randomly initialized Qwen2 for a tokenizer.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerFast`]):
@@ -129,7 +129,7 @@ def _seeded(build: Callable[[], Model], seed: int) -> Model:
 
 def build_llava(tokenizer: PreTrainedTokenizerFast, image_size: int = 32) -> tuple[PreTrainedModel, ProcessorMixin]:
     """
-    Build a randomly initialised LLaVA (CLIP and Qwen2) and its processor, for images of `image_size` pixels a side.
+    Build a randomly initialized LLaVA (CLIP and Qwen2) and its processor, for images of `image_size` pixels a side.
 
     The image token is added to the tokenizer in place.
     """

@@ -386,8 +386,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
     """
     Make a subclass of a trainer class that trains without padding.
 
-    Its forwards are packed, compared with padded ones on the first batch of training and of evaluation, and counted.
-    Loss, loop and data are those of `trainer_class`. Like our other trainers it has `trainer.padding`, and logs
+    Its forwards run packed; on the first batch of training and of evaluation they are compared with padded forwards.
+    Loss, loop and data stay unchanged. Like our other trainers it has `trainer.padding`, and logs
     `perf/tokens_per_second` and `padfix/pad_fraction`.
 
     Args:
@@ -398,14 +398,14 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
             arguments of the model are checked and counted instead.
         **settings:
             `prefix_sharing`, `parity_check`, `strict`, `pool_last_token`, `attn_implementation`
-            and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Settings
-            that are left out are read from the configuration if it has them.
+            and `padding_free` (here `True` by default), as in [`DPOConfig`]. They override the configuration. Other
+            settings come from the configuration if it has them.
 
     Returns:
         `type`: a subclass of `trainer_class`, with its signature.
 
     Raises:
-        TypeError: For another setting, and for an object that is no class.
+        TypeError: For another setting, and for an object that is not a class.
 
     Example:
 
@@ -426,8 +426,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. What concerns the rows "
-            "of a trainer needs a trainer of this package."
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings of rows "
+            "need a trainer of this package."
         )
     if issubclass(trainer_class, PaddingFreeMixin):
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")

@@ -81,7 +81,7 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
             f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
-            "with `accelerate launch`, or show one GPU with `CUDA_VISIBLE_DEVICES`."
+            "with `accelerate launch`, or choose one GPU with `CUDA_VISIBLE_DEVICES`."
         )
     if splitting_parallelism(trainer.accelerator, "sp_size"):
         raise PaddingRemovalError(
@@ -228,6 +228,6 @@ def refuse_whole_rows(handle: PaddingRemoval) -> None:
     for mixer in handle.mixers.in_mode(WHOLE):
         raise PaddingRemovalError(
             f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
-            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another for ever "
+            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another forever "
             "if their rows have different lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
         )

@@ -38,12 +38,11 @@ class _Stop(BaseException):
 
 def dry_run(trainer: PaddingFreeTrainer) -> bool:
     """
-    Check a training without a step of it: the first batch, its forward, and packed against padded.
+    Check a training without taking a step: the first batch, its forward, and packed against padded.
 
     Everything runs as in `trainer.train()` up to the first backward, and as in `trainer.evaluate()` up to the second
-    batch. No weight changes, no file is written, and no callback is called. The main process prints one table: models
-    and attention, data, settings, tokens of the first batch, and the parity check. On several processes, each calls
-    it.
+    batch. No weight changes, no file is written, and no callback runs. The main process prints one table: models and
+    attention, data, settings, tokens of the first batch, and the parity check. Each process must call it.
 
     Args:
         trainer:
@@ -53,7 +52,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
         `bool`: Whether packed and padded agree.
 
     Raises:
-        Exception: Any other error of a training up to there, as the training would raise it.
+        Exception: Any other error that the training would raise up to that point.
 
     Example:
 

@@ -86,8 +86,8 @@ def parse_implementation(value: Any) -> Implementation | None:
             value = json.loads(value)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{value!r} begins as a mapping of parts to attention implementations and is no JSON: {error}. Write "
-                """'{"text_config": "sdpa", "vision_config": "eager"}'."""
+                f"{value!r} looks like a mapping of parts to attention implementations, but is not JSON: {error}. "
+                """Write '{"text_config": "sdpa", "vision_config": "eager"}'."""
             ) from error
     names = value.values() if isinstance(value, dict) else [value]
     if value is None or value == "":

@@ -33,9 +33,9 @@ COMPUTED = {
 """Fields that change how a step is computed, and their values without this package."""
 
 NEEDS_PADDING_FREE = {
-    "prefix_sharing": "prefixes are shared in the packed row, and without it there is none",
-    "packed_multiple_of": "it is the length of packed rows",
-    "max_tokens_per_batch": "it counts the tokens that are computed, and a padded batch computes others",
+    "prefix_sharing": "prefixes are shared in the packed row, which `padding_free` makes",
+    "packed_multiple_of": "it sets the length of packed rows",
+    "max_tokens_per_batch": "it counts the tokens of packed rows",
     "pool_last_token": "a padded model pools by token ids",
 }
 """Fields that act on packed rows, each with the reason why it is an error without `padding_free`."""
@@ -246,7 +246,7 @@ def check_packing(settings: Settings) -> None:
         raise ValueError(
             f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
             f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
-            "budget to that number, or take a smaller multiple."
+            "budget to that number, or use a smaller multiple."
         )
 
 
@@ -265,7 +265,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget to {longest} at least, or lower `{name}`."
+                f"no batch could hold it. Raise the budget to at least {longest}, or lower `{name}`."
             )
 
 
@@ -290,15 +290,15 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
         )
     if getattr(config, "packing", False):
         raise ValueError(
-            "`packing=True` puts rows behind one another before they are sampled, and packed rows share no prefix. "
+            "`packing=True` joins rows before they are sampled, and joined rows share no prefix. "
             "Set one of `packing` and `group_by_prefix`."
         )
     strategy = getattr(config, "train_sampling_strategy", "random")
     strategy = "group_by_length" if getattr(config, "group_by_length", False) is True else strategy
     if strategy not in ("random", "sequential"):
         raise ValueError(
-            f"`group_by_prefix=True` and `{strategy}` both say which rows meet in a step, by prefix and by length. "
-            "Set one of them: with `max_tokens_per_batch` lengths are balanced anyway."
+            f"`group_by_prefix=True` and `{strategy}` both choose which rows meet in a step: by prefix and by length. "
+            "Set one of them; `max_tokens_per_batch` balances lengths anyway."
         )
 
 

@@ -50,7 +50,7 @@ class Task:
     # Batches
 
     collators: ClassVar[dict[type, type]] = {}
-    """TRL's collators, each with the collator of this package that replaces it and honours `padding_side`."""
+    """TRL's collators, each with the collator of this package that replaces it and honors `padding_side`."""
 
     generates_rows: bool | None = None
     """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""

@@ -168,7 +168,7 @@ class ParityReport(Distance):
                 f"The padded forward of this model gives scores that are NaN or infinite ({self.dtype}, "
                 f"{self.implementation}), so there is nothing to compare the packed one with, and nothing to train: "
                 "look at the weights (`[n for n, p in model.named_parameters() if not p.isfinite().all()]`) and at "
-                "the precision. Removing padding has no part in it."
+                "the precision. Padding removal is not the cause."
             )
         if not self.ok:
             raise ParityError(
@@ -176,5 +176,5 @@ class ParityReport(Distance):
                 + (f"{self.caveat}. " if self.caveat else "")
                 + ("Use `padding_free=False`" if self.padded_is_right else "Use another attention implementation")
                 + (", or `prefix_sharing=False` if that alone passes" if self.prefix_sharing else "")
-                + "; `parity_check=False` trains on regardless. Please report the model and these figures."
+                + "; `parity_check=False` continues anyway. Please report the model and these figures."
             )

@@ -238,7 +238,7 @@ class PoolingPatch(BatchPatch):
             logger.warning(
                 f"In {int(not_last.sum())} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
                 f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
-                f"does the model when it is served. {remedy} Said once."
+                f"does the model when it is served. {remedy} (Shown once.)"
             )
         return False
 

@@ -133,7 +133,7 @@ class RowSplitter:
             logger.warning_once(
                 f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
                 f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the "
-                "budget, or lower `max_length`. Said once."
+                "budget, or lower `max_length`. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget
         by_length = split_by_length(costs, self.short)

@@ -143,7 +143,7 @@ class SubBatches:
         if ids is None or ids.numel() > self.splitter.budget:
             logger.warning_once(
                 f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which is computed as "
-                f"one: {reason}, or leave the budget out. Said once."
+                f"one: {reason}, or leave the budget out. (Shown once.)"
             )
 
 

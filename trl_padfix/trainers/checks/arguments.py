@@ -53,7 +53,7 @@ def check_arguments(
     if side is not None and not task.knows(collator):
         raise ValueError(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
-            f"`{type(collator).__name__}`, which pads as it does. Set the side there, and leave `padding_side` out."
+            f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."
         )
     check_packing(settings)
     for name, prefix in {"model": "", "teacher_model": "teacher_"}.items():

@@ -24,9 +24,9 @@ def scores_padding(batch: object) -> bool:
     if not isinstance(batch, Mapping):  # tuples and the like: only their loss knows what is in them
         return False
     forwards = [{name: _tensor(batch, prefix + name) for name in _READ} for prefix in PREFIXES]
-    labelled = [forward for forward in forwards if _has_token_labels(forward)]
-    on_host(*(x for forward in labelled for x in forward.values()))  # one wait, also for the layouts of these forwards
-    return any(_follow_padding(**forward) for forward in labelled)
+    labeled = [forward for forward in forwards if _has_token_labels(forward)]
+    on_host(*(x for forward in labeled for x in forward.values()))  # one wait, also for the layouts of these forwards
+    return any(_follow_padding(**forward) for forward in labeled)
 
 
 def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:

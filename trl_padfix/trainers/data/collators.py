@@ -212,7 +212,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
 @dataclass
 class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLanguageModeling):
     """
-    TRL's collator for language modelling, padding on the side you choose.
+    TRL's collator for language modeling, padding on the side you choose.
 
     Collates `B` rows to `input_ids`, `attention_mask` and `labels`, each a `torch.Tensor` of shape `(B, L)`.
 

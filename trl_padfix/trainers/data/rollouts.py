@@ -79,10 +79,10 @@ def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "rew
 
 def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward") -> Dataset:
     """
-    Make preference pairs for DPO: one of every two trials of a task with different rewards.
+    Make preference pairs for DPO: each two trials of a task with different rewards make a pair.
 
-    `prompt` are the messages that both trials begin with. `chosen` and `rejected` are the following messages, up to
-    the last turn of the assistant, of the trial with the higher and the lower reward. Ids of tool calls are not
+    `prompt` has the messages that both trials begin with. `chosen` and `rejected` have the messages that follow, up to
+    the last assistant turn, of the trial with the higher and the lower reward. Ids of tool calls are not
     compared, because they differ between all trials. A warning counts the trials without a pair. It also counts the
     pairs whose first different message is not the assistant's: DPO then trains on messages of users and tools too.
 
@@ -147,7 +147,7 @@ def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward
     left_out = "; ".join(text for name, text in reasons.items() if counts[name])
     if not pairs:
         raise ValueError(
-            f"`rollout_pairs` makes no pair of {len(dataset)} rollouts: {left_out or 'there is none'}. A pair needs "
+            f"`rollout_pairs` finds no pair in {len(dataset)} rollouts{left_out and f': {left_out}'}. A pair needs "
             f"two trials of one `{task}` with different values of `{reward}`. Check the columns, or sample more."
         )
     logger.info(f"`rollout_pairs`: {len(pairs)} pairs of {len(dataset)} rollouts of {len(trials)} tasks.")
@@ -349,7 +349,5 @@ def _token_ids(
             mask.append([is_assistant] * len(chunks[-1]))
             previous = text
     if not chunks or not chunks[0]:
-        raise ValueError(
-            f"Row {number} (counted from 0) has no turn of the assistant behind another message. Filter it out."
-        )
+        raise ValueError(f"Row {number} (counted from 0) has no assistant turn after another message. Filter it out.")
     return chunks[0], [*chain(*chunks[1:])], [*chain(*mask[1:])]

@@ -33,10 +33,10 @@ D = TypeVar("D", Dataset, IterableDataset)
 
 def expand_turns(dataset: D, name: str = "train") -> D:
     """
-    Make one row of each turn of the assistant, in the order of the conversations.
+    Make one row for each assistant turn, in the order of the conversations.
 
-    Consecutive messages of the assistant are one turn. Turns without a message before them and conversations without a
-    turn are left out; a warning gives their numbers.
+    Consecutive assistant messages are one turn. Turns without a message before them and conversations without a turn
+    are left out; a warning counts them.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -46,8 +46,8 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             Name of the dataset in errors and warnings.
 
     Returns:
-        The dataset with `prompt` and `completion` instead of `messages`. A stream stays one; what is left out of it is
-        warned about as it is read.
+        The dataset with `prompt` and `completion` instead of `messages`. A stream stays a stream and warns as it is
+        read.
 
     Raises:
         ValueError: If it has no conversations, has images, or has no turn to train on.
@@ -83,9 +83,9 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         columns = sorted(column_names(dataset))
     if "messages" not in columns:
         raise ValueError(
-            f"`expand_turns` makes rows of conversations, and the {name} dataset has columns {sorted(columns)}. Give "
-            "a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` are rows of one "
-            "turn already."
+            f"`expand_turns` makes rows from conversations, and the {name} dataset has columns {sorted(columns)}. "
+            "Give a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` already have "
+            "one turn."
         )
     counts: Counter[str] = Counter()
     other_columns = [column for column in columns if column not in ("messages", "prompt", "completion")]
@@ -96,7 +96,9 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             turns, kinds = _trained_turns(messages or [])
             for kind in kinds:
                 if is_stream and not counts[kind]:
-                    logger.warning(f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. Said once.")
+                    logger.warning(
+                        f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. (Shown once.)"
+                    )
                 counts[kind] += 1
             for begin, end in turns:
                 rows["prompt"].append(messages[:begin])

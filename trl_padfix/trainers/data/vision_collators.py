@@ -103,7 +103,7 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
 @dataclass
 class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollatorForVisionLanguageModeling):
     """
-    TRL's collator for language modelling with images, padding on the side you choose.
+    TRL's collator for language modeling with images, padding on the side you choose.
 
     Collates `B` examples to `input_ids`, `attention_mask` and `labels`, each of shape `(B, L)`, and the processor's
     tensors of their images. The first token of a left-padded row has no label, because no token precedes it.

@@ -67,17 +67,17 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
 
     It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
     reference compute real tokens only; with `prefix_sharing=True` they compute each prompt once. Batches are padded on
-    the tokenizer's side, or on `padding_side`. Losses, metrics and gradients are those of the padded computation.
+    the tokenizer's side, or on `padding_side`. Losses, metrics and gradients equal the padded computation's.
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
-    batch that was padding) and `padfix/shared_fraction` (share of the real tokens that were computed once for several
+    batch that is padding) and `padfix/shared_fraction` (share of the real tokens that are computed once for several
     rows) beside TRL's metrics. With `exact_eval_means=True` the metrics of an evaluation are means over all its pairs
-    (or tokens), whatever the batch size; by default they are TRL's means over batches.
+    (or tokens), for any batch size; by default they are TRL's means over batches.
 
-    With `predict_with_generate=True` every evaluation also continues the prompts. `compute_metrics` then gets the same
-    as in [`~transformers.Seq2SeqTrainer`]: `predictions` are the generated tokens, padded with the pad token, and
-    `label_ids` the tokens of the chosen answers, padded with -100. Prompts, predictions and references are written to
-    `generations/step_*.jsonl` in the output directory.
+    With `predict_with_generate=True` every evaluation also continues the prompts. As in
+    [`~transformers.Seq2SeqTrainer`], `compute_metrics` then receives `predictions`, the generated tokens padded with
+    the pad token, and `label_ids`, the tokens of the chosen answers padded with -100. Prompts, predictions and
+    references are written to `generations/step_*.jsonl` in the output directory.
 
     Args:
         *args, **kwargs:
@@ -86,7 +86,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
-        ValueError: For input that could not be trained on as meant: missing columns, empty completions, no pad token.
+        ValueError: For unusable input: missing columns, empty completions, no pad token.
 
     Example:
 

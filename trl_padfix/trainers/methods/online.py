@@ -214,7 +214,7 @@ class OnlineTrainer(PaddingFreeMixin):
 
 def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, Any]]:
     """
-    Make rows with the same prompt and images neighbours within each `window` of micro-batches.
+    Make rows with the same prompt and images neighbors within each `window` of micro-batches.
 
     Args:
         batches (`list[dict]`):

@@ -80,7 +80,7 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
     """
     TRL's [`~trl.RewardTrainer`] without padding, like [`DPOTrainer`].
 
-    Rewards, losses, metrics and gradients are those of the padded computation. One exception: `pool_last_token=True`
+    Rewards, losses, metrics and gradients equal the padded computation's. One exception: `pool_last_token=True`
     scores the last token of each row even if it is the pad token.
 
     Args:
@@ -89,7 +89,7 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For missing columns, empty rows, and a model with a language-modelling head.
+        ValueError: For missing columns, empty rows, and a model with a language-modeling head.
 
     Example:
 

@@ -89,8 +89,8 @@ class AttentionChoice(Part):
             of_policy = of_policy or str(find_pretrained(self.trainer.model).config._attn_implementation)
             if of_reference != of_policy:
                 raise ValueError(
-                    f"`ref_attn_implementation={of_reference!r}` is for a reference model with weights of its own, "
-                    "and here there is none: it is the policy with its adapter switched off, or needed in no step "
+                    f"`ref_attn_implementation={of_reference!r}` is for a reference model with its own weights, "
+                    "and this run has none: it is the policy with its adapter switched off, or needed in no step "
                     "(`precompute_ref_log_probs=True`, `beta=0`). Leave it out, or set it to the policy's "
                     f"{of_policy!r}."
                 )

@@ -231,8 +231,8 @@ def _prompt_of(
         prompt, answer = prompt[:last], prompt[last : last + 1]
     if not prompt:
         raise ValueError(
-            f"A conversation of an evaluation dataset has the roles {[message['role'] for message in answer]}: there "
-            "is no message of the assistant behind another one, to be generated again. Drop such rows."
+            f"A conversation of an evaluation dataset has the roles {[message['role'] for message in answer]}: no "
+            "assistant message follows another one, so there is nothing to generate. Drop such rows."
         )
     settings = row.get("chat_template_kwargs")
     rendered = maybe_apply_chat_template(

@@ -25,10 +25,10 @@ def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> Pre
     if not prefix_sharing or args is None or not args.neftune_noise_alpha:
         return prefix_sharing
     if prefix_sharing == "auto":
-        logger.info("prefix_sharing='auto': nothing is shared, since NEFTune's noise tells all rows apart.")
+        logger.info("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
         return False
     raise PaddingRemovalError(
-        "`neftune_noise_alpha` gives every token of every row a noise of its own, so no two rows begin alike and "
-        "there is no prefix to share. Set `prefix_sharing=False`: padding is removed all the same, with the noise of "
+        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin alike and "
+        "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
         "the padded batch."
     )

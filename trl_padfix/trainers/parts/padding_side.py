@@ -101,7 +101,7 @@ class PaddingSide(Part):
         if stateful and not asked:
             logger.info(
                 f"Rows are padded right, as in TRL: {type(stateful[0]).__name__} carries states from token to token, "
-                "and padding before a row may change them. `padding_side='left'` pads left all the same."
+                "and padding before a row may change them. `padding_side='left'` still pads left."
             )
             return "right"
         return side
