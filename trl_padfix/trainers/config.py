@@ -35,8 +35,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder receives one packed row of real tokens. The numbers stay the same, on both
-            padding sides and with any attention. A model that cannot be packed exactly is refused.
+            Compute no padding: the decoder receives one packed row of real tokens. The numbers stay the same. A model
+            that cannot be packed exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch
             runs without sharing if that is cheaper. 'auto': share where model and batch allow it, and log how
@@ -44,19 +44,17 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities (in training also gradients) on a few
-            short rows of the first training batch and the first evaluation batch. If they differ, each row is
-            computed alone, and the run stops if packed is wrong. Then compare the loss of the trainer and its
-            gradient on a few rows; if they depend on padding, warn and compute padded. After ten steps compare the
-            longest row so far with that row alone. 'forward': without gradients. 'short': without the longest row.
+            With `padding_free`: compare packed with padded log-probabilities and gradients on a few short rows of the
+            first training and evaluation batch. If packed is wrong, the run stops. If the trainer's loss depends on
+            padding, warn and compute padded. After ten steps compare the longest row so far with that row alone.
+            'forward': without gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop for doubtful data: rows without a label, equal completions, or a number of images that differs from
-            the number of placeholders. A dataset is checked before the first step, a stream row by row. By default a
-            warning counts such rows. With `padding_free` also stop at a call that cannot be packed; by default it runs
-            padded.
+            Stop for doubtful data: rows without a label, equal completions, more or fewer images than placeholders.
+            By default a warning counts such rows. With `padding_free` also stop at a call that cannot be packed; by
+            default it runs padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
-            several lengths that holds it, so that few lengths occur. Losses and metrics ignore the filler.
+            several lengths. Losses and metrics ignore the filler.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
@@ -65,7 +63,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         predict_with_generate (`bool`, *optional*, defaults to `False`):
             Continue the prompts of the evaluation set during evaluation. As in `Seq2SeqTrainer`, `compute_metrics`
             receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
-            The texts are written to `generations/` in the output directory.
+            Texts go to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
@@ -76,9 +74,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             for all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
-            another. Loss, metrics and accumulation are TRL's. Ask for one big batch with
-            `gradient_accumulation_steps=1`: with `prefix_sharing` a prefix is computed once per batch. Evaluation is
-            split too. Needs `padding_free`.
+            another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`:
+            `prefix_sharing` computes a prefix once per batch. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
             conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
