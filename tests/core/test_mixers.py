@@ -38,7 +38,7 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
-from trl_padfix.core.mixers import forks
+from trl_padfix.core.mixers import dry_run, forks
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
 
@@ -253,6 +253,15 @@ def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypat
     assert_gradients_close(gradients, expected[1], terms=64, depth=2 * 150)
     with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
         assert largest(batched(model, "right"), expected[0]) >= LEAK
+
+
+@pytest.mark.parametrize("outputs", [{"RwkvBlock": 3}, {}])
+def test_a_decoder_that_unpacks_an_unknown_number_of_outputs_is_computed_padded(outputs, monkeypatch):
+    monkeypatch.setattr(dry_run, "OUTPUTS", outputs)
+    model = build("rwkv")
+    with torch.no_grad(), remove_padding(model) as handle:
+        assert_close(batched(model, "right"), reference("rwkv")[0], terms=64, depth=24)
+    assert (handle.stats.padded_forwards, handle.stats.forwards) == ((0, 1) if outputs else (1, 0))
 
 
 @pytest.mark.parametrize(("family", "sharing"), [("lfm2", False), ("zamba2", True)])
