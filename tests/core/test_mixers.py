@@ -16,7 +16,6 @@ import pytest
 import torch
 from kit.cells import MATRIX, by_turns
 from kit.tolerance import assert_close, assert_gradients_close
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from zoo import family_outcomes
@@ -297,17 +296,6 @@ def test_sequences_that_arrive_packed_are_kept_apart(family, sharing):
     parts = zip(logits.split([len(row) for row in sequences]), sequences, strict=True)
     logps = torch.cat([part[:-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] for part, row in parts])
     assert_exact(logps, gradients_of(model, weighted(logps)), reference(family))
-
-
-# PEFT refuses the linear layers of Mamba 2.
-def test_adapters_get_the_gradients_of_rows_computed_alone():
-    settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    torch.manual_seed(0)
-    model = get_peft_model(without_dropout(build("qwen3_5_text")), settings).eval()
-    expected = alone(model)
-    with remove_padding(model, prefix_sharing=True):
-        logps = batched(model, "left")
-        assert_exact(logps, gradients_of(model, weighted(logps)), expected)
 
 
 def test_no_function_of_transformers_is_replaced_for_other_models():

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from kit.observe import entered_tokens
-from kit.tolerance import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from zoo.models import PAD, batch, build
 
@@ -138,22 +137,6 @@ def test_removal_beneath_a_wrapper_and_a_second_attachment(kind, keeps_wrapper, 
     assert not patches_on(model)
     assert torch.equal(call(model), call(prepare(plain, precision) if keeps_wrapper else plain))
     assert isinstance(model.state_dict(), dict)
-
-
-@pytest.mark.parametrize("kind", ["causal", "decoder", "classifier"])
-def test_a_model_is_unwrapped_while_it_is_attached_again(kind):
-    model, plain = build("qwen2", **KINDS[kind]), build("qwen2", **KINDS[kind])
-    handle = remove_padding(model)
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    accelerator.prepare_model(model)
-    handle.remove()
-    with remove_padding(model) as handle:  # beneath accelerate's wrapper, as the first one
-        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        real = MASK.bool() if kind != "classifier" else slice(None)
-        assert_close(call(model)[real], call(plain)[real], terms=64, depth=24)
-        assert handle.stats.packed_tokens == MASK.sum()
-    assert "forward" not in vars(model)
-    assert torch.equal(call(model), call(plain))
 
 
 def test_a_model_that_was_prepared_first_stays_attached_when_it_is_unwrapped():

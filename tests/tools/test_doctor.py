@@ -1,6 +1,5 @@
 """`trl-padfix doctor`, as a user runs it: the text on the terminal and the exit status."""
 
-import json
 from functools import partial
 
 import pytest
@@ -181,19 +180,3 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(monkeypatch):
         result = doctor("--model", model)
         assert result.exit_code == 1
         assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
-
-
-# As JSON, and as it is installed
-
-
-def test_json_says_the_same(qwen2):
-    result = doctor("--json", "-", "--model", qwen2, "--attn", "telepathy")
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["tested"] is True
-    assert {backend["name"]: backend["usable"] for backend in found["backends"]}["eager"] is True
-    assert found["auto"]["usable"] is True
-    assert found["model"]["refusal"] is None
-    assert found["problems"] == ["`telepathy` cannot run: transformers knows no attention implementation of this name"]
-    assert {"os", "driver", "cuda", "gpus", "kernels", "memory_gib"} <= found["system"].keys()

@@ -28,21 +28,6 @@ def _after_two_steps(monkeypatch):
     monkeypatch.setattr(parts, "LONG_ROW_AFTER", 2)
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capsys.readouterr().out.splitlines() if "longest row" in line]
-
-
-@pytest.mark.parametrize(("kind", "sharing"), [("DPO", True), ("SFT", False)])
-def test_it_is_said_once_with_its_cost(kind, sharing, tmp_path, capsys):
-    make(kind, tmp_path, prefix_sharing=sharing).train()
-    (line,) = lines(capsys)
-    assert line.startswith("parity ok, longest row of the first 2 steps (")
-    assert line.endswith(" s")
-    make(kind, tmp_path, prefix_sharing=sharing, parity_check="short").train()
-    make(kind, tmp_path, prefix_sharing=sharing, max_steps=2).train()
-    assert lines(capsys) == []
-
-
 def test_the_training_does_not_notice(tmp_path, monkeypatch):
     compared = []
     check = parts.check_longest_row

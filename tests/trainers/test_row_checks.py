@@ -21,8 +21,6 @@ from trl_padfix.trainers.data.row_checks import DoubtfulRowError, check_row, val
 
 TEXT = {"text": "w3 w4"}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
-CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
-SAID, ANSWER = CHAT["messages"]
 COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
 
 
@@ -31,24 +29,6 @@ def make(kind, folder, data, library=trl_padfix, **given):
     rows = {} if kind == "GRPO" else {"per_device_train_batch_size": 4}
     given = {"max_steps": 3, "train_dataset": data, "processing_class": tokenizer} | rows | given
     return make_trainer(library, kind, folder, **given)
-
-
-def test_a_stream_leaves_a_row_without_messages_out(tmp_path, caplog):
-    rows = [{"messages": [SAID, ANSWER | {"content": f"w{7 + i}"}]} for i in range(12)]
-    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-        make("SFT", tmp_path, stream([*rows[:3], {"messages": []}, *rows[3:]]), padding_side="right").train()
-    assert any("were left out. A row of the train dataset has []" in text for text in caplog.messages)
-
-
-OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
-
-
-def test_conversations_of_other_keys_are_trained_on(tmp_path):
-    data = Dataset.from_list([{"conversations": OTHER_KEYS}] * 8)
-    theirs, ours = (make("SFT", tmp_path, data, library) for library in (trl, trl_padfix))
-    for trainer in (theirs, ours):
-        trainer.train()
-    assert trajectory(ours).equal(trajectory(theirs))
 
 
 def test_an_empty_prompt_is_none(tmp_path, caplog):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -318,13 +317,6 @@ def set_forward(model: nn.Module) -> Callable[[], None]:
     return lambda: delattr(mlp, "forward")
 
 
-def wrap_forward(model: nn.Module) -> Callable[[], None]:
-    """As `set_forward`, with the name and the module of what it wraps."""
-    undo, mlp = set_forward(model), layers_of(model)[0].mlp
-    mlp.forward = functools.wraps(type(mlp).forward)(mlp.forward)
-    return undo
-
-
 def set_class(model: nn.Module) -> Callable[[], None]:
     mlp = layers_of(model)[0].mlp
     kind, forward = type(mlp), mlp.forward
@@ -345,7 +337,7 @@ def hook_all(model: nn.Module) -> Callable[[], None]:
     return nn.modules.module.register_module_forward_hook(hook).remove
 
 
-@pytest.mark.parametrize("change", [shift_mlp, set_forward, wrap_forward, set_class, set_forward_of_class, hook_all])
+@pytest.mark.parametrize("change", [shift_mlp, set_forward, set_class, set_forward_of_class, hook_all])
 def test_a_model_that_was_changed_after_attachment_is_computed_padded(change):
     model, inputs = build("qwen2"), batch("right")
     with torch.no_grad(), remove_padding(model) as handle:

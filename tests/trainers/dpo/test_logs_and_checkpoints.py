@@ -114,11 +114,3 @@ def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode,
     assert_same(resumed.trajectory(), make.theirs("short").trajectory())
     for handle in resumed.trainer.padding.handles if mode else []:
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
-
-
-def test_nothing_of_ours_lands_in_a_checkpoint(make, checkpoints):
-    checkpoint = checkpoints / f"checkpoint-{STEPS}"
-    make.theirs("short").trainer.save_model(str(checkpoints / "trl"))  # trained: Trainer sets special tokens
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        assert (checkpoint / name).read_text() == (checkpoints / "trl" / name).read_text()
-    assert "DPO" in (checkpoints / "README.md").read_text()

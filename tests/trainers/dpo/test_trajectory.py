@@ -4,11 +4,9 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-import torch
-import trl
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
-from kit.trainer_runs import MODES, is_bare
+from kit.trainer_runs import MODES
 
 from trl_padfix import PaddingRemovalError
 from trl_padfix.trainers.parts.packing import RemovePadding
@@ -36,15 +34,3 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
                 trainer.padding.part(RemovePadding).on_init_end()
-
-
-BF16 = 4 * torch.finfo(torch.bfloat16).eps
-
-
-def test_the_default_precision_of_trl_runs_and_passes_the_parity_check(make):
-    settings = {"bf16": True, "gradient_checkpointing": True}
-    theirs = make.train("short", trl.DPOTrainer, **settings).trajectory()
-    ours = make.train("short", **settings | MODES["prefix sharing"])
-    torch.testing.assert_close(ours.trajectory(), theirs, rtol=BF16, atol=BF16)
-    ours.trainer.restore_padding()
-    assert is_bare(ours.trainer.model)
