@@ -228,6 +228,11 @@ BAD = {
         ),
         "`rejected_ids` of pair 0 of the train dataset is nothing but pad tokens",
     ),
+    "a prompt without a token": Bad(
+        "GRPO",
+        lambda: STRICT | {"train_dataset": Dataset.from_dict({"prompt": ["w3", " ", "w4", "w5"]})},
+        r"Prompts \[1\] of the train dataset have no token \(1 in all\).*BOS token",
+    ),
     # Tokenizers and models
     "neither pad nor eos": Bad(
         "DPO",

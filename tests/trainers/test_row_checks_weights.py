@@ -13,9 +13,8 @@ import torch
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
-from kit.online_runs import ONLINE_SETTINGS, load_policy, reward_words, save_policy
 from kit.rows import build_prompts
-from kit.trainer_runs import assert_same, build_tokenizer, trained
+from kit.trainer_runs import assert_same, trained
 from kit.vision_runs import build_pairs, build_processor, build_vlm
 
 import trl_padfix
@@ -23,7 +22,6 @@ from trl_padfix.trainers.data.collators import SidedCollator
 
 
 MODES = {
-    "padded": {},
     "padded, left": {"padding_side": "left"},
     "padding-free, left": {"padding_free": True, "padding_side": "left"},
     "prefix sharing": {"padding_free": True, "prefix_sharing": True},
@@ -145,27 +143,6 @@ def test_a_batch_of_empty_rows_alone_is_a_batch(tmp_path):
     assert {name: value.tolist() for name, value in batch.items()} == {
         "input_ids": [[0], [0]], "attention_mask": [[1], [1]], "labels": [[-100], [-100]],
     }  # fmt: skip
-
-
-# What is found before the first step
-
-
-@pytest.mark.parametrize(("kind", "where"), [("GRPO", "train"), ("RLOO", "eval")])
-def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tmp_path):
-    given = {"train": build_prompts(8), "eval": build_prompts(4)}
-    given[where] = given[where].map(lambda row, i: {"prompt": " " if i == 3 else row["prompt"]}, with_indices=True)
-    policy = save_policy(tmp_path / "policy")
-    with pytest.raises(
-        ValueError, match=rf"Prompts \[3\] of the {where} dataset have no token \(1 in all\).*BOS token"
-    ):
-        getattr(trl_padfix, f"{kind}Trainer")(
-            model=load_policy(policy),
-            reward_funcs=reward_words,
-            args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path), **ONLINE_SETTINGS, strict=True),
-            train_dataset=given["train"],
-            eval_dataset=given["eval"],
-            processing_class=build_tokenizer(),
-        )
 
 
 def test_prompts_without_a_token_in_a_stream_are_warned_about(tmp_path, caplog):
