@@ -94,11 +94,6 @@ def test_the_star_import_has_the_names_that_the_installed_versions_admit(install
     assert imported.keys() - {"__builtins__"} == {*trl_padfix.__all__} < names - {"DPOTrainer"}
 
 
-def test_layouts_need_torch_only(installed):
-    installed(transformers=None, trl=None)
-    assert callable(trl_padfix.padding_free_layout)
-
-
 def test_a_stack_of_another_version_than_its_plug_in_was_run_with_is_refused(installed):
     for package, version in versions.OTHER_STACKS.items():
         run_with = Version(version)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from kit.cells import slow_but
 from kit.observe import entered_tokens
 from kit.processes import logged
@@ -260,6 +261,13 @@ def test_models_that_will_be_wrapped_are_attached_to_before_and_wrapped_ones_are
     assert_same(torch.tensor(found["ours"]), torch.tensor(found["theirs"]))
     assert found["ok"] == [True]
     assert found["tokens"] == sorted(set(found["tokens"]))
+
+
+def test_one_line_says_whether_padding_was_removed_in_the_first_step(tmp_path, capsys):
+    equal = Dataset.from_list([build_ids(1)[0]] * 8)
+    for given, said in (({}, "were computed"), ({"train_dataset": equal}, "the batch has none")):
+        train(tmp_path, callbacks=[PaddingRemovalCallback(parity_check=False)], max_steps=2, **given)
+        assert capsys.readouterr().out.count(said) == 1
 
 
 def test_errors_advise_settings_in_the_words_of_the_stack(tmp_path, monkeypatch):

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
-from kit.rows import build_rows
-from kit.sft_cases import LABELS_IN_DATA
 from kit.trainer_runs import build_tokenizer, our_warnings, trajectory
 
 import trl_padfix
@@ -79,21 +77,6 @@ def test_pairs_that_trl_leaves_out_are_counted_in_a_warning(tmp_path, caplog):
         make("DPO", tmp_path, Dataset.from_dict(columns), max_length=6, padding_side="right")
     (warning,) = our_warnings(caplog)
     assert re.search("2 of 4 pairs of the train dataset were left out.*`max_length=6`.*Raise `max_length`", warning)
-
-
-def masked(row):
-    return {"input_ids": [5, 6, 7], "labels": [-100] * 3 if row % 2 else [-100, 6, 7]}
-
-
-@pytest.mark.skipif(not LABELS_IN_DATA, reason="this TRL truncates in its collator")
-def test_rows_that_teach_nothing_are_counted_in_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        side = {"padding_side": "right"}
-        make("SFT", tmp_path, Dataset.from_list([masked(row) for row in range(8)]), max_length=None, **side)
-        make("SFT", tmp_path, build_rows(), max_length=14, **side)
-    ours = our_warnings(caplog)
-    assert re.search("4 of 8 rows of the train dataset have no token to train on.*Drop them", ours[0])
-    assert any(re.search(r"\d+ of 40 rows of the train dataset were left out.*`max_length=14`", o) for o in ours[1:])
 
 
 texts = st.one_of(st.none(), st.text("ab", max_size=2))

@@ -1,7 +1,5 @@
 """What a script does with a DPO trainer: its figures, evaluations, configurations and checkpoints."""
 
-import re
-
 import pytest
 import trl
 from kit.dpo_cases import build_pairs
@@ -21,22 +19,6 @@ from trl_padfix import DPOTrainer
 STEPS = 5
 
 # -- our own figures
-
-
-def test_the_parity_check_says_one_line_for_each_model(make, capsys):
-    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
-    trainer.train()
-    assert trainer.padding.parity.keys() == {"train", "eval"}
-    alone = make(config=SIDED_MODES["prefix sharing, left"])
-    alone.evaluate()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
-    name = type(trainer.model).__name__
-    models = [f"{name} (model)", f"{name} (reference model)"]
-    assert [line.partition(":")[0] for line in lines] == [*models, "parity ok, the trainer's own loss", *models]
-    assert ["gradient off by" in line for line in lines] == [True, False, False, False, False]
-    own_loss = lines.pop(2)
-    assert "on 4 rows" in own_loss
-    assert all(re.search(r"\(.*, sdpa, torch.float32\): difference of .*\(at most \de-05\)", line) for line in lines)
 
 
 @pytest.mark.parametrize("check", [True, "forward"])
