@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -186,3 +187,13 @@ def test_only_a_name_that_may_be_trls_imports_trl(name):
     code = f"import sys, trl_padfix; hasattr(trl_padfix, {name!r}); print('trl' in sys.modules)"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == str(name == "nothing")
+
+
+@pytest.mark.parametrize("package", versions.OTHER_STACKS)
+def test_another_version_is_refused_before_anything_of_it_is_imported(package, monkeypatch):
+    name = f"trl_padfix.integrations.{package.replace('-', '_')}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(versions.OTHER_STACKS, package, "0.1.0")
+    monkeypatch.setitem(sys.modules, package.removeprefix("ms-"), None)
+    with pytest.raises(RuntimeError, match=rf"run with {package} 0\.1\.0, and (none|\d+\.\d+\.\d+) is installed"):
+        importlib.import_module(name)

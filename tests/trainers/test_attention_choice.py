@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from kit.methods import make_trainer
 from kit.online_runs import save_policy
 from kit.trainer_runs import MODES, assert_same, build_model, lora, run
@@ -122,6 +123,14 @@ def test_auto_chooses_the_fastest_and_says_so_once(make, caplog):
     (said,) = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
     assert "`attn_implementation='auto'` is 'sdpa'" in said
     assert trainer.ref_model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(not hasattr(trl, "DistillationTrainer"), reason="this TRL has no stable distillation")
+def test_a_teacher_that_is_loaded_by_its_name_runs_with_what_it_is_asked_to(saved, tmp_path):
+    given = {"teacher_model": saved, "teacher_attn_implementation": "eager"}
+    trainer = make_trainer(trl_padfix, "Distillation", tmp_path, **given)
+    assert trainer.teacher_model.config._attn_implementation == "eager"
+    assert trainer.model.config._attn_implementation == "sdpa"
 
 
 # Models that are loaded already
