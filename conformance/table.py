@@ -24,41 +24,29 @@ MARKED = re.compile(r"(<!-- adapters: ([^>]*) -->\n).*?(<!-- end -->)", re.DOTAL
 FIGURES = {"loss", "gradient", "allowed"}
 
 
-def cell(row: dict[str, Any] | None) -> str:
-    if row is None or row["outcome"] == "not run":
-        return ""
-    if row["outcome"] == "error":
-        return "stops"
-    if row["outcome"] == "ok":
-        return "ok"
+def figure(row: dict[str, Any]) -> str:
+    """How far a case that leaks is off."""
     if row["loss"] > row["allowed"][0]:
-        return f"**{row['loss']:.2g}**"
-    return f"**g {row['gradient']:.2g}**"
+        return f"{row['loss']:.2g}"
+    return f"g {row['gradient']:.2g}"
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """Cases in rows, adapters in columns; below it what is ok everywhere, and what leaks everywhere."""
-    outcomes = {r["adapter"]: {row["case"]: cell(row) for row in r["cases"]} for r in reports}
-    computed = {name: [c for c in cells.values() if c not in ("", "stops")] for name, cells in outcomes.items()}
-    leaks = {r["adapter"]: [row for row in r["cases"] if row["outcome"] == "LEAK"] for r in reports}
-    always = [name for name in outcomes if leaks[name] and len(leaks[name]) == len(computed[name])]
-    never = [name for name, cells in outcomes.items() if set(cells.values()) <= {"", "ok"}]
-    names = [name for name in outcomes if name not in (*always, *never)]
-    others = [name for name in outcomes if name not in always]
-    lines, passed = [["", *names], ["---"] * (len(names) + 1)], []
-    for case in dict.fromkeys(case for cells in outcomes.values() for case in cells):
-        found = {outcomes[name].get(case, "") for name in others}
-        if found - {"", "ok"}:
-            lines.append([case, *(outcomes[name].get(case, "") for name in names)])
-        elif "ok" in found:
-            passed.append(case)
-    below = [f"ok wherever computed: {'; '.join(passed)}"] if passed else []
-    below += [f"ok in every case: {', '.join(f'`{name}`' for name in never)}"] if never else []
-    for name in always:
-        low, high = (bound(row["loss"] for row in leaks[name]) for bound in (min, max))
-        below.append(f"leaks in every case: `{name}` ({low:.2g} to {high:.2g} nats)")
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return text + "\n\n" + "\n".join(f"- {line}." for line in below)
+    """Adapters in rows, those of equal results in one: how many cases are ok, which leak, and which stop."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for report in reports:
+        of = {kind: [row for row in report["cases"] if row["outcome"] == kind] for kind in ("ok", "LEAK", "error")}
+        computed = sum(map(len, of.values()))
+        leaks = [f"{row['case']} **{figure(row)}**" for row in of["LEAK"]]
+        if leaks and not of["ok"]:
+            low, high = (bound(row["loss"] for row in of["LEAK"]) for bound in (min, max))
+            leaks = [f"every case that does not stop, **{low:.2g}** to **{high:.2g}**"]
+        stops = [row["case"] for row in of["error"]]
+        cells = f"{len(of['ok'])} of {computed}", "; ".join(leaks), "; ".join(stops)
+        names.setdefault(cells, []).append(f"`{report['adapter']}`")
+    lines = [("adapter", "ok", "leaks", "stops"), ("---",) * 4]
+    lines += [(", ".join(adapters), *cells) for cells, adapters in names.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def page(text: str, reports: list[dict[str, Any]]) -> str:

@@ -22,9 +22,53 @@ from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    'Attention implementation of the model: a name, `"auto"` for a FlashAttention that is installed, or else `sdpa`, '
+    'Attention implementation of the model: a name; `"auto"` for an installed FlashAttention, else `sdpa`; '
     'or for a vision model a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
+WHEN = {
+    "padding_free": "`True`: rows differ in length",
+    "prefix_sharing": '`True`: rows share a beginning; `"auto"`: you do not know whether model and batches allow it',
+    "parity_check": "`False`: you measure time; `'short'`, `'forward'`: the check takes too much memory",
+    "strict": "`True`: doubtful data or a padded call must stop the run",
+    "packed_multiple_of": "FP8 or compiled kernels need few lengths",
+    "padding_side": "the model needs another side than its tokenizer pads",
+    "group_by_prefix": "`True`: rows of one prompt are far apart in the data",
+    "group_by_prefix_buffer": "you group a streamed dataset",
+    "ref_attn_implementation": "the reference model needs another attention",
+    "expand_turns": "`True`: your rows are conversations or rollouts of agents",
+    "pool_last_token": "`True`: the pad token also occurs in the text",
+    "teacher_attn_implementation": "the teacher needs another attention",
+    "attn_implementation": '`"auto"`: you want the fastest attention that is installed',
+    "max_tokens_per_batch": "one big batch does not fit into memory",
+    "exact_eval_means": "`True`: batches of the evaluation differ in size",
+    "predict_with_generate": "`True`: you want metrics of generated answers",
+    "generation_max_new_tokens": "answers are longer or shorter",
+    "generation_kwargs": "you sample, or change another argument of `generate`",
+    "eval_generation_samples": "generation takes too long",
+    "activation_checkpointing": "as in transformers 5",
+    "activation_checkpointing_kwargs": "as in transformers 5",
+}
+"""When to set a field."""
+
+METRICS = """
+## Logged beside TRL's metrics
+
+In evaluation each name begins with `eval_`.
+
+| metric | meaning |
+|---|---|
+| `padfix/pad_fraction` | share of the padded batch that is padding |
+| `padfix/shared_fraction` | share of the real tokens that repeat a prefix |
+| `padfix/filler_fraction` | share of the computed tokens that is filler (with `packed_multiple_of`) |
+| `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
+| `padfix/auto_shared` | share of the forwards that shared prefixes (with `prefix_sharing="auto"`) |
+| `perf/tokens_per_second` | real tokens per second of the training step |
+
+With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute all rows of a prompt in one
+micro-batch. The step is the same, but the metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`,
+`cispo_clip_ratio`) cover other rows than in TRL. With a token budget or your own loss, micro-batches are TRL's.
+"""
+
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
 
 
@@ -46,45 +90,34 @@ def options() -> str:
             methods.setdefault(name, []).append(METHODS[method])
     page = "# Options\n\n" + MADE
     page += (
-        "The fields that this package adds to TRL's, in Python, in a YAML, or as a flag (`--padding_free true`). "
-        "Begin with one big step: `per_device_train_batch_size=32`, `gradient_accumulation_steps=1` "
-        "([settings that pay](from_trl.md#settings-that-pay-in-every-method)).\n"
+        "This package adds these fields to TRL's. Set them in Python, in a YAML or as a flag (`--padding_free true`). "
+        "Start with `padding_free=True` and one big step: `per_device_train_batch_size=32`, "
+        "`gradient_accumulation_steps=1` ([settings that pay](from_trl.md#settings-that-pay-in-every-method)).\n"
     )
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
     first = next(iter(OPTION_GROUPS))
     ordered = sorted(by_name, key=lambda name: [*OPTION_GROUPS].index(group_of.get(name, first)))
+    who = {n: "all" if len(methods[n]) == len(METHODS) else ", ".join(methods[n]) for n in ordered}
+    page += "\n| field | default | trainers | set it if |\n|---|---|---|---|\n"
+    page += "".join(
+        f"| [`{name}`](#{name}) | `{by_name[name][0]}` | {who[name]} | {WHEN[name]} |\n" for name in ordered
+    )
     group = ""
     for name in ordered:
-        default, help_text = by_name[name]
         if group != group_of.get(name, first):
             group = group_of.get(name, first)
             page += f"\n## {group[0].upper()}{group[1:]}\n"
-        trainers = "all trainers" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
-        page += f"\n### `{name}`\n\n*`{default}`; {trainers}.* {' '.join(help_text.split())}\n"
-    page += (
-        "\n## Logged beside TRL's metrics\n\n"
-        "With `eval_` before the name in evaluation:\n\n"
-        "| metric | |\n|---|---|\n"
-        "| `padfix/pad_fraction` | share of the padded batch that is padding |\n"
-        "| `padfix/shared_fraction` | share of the real tokens that repeat a prefix |\n"
-        "| `padfix/filler_fraction` | with `packed_multiple_of`: share of the computed tokens that is filler |\n"
-        "| `padfix/padded_forwards` | forwards that were computed padded, each reason said once in the log |\n"
-        '| `padfix/auto_shared` | with `prefix_sharing="auto"`: share of the forwards that shared prefixes |\n'
-        "| `perf/tokens_per_second` | real tokens per second of the training step |\n\n"
-        "With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute the rows of a prompt in "
-        "one micro-batch. Their metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) are "
-        "then means, minima and maxima over other rows than TRL's; the step is the same. With a token budget, or "
-        "with a loss of your own, the micro-batches are TRL's.\n"
-    )
+        page += f"\n### `{name}`\n\n{' '.join(by_name[name][1].split())}\n"
+    page += METRICS
     return page
 
 
 def llms() -> str:
     """The pages in the order of the navigation, each with its headings, for language models."""
     folder = Path(__file__).parent
-    text = "# trl_padfix\n\n> Train with TRL and compute only real, distinct tokens; the losses are TRL's.\n\n"
+    text = "# trl_padfix\n\n> Drop-in TRL trainers that skip padding and compute shared prompts once.\n\n"
     for line in (folder.parent / "mkdocs.yml").read_text().partition("\nnav:\n")[2].splitlines():
         title, _, page = line.strip(" -").partition(": ")
         if not page:

@@ -1,7 +1,7 @@
 """
 SFT on images without padding, on one process or many.
 
-A tiny LLaVA built on the spot learns to name coloured shapes, offline, on CPU, in under a minute of training:
+A tiny LLaVA built on the spot learns to name colored shapes, offline, on CPU, in under a minute of training:
 
     python recipes/sft_vlm.py --config recipes/sft_vlm_tiny.yaml --use_cpu true
 
@@ -45,12 +45,12 @@ class RecipeArguments(trl.ScriptArguments):
     dataset_name: str | None = field(default=None, metadata={"help": "Path or name of the dataset to load."})
     tiny: bool = field(
         default=False,
-        metadata={"help": "Train a random LLaVA on pictures of coloured shapes, both built on the spot: no download."},
+        metadata={"help": "Train a random LLaVA on pictures of colored shapes, both built on the spot: no download."},
     )
 
 
 def draw_shapes(count: int, seed: int) -> Dataset:
-    """Questions about one or two pictures of coloured shapes, with the names of the shapes as answers."""
+    """Questions about one or two pictures of colored shapes, with the names of the shapes as answers."""
     draw = random.Random(seed)
     rows = {"images": [], "prompt": [], "completion": []}
     for _ in range(count):

@@ -57,6 +57,24 @@ def test_a_missing_file_is_said_before_anything_is_imported():
     assert not {"torch", "numpy", "datasets", "transformers", "trl"} & imported
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--config", "nowhere.yaml"],
+        ["--nonsense", "true"],
+        ["--max_steps", "many"],
+        ["--model_name_or_path", "./nowhere"],
+        ["--dataset_name", "./nowhere"],
+        ["--model_name_or_path", "some/model"],
+    ],
+)
+def test_a_mistake_is_said_before_torch_is_imported(words):
+    imported = modules_after(run("dpo", *words))
+    assert "trl_padfix.cli.config_file" in imported
+    assert not {"torch", "numpy", "datasets", "transformers", "trl", "accelerate"} & imported
+
+
 def test_no_command_prints_the_help_and_fails():
     result = trl_padfix_command()
     assert result.exit_code == 2
@@ -81,6 +99,14 @@ def test_json_has_standard_output_to_itself(command, tmp_path):
 
 
 def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "matplotlib" else name)
-    with pytest.raises(SystemExit, match="the command line needs matplotlib, which the extra `cli` brings"):
-        require_extra()
+    monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "rich" else name)
+    with pytest.raises(SystemExit, match="the command line needs rich, which the extra `cli` brings"):
+        require_extra("typer", "rich")
+
+
+def test_only_pictures_need_matplotlib():
+    without = "import sys; sys.modules['matplotlib'] = None; "
+    assert "trl_padfix.tools.doctor" in modules_after(without + run("doctor"))
+    words = ("stats", "recipes", "--plot", "a.png", "--train-tokenizer", "300")
+    done = subprocess.run([sys.executable, "-c", without + run(*words)], capture_output=True, text=True)
+    assert "needs matplotlib" in done.stderr

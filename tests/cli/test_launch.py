@@ -17,8 +17,9 @@ from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_comman
 from safetensors.torch import load_file
 from transformers import set_seed
 
+from trl_padfix.cli.config_file import declared_fields, name_of
 from trl_padfix.cli.launch import main, make_parser, parse, warn_of_unused_lora
-from trl_padfix.cli.methods import OPTION_GROUPS
+from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +167,7 @@ def test_help_shows_our_fields_first_in_groups_and_all_of_trls(method):
     words = set(ours.replace(",", " ").split())
     assert {"--padding_free", "--prefix_sharing", "--parity_check", "--dry_run", "--max_tokens_per_batch"} <= words
     assert "--learning_rate" not in words
-    assert "Compute no padding: the decoder's inputs are packed" in " ".join(ours.split())  # as its docstring says
+    assert "Compute no padding: the decoder receives one packed row" in " ".join(ours.split())  # as its docstring says
     assert not re.search(r"^  --padding_free", theirs, re.MULTILINE)
     all_fields = {action.dest for action in make_parser(method)._actions}
     assert {a.dest for a in trl_script(method).make_parser()._actions} <= all_fields
@@ -183,8 +184,19 @@ def test_names_that_nothing_takes_are_all_told_at_once_with_their_lines(recipe, 
     assert told[0] == "  --lerning_rate (did you mean `learning_rate`?)"
     assert told[1] == f"  {path}, line 1: torch_dtype (it is `dtype` now)"
     assert told[2] == f"  {path}, line 2: nonsense"
-    assert told[3].startswith(f"  {path}, line {last}: max_prompt_length (TRL has it no more")
+    assert told[3].startswith(f"  {path}, line {last}: max_prompt_length (removed from TRL")
     assert len(told) == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_fields_read_from_source_are_those_of_the_parser(method):
+    pytest.importorskip(f"trl.scripts.{method}")
+    fields = declared_fields(method)
+    actions = [*make_parser(method)._actions, *accelerate_launch.launch_command_parser()._actions]
+    real = {name_of(flag) for action in actions for flag in action.option_strings if flag.startswith("--")}
+    assert {name for name in real if not {name, name.removeprefix("no_")} & {*fields}} <= {"help"}
+    assert len({*fields} - real) < 40  # of other classes in the same files
+    assert {"padding_fre", "nonsense"} & {*fields} == set()
 
 
 def test_a_key_that_stands_twice_is_an_error(recipe, tmp_path):
@@ -250,6 +262,6 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     assert (launch.num_processes, launch.main_process_port, launch.config_file) == (1, 1234, str(path))
     assert (launch.module, launch.training_script) == (True, "trl_padfix.cli.launch")
     assert launch.training_script_args == ["dpo", *args]
-    to_train = ["--accelerate_config", "zero3", "--model_name_or_path", "nowhere/model"]
+    to_train = ["--accelerate_config", "zero3", "--model_name_or_path", "nowhere/model", "--dataset_name", "no/data"]
     _, launch = parse("dpo", [*to_train, "--use_cpu", "true", "--bf16", "false"])
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's

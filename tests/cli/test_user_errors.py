@@ -10,6 +10,7 @@ from trl_padfix.cli import user_errors
 
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+RUN = [*CPU, "--model_name_or_path", "models/good", "--dataset_name", "good_folder"]
 
 
 def stats(data, *more):
@@ -38,15 +39,21 @@ CASES = [
     (["dpo", *CPU, "--config", "nowhere.yaml"], "'nowhere.yaml'"),
     (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is no YAML"),
     (["dpo", *CPU, "--config", "list.yaml"], "list.yaml holds no mapping"),
-    (["dpo", *CPU, "word"], "word: a value without a flag"),
+    (["dpo", *RUN, "word"], "word: a value without a flag"),
     (["dpo", *CPU, "--seed", "one"], "invalid int value"),
     (["dpo", *CPU, "--dataset_name", "good_folder"], "no model is given: set `--model_name_or_path`"),
+    (["dpo", *CPU, "--model_name_or_path", "models/good"], "no data is given: set `--dataset_name`"),
+    (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "`model_name_or_path`: there is no file or folder"),
+    (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
+    (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
+    (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
+    (["dpo", *CPU, "--config", "word.yaml"], "word.yaml, line 2: max_steps: invalid int value: 'many'"),
     (["dpo", *CPU, "--dataset_name", "./nowhere"], "there is no file or folder './nowhere'"),
     (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *CPU, "--dataset_name", "with_an_empty_file"], "train.jsonl' is empty"),
     (["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
-    (["dpo", *CPU, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
-    (["sft", *CPU, "--eval_strategy", "often"], "often"),
+    (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
+    (["sft", *RUN, "--eval_strategy", "often"], "often"),
     (["trainn"], "trainn"),
 ]
 
@@ -56,6 +63,7 @@ def material(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     build_bad_data(folder)
     build_bad_models(folder / "models")
+    (folder / "word.yaml").write_text("seed: 1\nmax_steps: many\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()
     return folder

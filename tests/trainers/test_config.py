@@ -1,8 +1,10 @@
 """`DPOConfig`, and what importing the package costs and changes: nothing until a trainer is asked for."""
 
 import dataclasses
+import inspect
 import json
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,19 @@ def run_python(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_an_unknown_field_is_answered_with_the_one_of_today():
+    for given, answer in {
+        "max_prompt_length": "`DPOConfig` has no field `max_prompt_length` (removed from TRL: `max_length` limits",
+        "evaluation_strategy": "`evaluation_strategy` (it is `eval_strategy` now)",
+        "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
+        "nonsense": "has no field `nonsense`.",
+    }.items():
+        with pytest.raises(TypeError, match=re.escape(answer)):
+            DPOConfig(**{given: 1}, **ON_CPU)
+    assert "nonsense" not in inspect.signature(DPOConfig).parameters
+    assert "padding_free" in inspect.signature(DPOConfig).parameters
 
 
 def test_the_parity_check_may_leave_gradients_out(tmp_path):

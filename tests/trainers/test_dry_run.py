@@ -28,6 +28,9 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys):
     assert dry_run(trainer)
     table = capsys.readouterr().out
     assert table.count("Dry run:") == 1
+    assert table.count("parity ok (") == 4  # model and reference, in training and in evaluation: each once
+    assert "max_steps" in table
+    assert "num_train_epochs" not in table
     for text in ("prefix_sharing", "data  ", "24 rows; eval: 8 rows", "parity, train, model", "parity, eval, model"):
         assert text in table
     assert set(trainer.padding.parity) == {"train", "eval"}

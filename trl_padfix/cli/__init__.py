@@ -10,9 +10,9 @@ from importlib.util import find_spec
 __all__ = ["disable_telemetry", "main", "require_extra"]
 
 
-def require_extra() -> None:
-    """End the process with one line if the extra `cli` is not installed."""
-    missing = [name for name in ("typer", "rich", "matplotlib") if find_spec(name) is None]
+def require_extra(*names: str) -> None:
+    """End the process with one line if a package of the extra `cli` is not installed."""
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         sys.exit(
             f"trl-padfix: the command line needs {', '.join(missing)}, which the extra `cli` brings: "
@@ -32,7 +32,7 @@ def disable_telemetry() -> None:
 
 def main() -> None:
     """Run the command."""
-    require_extra()
+    require_extra("typer", "rich")
     if {"-h", "--help"} & {*sys.argv}:
         # transformers imports PEFT with its configurations, and PEFT all models: half of the time. No flag needs it.
         sys.modules["peft"] = None  # type: ignore[assignment]

@@ -1,43 +1,78 @@
-"""Flags and keys of a YAML that nothing takes, or that are given twice: found before anything is loaded."""
+"""
+Flags and keys of a YAML, checked before torch is imported: names, numbers, paths, and what is missing.
+
+The fields are read from the source of the configurations, because importing these takes ten seconds.
+"""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+import ast
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import yaml
 
-
-if TYPE_CHECKING:
-    from trl import TrlParser
-
-__all__ = ["check_names", "keys_of", "name_of"]
-
-GONE = {
-    "torch_dtype": "it is `dtype` now",
-    "warmup_ratio": "`warmup_steps` takes a share below 1 too",
-    "evaluation_strategy": "it is `eval_strategy` now",
-    "max_seq_length": "it is `max_length` now",
-    "max_prompt_length": "TRL has it no more: `max_length` limits prompt and completion together",
-    "overwrite_output_dir": "leave it out: a run goes on from a checkpoint only with `resume_from_checkpoint`",
-    "no_cuda": "it is `use_cpu` now",
-    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
-    "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
-}
-"""Fields of earlier versions of TRL and transformers, and what to write today."""
+from ..field_names import hint
+from ..files import DATA_FILES, folder_obstacle, is_missing_path
+from ..versions import newer_trl
+from .methods import METHODS
 
 
-def keys_of(path: str) -> dict[str, int]:
+__all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "read_given"]
+
+TINY = ("dpo", "sft")
+"""Methods that can train a tiny model that is built on the spot."""
+
+OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "attn_implementation"}
+"""Names that no dataclass field declares."""
+
+BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
+"""What the parser of transformers takes for a flag."""
+
+NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
+"""Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Values by name of field, flags before the YAML, and the place of each."""
+
+    values: dict[str, Any]
+    places: dict[str, str]
+
+
+def name_of(flag: str) -> str:
+    """The name of the field that a flag sets."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def read_given(args: Sequence[str]) -> Given:
     """
-    The keys at the top of a YAML, with their lines.
+    Read flags and YAML without a parser.
 
     Raises:
         ValueError: If the file is no YAML of a mapping, or a key stands in it twice.
     """
+    if args[-1] == "--config":
+        raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
+    given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
+    for word, following in zip(args, [*args[1:], "--"], strict=True):
+        if word.startswith("--"):
+            flag, has_value, value = word.partition("=")
+            bare = "true" if following.startswith("--") else following
+            given.values[name_of(flag)] = value if has_value else bare
+            given.places[name_of(flag)] = flag
+    return given
+
+
+def _read_yaml(path: str) -> Given:
     try:
-        root = yaml.compose(Path(path).read_text("utf-8"))
+        text = Path(path).read_text("utf-8")
+        root, values = yaml.compose(text), yaml.safe_load(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
@@ -48,38 +83,112 @@ def keys_of(path: str) -> dict[str, int]:
         if node.value in lines:
             raise ValueError(f"{path}: the key `{node.value}` stands in lines {lines[node.value]} and {line}.")
         lines[node.value] = line
-    return lines
+    return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()})
 
 
-def check_names(
-    method: str, parser: TrlParser, words: Sequence[str], config: str | None, keys: dict[str, int]
-) -> None:
+def check_given(method: str, given: Given) -> None:
+    """
+    Raises:
+        ValueError: For unknown names, numbers that are none, paths that are not there, and without model or data.
+    """
+    fields = declared_fields(method)
+    if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
+        check_names(method, given, fields)
+    _check_numbers(given, fields)
+    values = {_whole(name, fields): value for name, value in given.values.items()}
+    _check_paths(values)
+    if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
+        raise ValueError(f"`output_dir`: {reason}")
+    if not (values.get("model_name_or_path") or values.get("tiny_model")):
+        tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
+        raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
+    if not (values.get("dataset_name") or values.get("datasets")):
+        raise ValueError(
+            "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
+        )
+
+
+def declared_fields(method: str) -> dict[str, set[str]]:
+    """
+    The fields of a method and the flags of `accelerate launch`, with the types that their source declares.
+
+    A few belong to other classes in the same files: the parser of the method's script finds these later.
+    """
+    others = {*METHODS} - {method}
+    folder, transformers, accelerate, ours = (
+        Path(spec.origin).parent
+        for package in ("trl", "transformers", "accelerate", "trl_padfix")
+        if (spec := find_spec(package)) and spec.origin
+    )
+    files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
+    files = [file for file in files if file.stem.removesuffix("_config") not in others]
+    files += folder.glob(f"experimental/{method}/*_config.py")
+    files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
+    files += [ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
+    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
+        if isinstance(node, ast.ClassDef):
+            for part in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
+                fields.setdefault(ast.unparse(part.target), set()).add(ast.unparse(part.annotation))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
+            flags = [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
+            for flag in (flag for flag in flags if flag.startswith("--")):
+                fields.setdefault(name_of(flag), set())
+    return fields
+
+
+def check_names(method: str, given: Given, known: Iterable[str]) -> None:
     """
     Raises:
         ValueError: For flags and keys that neither the method's script nor `accelerate launch` takes; it names all.
     """
-    from accelerate.commands.launch import launch_command_parser
-
-    actions = [*parser._actions, *launch_command_parser()._actions]
-    known = {name_of(flag) for action in actions for flag in action.option_strings}
-    known |= {"config", "accelerate_config", "env"}
-    flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    # argparse accepts the beginning of a flag.
-    unknown = [(flag, name_of(flag)) for flag in flags if not any(name.startswith(name_of(flag)) for name in known)]
-    unknown += [(f"{config}, line {line}: {key}", key) for key, line in keys.items() if key not in known]
+    known = {*known}
+    unknown = [name for name, place in given.places.items() if not _is_known(name, place, known)]
     if unknown:
         first = f"neither a field of `trl-padfix {method}` (`--help` lists them) nor of `accelerate launch`:"
-        lines = [f"  {place}{_instead(name, known)}" for place, name in unknown]
-        raise ValueError("\n".join([first, *lines]))
+        unknown.sort(key=lambda name: not given.places[name].startswith("--"))
+        raise ValueError("\n".join([first, *(f"  {given.places[name]}{hint(name, known)}" for name in unknown)]))
 
 
-def _instead(name: str, known: set[str]) -> str:
-    """What to write in place of a name, in parentheses; empty if nothing is known."""
-    close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1)]
-    remark = GONE.get(name) or "".join(close)
-    return f" ({remark})" if remark else ""
+def _is_known(name: str, place: str, known: set[str]) -> bool:
+    if place.startswith("--"):  # argparse takes the beginning of a flag, and `--no_x` for each flag `x`
+        return any(other.startswith(name.removeprefix("no_")) or other.startswith(name) for other in known)
+    return name in known
 
 
-def name_of(flag: str) -> str:
-    """The name of the field that a flag sets."""
-    return flag.removeprefix("--").replace("-", "_")
+def _whole(name: str, known: Iterable[str]) -> str:
+    """The field that the beginning of a flag stands for, as argparse takes it."""
+    longer = [other for other in known if other.startswith(name)]
+    return longer[0] if len(longer) == 1 else name
+
+
+def _check_numbers(given: Given, fields: dict[str, set[str]]) -> None:
+    """Raise a `ValueError` for a word where a field takes a number or a truth value."""
+    for name, value in given.values.items():
+        types = {kind.removesuffix(" | None") for kind in fields.get(name, ())}
+        if len(types) == 1 and isinstance(value, str) and (kind := types.pop()) in NUMBERS:
+            try:
+                NUMBERS[kind](value)
+            except ValueError:
+                raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.") from None
+
+
+def _check_paths(given: dict[str, Any]) -> None:
+    """Raise a `ValueError` for a model or dataset that is not there, a file as a dataset, and an empty file."""
+    for field in ("model_name_or_path", "dataset_name"):
+        if (name := given.get(field)) and is_missing_path(name):
+            raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
+    # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
+    path = Path(given.get("dataset_name") or "")
+    if builder := DATA_FILES.get(path.suffix):
+        wrong = "is a file" if path.is_file() else "names a file, and there is none here"
+        raise ValueError(
+            f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
+            f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
+        )
+    files = [path / name for name in os.listdir(path)] if given.get("dataset_name") and path.is_dir() else []
+    of_mixture = [dataset.get("data_files") for dataset in given.get("datasets") or [] if isinstance(dataset, dict)]
+    files += [Path(file) for file in of_mixture if isinstance(file, str)]
+    for file in files:
+        if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
+            raise ValueError(f"the data file {str(file)!r} is empty.")

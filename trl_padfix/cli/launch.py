@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from ..files import DATA_FILES, folder_obstacle, is_missing_path
 from . import disable_telemetry, require_extra
-from .config_file import check_names, keys_of, name_of
+from .config_file import OF_COMMAND, TINY, check_given, check_names, name_of, read_given
 from .methods import METHODS, OPTION_GROUPS
 
 
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["main", "make_parser", "parse", "run"]
+__all__ = ["INTERRUPTED", "main", "make_parser", "parse", "run"]
 
-TINY = ("dpo", "sft")
-"""Methods that can train a tiny model that is built on the spot."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -91,8 +90,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
             f"nothing is given to train. `trl-padfix {method} --config FILE.yaml` reads a YAML (those in `recipes/` "
             "are examples), or give at least `--model_name_or_path` and `--dataset_name`."
         )
-    config = _config_of(args)
-    keys = keys_of(config) if config is not None else {}
+    given = read_given(args)
+    check_given(method, given)
     # Imported now, after the mistakes that can be told without them: they take seconds.
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -100,7 +99,9 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     from ..trainers.resume import checkpoint_to_resume
 
     parser = make_parser(method)
-    check_names(method, parser, args, config, keys)
+    actions = [*parser._actions, *launch_command_parser()._actions]
+    known = {name_of(flag) for action in actions for flag in action.option_strings}
+    check_names(method, given, known | OF_COMMAND)
     *parsed, others = parser.parse_args_and_config(args, return_remaining_strings=True)
     others = resolve_accelerate_config_argument(others)
     script = ["--module", "trl_padfix.cli.launch", method, *args]
@@ -108,15 +109,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
     _set_defaults(launch)
-    training, model, own = parsed[1], parsed[2], parsed[-1]
+    training = parsed[1]
     training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
-    if reason := folder_obstacle(training.output_dir):
-        raise ValueError(f"`output_dir`: {reason}")
-    for arguments in parsed:
-        _check_paths(arguments)
-    if not (model.model_name_or_path or vars(own).get("tiny_model")):
-        tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
-        raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
     return parsed, launch
 
 
@@ -136,41 +130,11 @@ def _set_defaults(launch: Namespace) -> None:
 
 def warn_of_unused_lora(args: Sequence[str]) -> str | None:
     """A warning if flags or keys set up adapters that are not switched on: all weights would be trained."""
-    config = _config_of(args)
-    given = [name_of(word.split("=")[0]) for word in args if word.startswith("--")]
-    given += keys_of(config) if config is not None else {}
+    given = read_given(args).values
     adapters = [name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
     if not adapters or "use_peft" in given:
         return None
     return f"`{adapters[0]}` is given without `use_peft`: no adapter is made, and all weights are trained."
-
-
-def _check_paths(arguments: Any) -> None:
-    """Raise a `ValueError` for a model or dataset that is not there, a file as a dataset, and an empty file."""
-    given = vars(arguments)
-    for field in ("model_name_or_path", "dataset_name"):
-        if (name := given.get(field)) and is_missing_path(name):
-            raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
-    # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
-    path = Path(given.get("dataset_name") or "")
-    if builder := DATA_FILES.get(path.suffix):
-        wrong = "is a file" if path.is_file() else "names a file, and there is none here"
-        raise ValueError(
-            f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
-            f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
-        )
-    files = [path / name for name in os.listdir(path)] if given.get("dataset_name") and path.is_dir() else []
-    files += [Path(d.data_files) for d in given.get("datasets") or [] if isinstance(d.data_files, str)]
-    for file in files:
-        if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
-            raise ValueError(f"the data file {str(file)!r} is empty.")
-
-
-def _config_of(args: Sequence[str]) -> str | None:
-    """The path of the YAML in the flags."""
-    if args[-1] == "--config":
-        raise ValueError("`--config` is the last word: the path of a YAML belongs after it.")
-    return args[args.index("--config") + 1] if "--config" in args else None
 
 
 def main(method: str, args: Sequence[str]) -> None:
@@ -241,13 +205,25 @@ def _checked(trainer_class: type) -> Callable[..., Any]:
 
 def run(method: str, args: Sequence[str]) -> None:
     """Run [`main`] in a launched process, where a mistake of the user is a message and an exit code, too."""
-    require_extra()
+    require_extra("typer", "rich")
     from .user_errors import explain_errors
 
     disable_telemetry()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explain_errors(f"trl-padfix {method}{rank}"):
-        main(method, args)
+        try:
+            main(method, args)
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"trl-padfix {method}: {_stopped(read_given(args).values)}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+
+def _stopped(given: dict[str, Any]) -> str:
+    """How to go on after Ctrl-C."""
+    if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
+        return "stopped before the first checkpoint (`save_steps`): the same command begins from the start."
+    return "stopped. To go on from the last checkpoint, add `--resume_from_checkpoint latest` to the same command."
 
 
 def _script(method: str) -> Any:

@@ -20,5 +20,6 @@ OPTION_GROUPS = {
         "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
         "eval_generation_samples",
     ),
+    "lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
 """Groups of the fields that this package adds; those that none names belong to the first."""

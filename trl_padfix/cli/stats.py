@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from ..files import refuse_missing
 from ..versions import require
+from . import require_extra
 from .console import JsonOption, one_of, outputs, write_json
 
 
@@ -36,12 +37,13 @@ def stats(
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
+    if plot is not None:
+        require_extra("matplotlib")
     outputs(plot=plot, json=json)
     require("trl", "tools.stats")
 
     from ..tools.data import load_rows, texts_of
     from ..tools.stats import measure, summary
-    from ..tools.stats_picture import plot as draw
     from ..tools.tiny import train_tokenizer as trained
     from ..tools.token_rows import COLUMNS, trainer_of
     from ..tools.verdict import UNITS, advise
@@ -74,4 +76,6 @@ def stats(
     counts = {"data": data, "rows": len(lengths), "lengths": figures, "truncated": truncated}
     write_json(json, counts | {"verdict": asdict(verdict)})
     if plot is not None:
+        from ..tools.stats_picture import plot as draw
+
         draw(kept, plot, batch_size=batch_size)

@@ -405,7 +405,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
         `type`: a subclass of `trainer_class`, with its signature.
 
     Raises:
-        TypeError: For another setting.
+        TypeError: For another setting, and for an object that is no class.
 
     Example:
 
@@ -419,6 +419,11 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
 
     ```
     """
+    if not isinstance(trainer_class, type):
+        raise TypeError(
+            "`padding_free_trainer` takes a class: `transformers.Trainer`, one of TRL's trainers or your own. "
+            f"It got an object of class {type(trainer_class).__name__}. For a model there is `remove_padding(model)`."
+        )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
             f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. What concerns the rows "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from .field_types import Implementation, help_from_docstring
+from .field_types import Implementation, answer_unknown_fields, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -26,6 +26,7 @@ from .settings import (
 __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"]
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
@@ -34,55 +35,56 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder's inputs are packed into one row of real tokens. The numbers stay the same,
-            on either padding side and with any attention. A model that cannot be packed exactly is refused.
+            Compute no padding: the decoder receives one packed row of real tokens. The numbers stay the same, on both
+            padding sides and with any attention. A model that cannot be packed exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch is
-            computed without sharing if that is cheaper. 'auto': share if the model and the batch
-            allow it, and log how often. Needs `padding_free`.
+            Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch
+            runs without sharing if that is cheaper. 'auto': share where model and batch allow it, and log how
+            often. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities on a few short rows of the first training
-            and the first evaluation batch, in training also gradients. If they differ, each row alone decides: stop if
-            packed is wrong. Then compare the loss of the trainer itself on a few rows, and its gradient: if it depends
-            on padding, compute padded, with a warning. After ten steps compare the longest row so far with that row
-            alone. 'forward': without gradients. 'short': without the longest row.
+            With `padding_free`: compare packed with padded log-probabilities (in training also gradients) on a few
+            short rows of the first training batch and the first evaluation batch. If they differ, each row is
+            computed alone, and the run stops if packed is wrong. Then compare the loss of the trainer and its
+            gradient on a few rows; if they depend on padding, warn and compute padded. After ten steps compare the
+            longest row so far with that row alone. 'forward': without gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop for doubtful data (rows without a label, equal completions, other numbers of images than placeholders)
-            before the first step, in a stream at the first such row. By default they are counted in a warning. With
-            `padding_free` also stop at a call that cannot be packed; by default it is computed padded.
+            Stop for doubtful data: rows without a label, equal completions, or a number of images that differs from
+            the number of placeholders. A dataset is checked before the first step, a stream row by row. By default a
+            warning counts such rows. With `padding_free` also stop at a call that cannot be packed; by default it runs
+            padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, so that few lengths
-            occur; or to the smallest of several lengths that holds it. The filler is in no loss and no metric.
+            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
+            several lengths that holds it, so that few lengths occur. Losses and metrics ignore the filler.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            As `attn_implementation`, for the reference model. Defaults to that of the policy.
+            As `attn_implementation`, for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Continue the prompts of the evaluation set during evaluation. `compute_metrics` gets generated tokens
-            (`predictions`) and those of the data (`label_ids`, padded with -100), as in `Seq2SeqTrainer`. The texts
-            are written to `generations/` in the output directory.
+            Continue the prompts of the evaluation set during evaluation. As in `Seq2SeqTrainer`, `compute_metrics`
+            receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
+            The texts are written to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
-            With `predict_with_generate`: further keyword arguments of `generate`, such as `{'do_sample': False}`. They
-            override the model's generation config, of which `num_return_sequences` is not read.
+            With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
+            override the model's generation config; its `num_return_sequences` is ignored.
         eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: number of first rows of each evaluation set to generate from. By default
-            all.
+            With `predict_with_generate`: generate only for the first so many rows of each evaluation set. By default
+            for all.
         max_tokens_per_batch (`int`, *optional*):
-            Token budget: splits each batch into parts of at most this many computed tokens, one forward and backward
-            after another. Loss, metrics and accumulation are TRL's. Ask for one big batch, with
+            Token budget: split each batch into parts of at most this many computed tokens, which run one after
+            another. Loss, metrics and accumulation are TRL's. Ask for one big batch with
             `gradient_accumulation_steps=1`: with `prefix_sharing` a prefix is computed once per batch. Evaluation is
             split too. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
-            conversation. Groups are drawn at random in every epoch. Needs `prefix_sharing`.
+            conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
-            With `group_by_prefix` and a streamed dataset: number of rows that are read ahead and grouped, at least
-            those of several optimizer steps.
+            With `group_by_prefix` and a streamed dataset: number of rows to read ahead and group; at least the rows of
+            several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
             are TRL's means over batches.
@@ -103,6 +105,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfig):
@@ -114,8 +117,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: score the last token of each row's attention mask. By default the last token that is
-            not the pad token is scored, as in the padded computation.
+            With `padding_free`: score the last token of each row's attention mask. By default score the last token
+            that is not the pad token, as the padded computation does.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -133,6 +136,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     pool_last_token: bool = False
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
@@ -159,6 +163,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     """
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
@@ -191,6 +196,7 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
@@ -216,6 +222,7 @@ class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     """
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.SFTConfig):
@@ -229,8 +236,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row of each turn of the assistant in `messages`, rendered by the chat template at that turn (see
-            the function `expand_turns`). For templates that drop earlier thinking, and for rollouts of agents.
+            Make one row for each assistant turn in `messages`, rendered by the chat template at that turn (see the
+            function `expand_turns`). For templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 

@@ -84,6 +84,7 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
             torch.random.fork_rng(devices),
             temporarily_set(trainer.callback_handler, callbacks=[DefaultFlowCallback()]),
             temporarily_set(trainer, _total_train_tokens=0),
+            temporarily_set(trainer.padding, is_dry_run=True),
         ):
             with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, eval_on_start=False):
                 trainer.train()
@@ -140,7 +141,8 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     """The fields of TRL that matter most, and ours that are not at their defaults."""
     args, defaults = trainer.args, {field.name: field.default for field in fields(trainer.padding.settings)}
     ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
-    shown = ours | {name: vars(args)[name] for name in TRAINING if name in vars(args)}
+    without = "num_train_epochs" if args.max_steps > 0 else "max_steps"  # the other one ends the training
+    shown = ours | {name: vars(args)[name] for name in TRAINING if name in vars(args) and name != without}
     return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 

@@ -7,10 +7,13 @@ import json
 import re
 from argparse import ArgumentTypeError
 from dataclasses import fields
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from transformers.hf_argparser import string_to_bool
+
+from ..field_names import hint
 
 
 if TYPE_CHECKING:
@@ -39,7 +42,10 @@ else:
         words = ("forward", "short")
 
 
-__all__ = ["Implementation", "Lengths", "ParityCheck", "Sharing", "help_from_docstring", "parse_implementation"]
+__all__ = [
+    "Implementation", "Lengths", "ParityCheck", "Sharing", "answer_unknown_fields", "help_from_docstring",
+    "parse_implementation",
+]  # fmt: skip
 
 Configuration = TypeVar("Configuration", bound=type)
 
@@ -55,6 +61,21 @@ def help_from_docstring(config: Configuration) -> Configuration:
         if field.name in texts and "help" not in field.metadata:
             # `metadata` is read-only, and shared with the class that declares the field: replace it, do not update it.
             field.metadata = MappingProxyType({**field.metadata, "help": texts[field.name]})
+    return config
+
+
+def answer_unknown_fields(config: Configuration) -> Configuration:
+    """Class decorator: an argument that is no field is answered with the name of today, or the closest one."""
+    init = config.__init__
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        known = inspect.signature(init).parameters
+        if unknown := [f"`{name}`{hint(name, known)}" for name in kwargs if name not in known]:
+            raise TypeError(f"`{config.__name__}` has no field {', '.join(unknown)}.")
+        init(self, *args, **kwargs)
+
+    config.__init__ = __init__
     return config
 
 

@@ -378,7 +378,11 @@ class TokenBudget(Part):
     # -- accumulation
 
     def on_batches(self, batches: Sequence[Any]) -> None:
-        """Say once what one big batch would save, in tokens of these batches, which TRL accumulates in a step."""
+        """
+        Tell once what one big batch would save, in tokens of these batches, which TRL accumulates in a step.
+
+        A dry run prints it; a training only logs it at INFO, because it does not change from run to run.
+        """
         handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
         if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:
             return
@@ -398,7 +402,8 @@ class TokenBudget(Part):
         ends = np.cumsum([len(forward["input_ids"]) for forward in forwards])
         apart = np.sum([self._size(costs[rows]) for rows in np.split(np.arange(len(costs)), ends[:-1])], axis=0)
         joined = self._size(costs)
-        say(
+        tell = say if self.trainer.padding.is_dry_run else logger.info
+        tell(
             f"A step has {len(batches)} batches (`gradient_accumulation_steps`), and `max_tokens_per_batch` splits "
             f"each by itself: this one computes {apart[0]:,} tokens in {apart[1]} forwards. One batch of all its rows "
             f"(`per_device_train_batch_size={args.per_device_train_batch_size * len(batches)}`, "

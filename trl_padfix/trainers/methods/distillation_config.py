@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import trl
 
-from ..field_types import help_from_docstring
+from ..field_types import answer_unknown_fields, help_from_docstring
 from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 __all__ = ["DistillationConfig"]
 
 
+@answer_unknown_fields
 @help_from_docstring
 @dataclass
 class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
@@ -24,7 +25,7 @@ class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingCon
         attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`], for the forwards of student and teacher.
         teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            As `attn_implementation`, for the teacher. By default the one that the teacher is loaded with.
+            As `attn_implementation`, for the teacher. By default the teacher keeps the attention it is loaded with.
         **kwargs:
             All fields of [`~trl.DistillationConfig`].
 

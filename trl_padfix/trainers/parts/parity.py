@@ -135,7 +135,10 @@ class Parity(Part):
             distance = check_longest_row(self.trainer.accelerator.unwrap_model(model), batch, reports[0])
         except UnpackableCallError:  # such rows are computed padded in training, too
             return
-        said = f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens), packed against that row alone:"
+        said = (
+            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed behind "
+            "another row against alone:"
+        )
         if not distance.ok:
             raise ParityError(
                 f"Parity FAILED: {said} {distance}. Shorter rows of this model pass. Use `padding_free=False`; "
@@ -269,6 +272,8 @@ class Parity(Part):
     def print_reports(self, mode: str) -> None:
         """Print the reports of training, which include gradients; those of evaluation only if nothing is trained."""
         trainer, parity = self.trainer, self.trainer.padding.parity
+        if trainer.padding.is_dry_run:  # its table has them
+            return
         if mode in parity and (mode == "train" or not (trainer.is_in_train or "train" in parity)):
             print_reports(trainer, parity[mode])
 

@@ -130,6 +130,7 @@ class Padding:
         self.checks_columns = True  # of prepared rows; a collator of a user's may read others
         self.is_attached = False
         self.is_restored = False
+        self.is_dry_run = False
         self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step

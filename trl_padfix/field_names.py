@@ -1,0 +1,41 @@
+"""Answers to names of fields that nothing takes: the name of today, or the closest one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+__all__ = ["hint"]
+
+GONE = {
+    "torch_dtype": "it is `dtype` now",
+    "warmup_ratio": "`warmup_steps` takes a share below 1 too",
+    "evaluation_strategy": "it is `eval_strategy` now",
+    "max_seq_length": "it is `max_length` now",
+    "max_prompt_length": "removed from TRL: `max_length` limits prompt and completion together",
+    "overwrite_output_dir": "leave it out: a run goes on from a checkpoint only with `resume_from_checkpoint`",
+    "no_cuda": "it is `use_cpu` now",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
+}
+"""Fields of earlier versions of TRL and transformers, and what to write today."""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """
+    What to write in place of a name, in parentheses; empty if nothing is known.
+
+    Example:
+
+    ```python
+    >>> from trl_padfix.field_names import hint
+
+    >>> hint("padding_fre", ["padding_free", "padding_side"]), hint("nonsense", ["padding_free"])
+    (' (did you mean `padding_free`?)', '')
+
+    ```
+    """
+    close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1)]
+    remark = GONE.get(name) or "".join(close)
+    return f" ({remark})" if remark else ""
