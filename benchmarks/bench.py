@@ -140,7 +140,6 @@ class Settings:
     completion_length: int = 64  # with GRPO: tokens of a completion, about
     lora: int = 0
     gradient_checkpointing: bool = False
-    liger: bool = False
     compile_backend: str = "inductor"
 
     @property
@@ -538,7 +537,6 @@ def _arguments(settings: Settings, **more: Any) -> Any:
         per_device_train_batch_size=settings.pairs,
         gradient_checkpointing=settings.gradient_checkpointing,
         bf16=settings.dtype == "autocast",
-        use_liger_kernel=settings.liger,
         use_cpu=settings.device == "cpu",
         report_to=[],
         seed=SEED,
@@ -606,12 +604,7 @@ class BenchStep:
     def __init__(self, trainer: Any, rows: list[dict[str, Any]], settings: Settings):
         self.trainer, self.rows, self.settings = trainer, rows, settings
         self.compiled: dict[Any, Any] = {}  # compiled layers, reused by all steps
-        if settings.liger:
-            from transformers.integrations.liger import apply_liger_kernel
-
-            # `Trainer.train` is not called here, so this and the lines below prepare the models as it does.
-            apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
-        if settings.gradient_checkpointing:
+        if settings.gradient_checkpointing:  # `Trainer.train` is not called here, so these lines do what it does
             trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
         if settings.dtype == "autocast":  # TRL has prepared the reference already
             trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)

@@ -12,18 +12,20 @@
 # ]
 # ///
 """
-One command that checks and measures a GPU, in a clone of the repository.
+One command that checks and measures a GPU, in a clone of the repository: ten minutes at most.
 
     uv run benchmarks/gpu_report.py                            # installs what it needs beside the clone's package
     pipx run benchmarks/gpu_report.py                          # the same
     python benchmarks/gpu_report.py                            # where the package is installed
+    python benchmarks/gpu_report.py --rehearse                 # all cells at toy size, on the tests' simulated GPU
     python benchmarks/gpu_report.py --table gpu-report.json    # prints the table of a file again
 
-It writes gpu-report.json, which a pull request brings, and prints its table.
+It writes gpu-report.json, which a pull request brings, and prints its table. The cells run in this order: varlen
+kernels against float64, packed models against padded ones, the bits of rows, times of steps.
 
-First packed batches are compared with padded ones; nothing is timed if they differ. Then the cells of [`plan_of`] are
-measured until the time limit. Cells without enough time, memory or packages are named. The file is written again after
-every check and cell, so an interrupted report keeps its figures.
+Cells run in another process. After a cell that fails, crashes or exceeds its time the next one gets a new process, so
+that a kernel that faults spoils its own cell only. The file is written after every cell; called again with the same
+file, the command runs the cells that have no result yet.
 """
 
 from __future__ import annotations
@@ -31,16 +33,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +52,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this clone
 
-from bench import VARIANTS, BenchStep, Settings, Variant, WrongNumbersError, measure, prepare, select_rows
-from gpu_checks import Check, check_device
-from gpu_expected import count_launches, count_operations, expected_seconds, known_device
-from gpu_plan import BUDGET, Cell, plan_of
+from bench import Settings, WrongNumbersError, select_rows
+from gpu_cells import Cell, NotInstalledError, on_device, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
@@ -60,106 +61,159 @@ from trl_padfix.files import output_obstacle, write_whole
 from trl_padfix.versions import installed_version
 
 
-__all__ = ["main", "measure_gpu"]
+__all__ = ["BUDGET", "main", "measure_gpu"]
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file; raised when a field changes its meaning."""
 
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "liger-kernel", "flash-attn", "triton")
+BUDGET = 10 * 60
+"""Default time limit of a report, in seconds."""
 
-OUT_OF_TIME = "not measured: out of time"
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "flash-attn", "triton")
+
+STARTED = 120
+"""Seconds in which a new process must have imported torch and TRL."""
+
+DONE = ("right", "wrong", "measured")
+"""Statuses of cells that are not run again."""
 
 
 def measure_gpu(
     path: Path,
-    plan: Iterable[Cell],
+    plan: Sequence[Cell],
     *,
     device: str = "cuda",
     data: str | None = None,
     budget: float = BUDGET,
-    backend: str | None = "inductor",
-    checks: Callable[..., Iterable[Check]] = check_device,
     say: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """
-    Check and measure a device, and write a report.
+    Run the cells of a plan, and write a report.
 
     Args:
         path (`Path`):
-            File to write.
-        plan (`Iterable[Cell]`):
+            File to write. Cells that have a result in it already are not run again.
+        plan (`Sequence[Cell]`):
             Cells of [`plan_of`].
         device (`str`):
-            `"cuda"`, or `"cpu"` for a toy plan.
+            `"cuda"`, or `"simulated"` for a toy plan.
         data (`str`, *optional*):
-            Preference pairs or `lengths:PROMPT/COMPLETION`, in place of the data of the cells.
+            Data that the plan was made with.
         budget (`float`):
-            Time limit in seconds. A cell that would take longer than the rest of it is not begun.
-        backend (`str`, *optional*):
-            Backend of `torch.compile` in the checks.
-        checks (`Callable`):
-            Checks to run first, as [`check_device`].
+            Time limit in seconds. A cell is not begun with less than half of its own limit left.
         say (`Callable`):
-            Called with a line about every check and cell.
+            Called with a line about every cell.
 
     Returns:
-        `dict`: The report. Cells that are wrong or fail have no figures.
+        `dict`: The report.
 
     Raises:
-        WrongNumbersError: If a check fails; the file has the report until then.
+        ValueError: If `path` holds the report of other versions or of another machine.
     """
-    begin = time.monotonic()
+    begin, worker = time.monotonic(), _Worker()
     report = _describe(device, data, budget)
-
-    def write() -> None:
-        report["seconds"] = round(time.monotonic() - begin, 1)
-        text = json.dumps(report, indent=2) + "\n"
-        write_whole(path, lambda beside: beside.write_text(text))
-
-    for check in checks(device, toy=device == "cpu", backend=backend):
-        report["checks"].append({**asdict(check), "ok": check.ok})
-        say(str(check))
-        write()
-        if not check.ok:
-            raise WrongNumbersError(
-                f"{check.name}: {check.figure:.3g} where {check.limit:.3g} is allowed (a wrong layout gives "
-                f"{check.control}). Nothing was timed: figures of a wrong computation are worth nothing. Please open "
-                f"an issue with {path}."
-            )
-    for cell in plan:
-        since = time.monotonic()
-        source = cell.data and (data or cell.data)
-        entry = {"name": cell.name, "settings": asdict(cell.settings), "seconds": 0.0, "data": source or "random"}
-        entry |= _measured(cell, source, begin + budget - since)
-        entry["seconds"] = round(time.monotonic() - since, 1)
-        report["cells"].append(entry)
-        say(f"{cell.name}: {entry['status']} ({entry['seconds']} s)")
-        write()
-    report["complete"] = True
-    write()
+    try:
+        report["machine"] = worker.run(Cell("machine", machine, 30, device))
+        earlier = _resumed(path, report)
+        for cell in plan:
+            since = time.monotonic()
+            left = begin + budget - since
+            if cell.name in earlier:
+                entry = earlier[cell.name]
+            elif left < cell.seconds / 2:
+                entry = {"status": "not measured: out of time"}
+            else:
+                entry = worker.run(replace(cell, seconds=min(cell.seconds, left)))
+            report["cells"].append({"name": cell.name, "took": round(time.monotonic() - since, 1)} | entry)
+            report["seconds"] = round(time.monotonic() - begin, 1)
+            report["complete"] = len(report["cells"]) == len(plan)
+            text = json.dumps(report, indent=2) + "\n"
+            write_whole(path, lambda beside, text=text: beside.write_text(text))
+            say(f"{cell.name}: {entry['status']} ({report['cells'][-1]['took']} s)")
+    finally:
+        worker.stop()
     return report
 
 
-def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, Any]:
-    """Status of a cell and, if it was measured, its figures. `source` names its rows, as for `select_rows`."""
-    settings = cell.settings
-    missing = [name for name in cell.needs if find_spec(name) is None]
-    if missing:
-        return {"status": f"not measured: {', '.join(missing)} is not installed"}
-    if settings.liger and settings.device == "cpu":
-        return {"status": "not measured: Liger's kernels need a GPU"}
-    if seconds_left <= cell.seconds:
-        return {"status": OUT_OF_TIME}
-    # On a slow device a cell ends at its deadline with fewer steps, so that others have time left.
-    deadline = time.monotonic() + min(seconds_left, max(2 * cell.seconds, 30.0))
+def _resumed(path: Path, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Results of an earlier run that wrote the same file, by cell."""
+    if not path.exists():
+        return {}
+    earlier = load_report(path)
+    for name in ("format", "device", "machine", "versions", "commit", "data"):
+        if earlier.get(name) != report[name]:
+            raise ValueError(
+                f"{path} has another {name}: {earlier.get(name)}, and now it is {report[name]}. Its figures cannot be "
+                "mixed with new ones. Remove the file, or name another one by `--json`."
+            )
+    return {cell["name"]: cell for cell in earlier["cells"] if cell["status"].split(":")[0] in DONE}
+
+
+class _Worker:
+    """A process that runs cells, one after another; a new one after a cell that failed."""
+
+    process: Any = None
+
+    def run(self, cell: Cell) -> dict[str, Any]:
+        if self.process is None:
+            context = multiprocessing.get_context("spawn")
+            self.pipe, theirs = context.Pipe()
+            self.process = context.Process(target=_work, args=(theirs,), daemon=True)
+            self.process.start()
+            theirs.close()  # otherwise this end would not see that the process has ended
+            if not self.pipe.poll(STARTED):
+                self.stop()
+                return {"status": f"failed: no process was ready within {STARTED} s"}
+        entry = self._asked(cell)
+        if entry["status"].startswith("failed"):
+            self.stop()
+        return entry
+
+    def _asked(self, cell: Cell) -> dict[str, Any]:
+        try:
+            self.pipe.recv()  # the process is ready
+            self.pipe.send(cell)
+            if not self.pipe.poll(cell.seconds):
+                return {"status": f"failed: not done after {cell.seconds:g} s"}
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(10)
+            code = self.process.exitcode or 0
+            how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            return {"status": f"failed: its process ended by {how}"}
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.pipe.close()
+        self.process = None
+
+
+def _work(pipe: Any) -> None:
+    """Run the cells that come through a pipe."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    while True:
+        pipe.send("ready")
+        try:
+            cell = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_outcome(cell))
+        gc.collect()  # trainers and models are in reference cycles; their memory is needed by the next cell
+        if cell.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _outcome(cell: Cell) -> dict[str, Any]:
+    """What a cell found, or why it found nothing."""
     try:
-        rows, name = select_rows(source, settings)
-        step = prepare(rows, settings)
-        results = [asdict(result) for result in measure(step, deadline)]
-        if settings.device == "cuda":
-            results = [result | _counted(step, VARIANTS[result["name"]]) for result in results]
-    except TimeoutError:
-        return {"status": OUT_OF_TIME}
+        with on_device(cell.device):
+            return cell.run(cell.seconds)
+    except NotInstalledError as error:
+        return {"status": f"not measured: {error}"}
     except torch.OutOfMemoryError:
         return {"status": "not measured: out of memory (TRL's padded step is measured beside ours)"}
     except WrongNumbersError as error:
@@ -167,19 +221,22 @@ def _measured(cell: Cell, source: str | None, seconds_left: float) -> dict[str, 
     except Exception as error:  # any other failure of a cell must not end the report
         lines = str(error).strip().splitlines()
         return {"status": f"failed: {type(error).__name__}: {lines[0] if lines else 'no message'}"}
-    finally:
-        gc.collect()  # trainers and models are in reference cycles; their memory is needed by the next cell
-        if settings.device == "cuda":
-            torch.cuda.empty_cache()
-    return {"status": "measured", "data": name, "variants": results}
 
 
-def _counted(step: BenchStep, variant: Variant) -> dict[str, Any]:
-    """Launches and waits of a step, and the tokens per second of the roofline if the device is known."""
-    device = known_device(torch.cuda.get_device_name())
-    operations, real = count_operations(step, variant)
-    expected = None if device is None else real / expected_seconds(operations, device)
-    return count_launches(step, variant) | {"expected": expected}
+def machine(seconds: float = 0) -> dict[str, Any]:
+    """Name and sizes of the device, read in the process of the cells."""
+    common = {"status": "measured", "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    if torch.cuda.get_device_name() == "simulated":
+        return {"name": "simulated GPU, toy size: says nothing about any GPU", **common}
+    properties: Any = torch.cuda.get_device_properties(0)
+    return {
+        "name": torch.cuda.get_device_name(),
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "cuda": torch.version.cuda,
+        **common,
+    }
 
 
 def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
@@ -190,7 +247,7 @@ def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
         "format": FORMAT,
         "complete": False,
         "device": device,
-        "machine": _machine(device),
+        "machine": {},
         "versions": versions,
         "commit": _commit(),
         "command": shlex.join(["python", "benchmarks/gpu_report.py", *sys.argv[1:]]),
@@ -198,23 +255,7 @@ def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
         "data": data,
         "budget_seconds": budget,
         "seconds": 0.0,
-        "checks": [],
         "cells": [],
-    }
-
-
-def _machine(device: str) -> dict[str, Any]:
-    common = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    if device == "cpu":
-        return {"name": "CPU, toy size: says nothing about any GPU", **common}
-    properties: Any = torch.cuda.get_device_properties(0)
-    return {
-        "name": torch.cuda.get_device_name(),
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "multiprocessors": properties.multi_processor_count,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
-        "cuda": torch.version.cuda,
-        **common,
     }
 
 
@@ -233,13 +274,12 @@ def _commit() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns its exit status: 1 if a check or a cell is wrong or failed."""
+    """Run the command. Returns its exit status: 1 if a cell is wrong or failed."""
     parser = argparse.ArgumentParser(description="Check and measure a GPU, or print the table of a report.")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same plan at toy size")
+    parser.add_argument("--rehearse", action="store_true", help="run all cells at toy size on the simulated GPU")
     parser.add_argument("--data", help="preference pairs, as for `bench.py`; by default random ones")
     parser.add_argument("--budget", type=float, default=BUDGET / 60, help="minutes in all; by default %(default)g")
-    parser.add_argument("--json", type=Path, default=Path("gpu-report.json"), help="file to write")
-    parser.add_argument("--compile-backend", default="inductor", help="of compiled layers")
+    parser.add_argument("--json", type=Path, default=Path("gpu-report.json"), help="file to write, or to complete")
     parser.add_argument("--table", type=Path, help="print the table of this report, and measure nothing")
     options = parser.parse_args(arguments)
     if options.table is not None:
@@ -248,10 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--table: {error}")
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
+    if not options.rehearse and not torch.cuda.is_available():
         parser.error(
-            "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see the plan "
-            "run at toy size with `--device cpu`; that says nothing about a GPU."
+            "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see all cells "
+            "run at toy size with `--rehearse`; that says nothing about a GPU."
         )
     if reason := output_obstacle(options.json):
         parser.error(f"--json: {reason}")
@@ -261,23 +301,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             select_rows(options.data, Settings())
     except (OSError, ValueError) as error:
         parser.error(f"--data: {error}")
-    plan = plan_of(toy=options.device == "cpu", backend=options.compile_backend)
+    plan = plan_of(toy=options.rehearse, data=options.data)
+    device, budget = "simulated" if options.rehearse else "cuda", 60 * options.budget
     try:
-        report = measure_gpu(
-            options.json,
-            plan,
-            device=options.device,
-            data=options.data,
-            budget=60 * options.budget,
-            backend=options.compile_backend,
-            say=print,
-        )
-    except WrongNumbersError as error:
-        print(f"STOPPED. {error}")
-        return 1
-    if options.device == "cuda":
-        print(gpu_table(report))
-    print(f"Written to {options.json}.{' This was a CPU.' if options.device == 'cpu' else ''}")
+        report = measure_gpu(options.json, plan, device=device, data=options.data, budget=budget, say=print)
+    except ValueError as error:
+        parser.error(f"--json: {error}")
+    print(f"Written to {options.json}. This was no GPU." if options.rehearse else gpu_table(report))
     return int(any(cell["status"].startswith(("wrong", "failed")) for cell in report["cells"]))
 
 

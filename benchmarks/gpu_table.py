@@ -1,9 +1,9 @@
-"""Formats a GPU report as a table in Markdown, for a README or an issue."""
+"""Formats a GPU report as tables in Markdown, for a README or an issue."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,8 @@ NAMES = {
     "prefix_sharing": "prefix sharing",
     "prefix_sharing_compiled": "prefix sharing, compiled layers",
 }
-_COLUMNS = (
-    "step", "variant", "tokens/s", "expected", "x TRL", "token limit", "share of limit", "peak GiB", "launches",
-    "waits (ours)",
-)  # fmt: skip
+_COLUMNS = ("step", "variant", "tokens/s", "MFU", "x TRL", "token limit", "peak GiB", "launches", "waits (ours)")
+_BITS = ("rows with equal bits", "of the model on the row alone", "of the same way on the row alone")
 
 
 def load_report(path: Path) -> dict[str, Any]:
@@ -35,60 +33,63 @@ def load_report(path: Path) -> dict[str, Any]:
 
 def gpu_table(report: dict[str, Any]) -> str:
     """
-    Table of a report, and below it machine, versions, command, and the cells without figures.
+    Tables of a report: times, and bits of rows; below them correctness, machine, versions, command, and the cells
+    without a result.
 
     Raises:
-        ValueError: If the report is of a CPU: its figures say nothing about a GPU.
+        ValueError: If the report is of the simulated GPU: its figures say nothing about a GPU.
     """
     if report["device"] != "cuda":
         raise ValueError(
-            "This report was made on a CPU, at toy size, to see that the command works: its figures say nothing about "
-            "a GPU, and no table is made of them. Run `python benchmarks/gpu_report.py` on a GPU."
+            "This report is a rehearsal on a simulated GPU, at toy size: its figures say nothing about a GPU, and no "
+            "table is made of them. Run `python benchmarks/gpu_report.py` on a GPU."
         )
-    rows, missing = [], []
+    times, bits, missing = [], [], []
     for cell in report["cells"]:
-        if cell["status"] != "measured":
-            missing.append(f"{cell['name']} ({cell['status']})")
-            continue
-        for i, variant in enumerate(cell["variants"]):
+        for i, variant in enumerate(cell.get("variants", ())):
             # The name of the cell once, beside its first variant.
-            rows.append([cell["name"] if i == 0 else "", *_figures(variant)])
-    lines = [line_of(_COLUMNS), line_of(["---"] * 2 + ["---:"] * (len(_COLUMNS) - 2)), *map(line_of, rows)]
-    return "\n".join([*lines, "", *_notes(report), *_missing(missing)])
+            times.append([cell["name"] if i == 0 else "", *_figures(variant)])
+        for way, found in cell.get("bits", {}).items():
+            counts = (f"{found[of]} of {found['rows']}" for of in ("of_model_alone", "of_same_way_alone"))
+            bits.append([f"{cell['name'].partition(', ')[2]}, {way}", *counts])
+        if cell["status"] not in ("right", "measured"):
+            missing.append(f"{cell['name']} ({cell['status']})")
+    without = ["", f"Wrong, or without a result: {'; '.join(missing)}."] if missing else []
+    return "\n".join([*_table(_COLUMNS, times, 2), "", *_table(_BITS, bits, 1), "", _notes(report), *without])
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> Iterator[str]:
+    yield line_of(columns)
+    yield line_of(["---"] * names + ["---:"] * (len(columns) - names))
+    yield from map(line_of, rows)
 
 
 def _figures(variant: dict[str, Any]) -> list[str]:
-    counted = "launches" in variant  # only on CUDA
-    waits = f"{variant['synchronisations']} ({variant['own_synchronisations']})" if counted else "not counted"
     return [
         NAMES.get(variant["name"]) or str(variant["name"]),
         f"{variant['tokens_per_second']:,.0f}",
-        "unknown device" if variant.get("expected") is None else f"{variant['expected']:,.0f}",
+        "unknown peak" if variant["mfu"] is None else f"{variant['mfu']:.2f}",
         f"{variant['speedup']:.2f}x",
         f"{variant['token_limit']:.2f}x",
-        f"{variant['speedup'] / variant['token_limit']:.2f}",
         "-" if variant["peak_gib"] is None else f"{variant['peak_gib']:.1f}",
-        f"{variant['launches']:,}" if counted else "not counted",
-        waits,
+        f"{variant['launches']:,}",
+        f"{variant['waits']} ({variant['own_waits']})",
     ]
 
 
-def _notes(report: dict[str, Any]) -> list[str]:
-    """Machine, versions, number of checks, and the command with its duration."""
+def _notes(report: dict[str, Any]) -> str:
+    """Number of checks, what MFU is, machine, versions, and the command with its duration."""
     machine, versions = report["machine"], report["versions"]
     stack = ", ".join(f"{name} {number}" for name, number in versions.items())
     commit = f", commit {report['commit']}" if report["commit"] else ""
-    passed = sum(check["ok"] for check in report["checks"])
+    checks = [check for cell in report["cells"] for check in cell.get("checks", ())]
     duration = f"{report['seconds'] / 60:.0f} minutes{'' if report['complete'] else ', not finished'}"
-    return [
-        f"{machine['name']}, {machine['memory_gib']} GiB, CUDA {machine['cuda']}; {stack}{commit}. "
-        f"{passed} of {len(report['checks'])} checks of correctness passed before it. Begun {report['begun']}, "
-        f"{duration}: `{report['command']}`."
-    ]
-
-
-def _missing(missing: list[str]) -> list[str]:
-    return ["", f"Without figures: {'; '.join(missing)}."] if missing else []
+    return (
+        f"{sum(check['ok'] for check in checks)} of {len(checks)} checks of correctness passed. MFU: FLOPs of the "
+        "matrix products and attention that the step computes, padding and recomputation included, over its time and "
+        f"the peak of the data sheet. {machine.get('name')}, {machine.get('memory_gib')} GiB, CUDA "
+        f"{machine.get('cuda')}; {stack}{commit}. Begun {report['begun']}, {duration}: `{report['command']}`."
+    )
 
 
 def line_of(cells: Iterable[str]) -> str:

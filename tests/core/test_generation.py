@@ -233,18 +233,6 @@ def test_decoders_that_count_columns_continue_prompts_of_one_length():
     assert torch.equal(generate(model, inputs, **SETTINGS), model.generate(**inputs, **SETTINGS))
 
 
-def test_a_decode_loop_on_the_default_cache_is_the_models_own():
-    model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8]])
-    loops = []
-    for attach in (False, True):
-        with remove_padding(model) if attach else nullcontext(), torch.no_grad():
-            first = model(ids, attention_mask=torch.ones_like(ids))
-            name = "cache" if "cache" in first else "past_key_values"
-            second = model(ids[:, -1:], attention_mask=ids.new_ones(1, 5), **{name: first[name]})
-            loops.append(second.logits)
-    assert torch.equal(*loops)
-
-
 def test_a_cache_in_a_padded_batch_that_is_trained_on_is_said_and_counted():
     model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8], [5, 6, 39, 39]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

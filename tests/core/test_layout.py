@@ -199,13 +199,3 @@ def test_a_second_padded_tensor_is_noticed(gpu):
     unpacking_copies_no_batch(gpu, unpack)
     with pytest.raises(AssertionError):
         unpacking_copies_no_batch(gpu, out_of_place)
-
-
-def test_a_layout_moves_as_a_whole_or_not_at_all():
-    layout = prefix_sharing_layout(IDS, MASK)
-    moved = layout.to("meta")
-
-    assert layout.to("cpu") is layout
-    assert moved.source.device == moved.key_index.device == torch.device("meta")
-    assert moved.keys.cu_seqlens.dtype == torch.int32
-    assert (moved.spans, moved.batch_shape) == (layout.spans, layout.batch_shape)

@@ -6,17 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.cells import MATRIX, by_turns, slow_but
+from kit.cells import MATRIX, by_turns
 from kit.observe import entered_tokens
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.families import build as build_family
 from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weighted
 from zoo.model_numbers import assert_same_numbers, merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
-from zoo.vision_families import build_vision, collate
-from zoo.vision_outcomes import ROWS as ROWS_WITH_IMAGES
-from zoo.vision_outcomes import alone as alone_with_images
-from zoo.vision_outcomes import logps
 
 from trl_padfix import (
     PaddingRemovalError,
@@ -114,17 +110,6 @@ def test_filler_touches_no_state_of_a_row(family, sharing):
             assert_close(got.detach(), logps, terms=64, depth=24)
             assert_gradients_close(gradients_of(model, weighted(got)), gradients, terms=64, depth=48)
         assert 0 < handle.stats.filler_tokens < 32
-
-
-@pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], ["qwen2_5_vl", "gemma3"]))
-def test_images_are_exact(family):
-    vision = build_vision(family)
-    expected, gradients = alone_with_images(vision, ROWS_WITH_IMAGES)
-    with remove_padding(vision.model, prefix_sharing=True, packed_multiple_of=64) as handle:
-        got = logps(vision.model, collate(vision, ROWS_WITH_IMAGES, "left"))
-        assert_close(got.detach(), expected, terms=64, depth=24)
-        assert_gradients_close(gradients_of(vision.model, weighted(got)), gradients, terms=64, depth=48)
-    assert handle.stats.filler_tokens > 0
 
 
 def test_rows_have_the_smallest_of_several_lengths():

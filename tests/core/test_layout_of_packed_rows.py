@@ -149,18 +149,6 @@ def test_a_mask_beside_bounds_is_left_to_the_model():
     assert handle_layout is None
 
 
-def test_embeddings_are_packed_and_not_shared():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    call = without_bounds(packed(ids, mask))
-    call = {"inputs_embeds": model.get_input_embeddings()(call.pop("input_ids")), **call}
-    expected = padded_numbers("qwen2", model, ids, mask)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        call["inputs_embeds"] = call["inputs_embeds"].detach()
-        assert_close(numbers(model, call, ids, mask)[0], expected[0], terms=64, depth=24)
-    assert handle.stats.packed_tokens == handle.stats.real_tokens == int(mask.sum())
-
-
 def test_parity_of_a_packed_row_is_checked(monkeypatch):
     ids, mask = batch("mixed")
     report = check_parity(build("qwen2"), packed(ids, mask), prefix_sharing=True)

@@ -20,7 +20,6 @@ from zoo.family_outcomes import (
     batched,
     gradients_of,
     leaking_layouts,
-    padded,
     weighted,
 )
 
@@ -97,14 +96,6 @@ def test_recomputation_has_the_same_mask_and_positions(family, reentrant):
     with remove_padding(model, prefix_sharing=True):
         gradients = gradients_of(model, weighted(batched(model, "left")))
     assert_gradients_close(gradients, expected, terms=64, depth=48)
-
-
-def test_encoder_states_are_refused():
-    model = build("bart")
-    ids, mask = padded("right")
-    states = torch.zeros(len(ids), 3, model.config.d_model)
-    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="encoder_hidden_states"):
-        model(ids, attention_mask=mask, encoder_hidden_states=states)
 
 
 def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():

@@ -1,18 +1,179 @@
-"""Calls that are computed padded: those within a checkpoint around the model, and those within `torch.func`."""
+"""Patches stay on models that accelerate has prepared, and in copies; calls of checkpoints and `torch.func`."""
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from kit.observe import entered_tokens
 from kit.tolerance import tolerance
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from zoo.models import batch, build
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from zoo.models import PAD, batch, build
 
-import trl_padfix.core.model.patching as patching
 from trl_padfix import remove_padding
+from trl_padfix.core.model import patching
+from trl_padfix.core.model.patching import ForwardPatch, patches_on
+from trl_padfix.core.remove import attachment_of
+
+
+IDS, MASK = batch("right")
+
+
+def prepare(model: Any, precision: str) -> Any:
+    AcceleratorState._reset_state(True)
+    return Accelerator(mixed_precision=precision, cpu=True).prepare_model(model)
+
+
+@pytest.fixture(autouse=True)
+def _clean_state():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def call(model: Any, **more: Any) -> torch.Tensor:
+    output = model(**{"input_ids": IDS, "attention_mask": MASK, "use_cache": False} | more)
+    return (output.logits if "logits" in output else output.last_hidden_state).float()
+
+
+KINDS = {
+    "causal": {},
+    "decoder": {"auto": AutoModel},
+    "classifier": {"auto": AutoModelForSequenceClassification, "num_labels": 1, "pad_token_id": PAD},
+    "tokens": {"auto": AutoModelForTokenClassification, "num_labels": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["decoder", "tokens"])
+def test_each_patch_runs_as_often_in_mixed_precision(kind, monkeypatch):
+    """Of language models and classifiers, with adapters too, `trainers/test_base_defaults.py` counts the calls."""
+
+    def runs(precision):
+        counted, own = [], ForwardPatch.__call__
+
+        def counting(patch, *args, **kwargs):
+            counted.append(type(patch).__name__)
+            return own(patch, *args, **kwargs)
+
+        model = build("qwen2", **KINDS[kind])
+        with monkeypatch.context() as patch, remove_padding(model, prefix_sharing=True):
+            patch.setattr(ForwardPatch, "__call__", counting)
+            call(prepare(model, precision))
+        return counted
+
+    assert runs("bf16") == runs("no") != []
+
+
+def test_a_classifier_scores_the_last_token_as_asked_for():
+    """Rows that end in the pad token; each row alone, by the last token of its mask."""
+    ids = IDS.clone()
+    ids[torch.arange(len(ids)), MASK.sum(1) - 1] = PAD
+    model = build("qwen2", **KINDS["classifier"])
+    prepared = prepare(copy.deepcopy(model).model, "bf16")
+    alone = [
+        prepared(input_ids=row[keep.bool()][None]).last_hidden_state[0, -1]
+        for row, keep in zip(ids, MASK, strict=True)
+    ]
+    want = model.score(torch.stack(alone).float())
+    padded = call(prepare(copy.deepcopy(model), "bf16"), input_ids=ids)
+    remove_padding(model, pool_last_token=True)
+    found = call(prepare(model, "bf16"), input_ids=ids)
+    limit = torch.finfo(torch.bfloat16).eps * 8 * want.abs().max()
+    assert (found - want).abs().max() <= limit
+    assert (padded - want).abs().max() > 10 * limit
+
+
+def test_labels_that_follow_padding_are_computed_padded():
+    ids, mask = batch("left")
+    labels = ids.masked_fill(mask == 0, -100)  # the first token of each row, too
+    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    want = prepare(build("qwen2"), "bf16")(**given).loss
+    model = build("qwen2")
+    handle = remove_padding(model)
+    assert torch.equal(prepare(model, "bf16")(**given).loss, want)
+    assert handle.stats.padded_forwards == 1
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("causal", "bf16"), ("decoder", "no")])
+def test_a_copy_of_a_prepared_model_packs_with_its_own_weights(kind, precision):
+    model = build("qwen2", **KINDS[kind])
+    handle = remove_padding(model)
+    model = prepare(model, precision)
+    before = call(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    with entered_tokens(twin) as entered:
+        found = call(twin)
+    assert entered == [int(MASK.sum())]
+    assert handle.stats.forwards == 1  # the original's handle does not count calls of the copy
+    assert not torch.allclose(found, before, rtol=0.01)
+    assert torch.equal(call(model), before)
+    assert not {id(patch.attachment) for m in twin.modules() for patch in patches_on(m)} & {id(handle)}
+    handle.remove()
+    assert torch.equal(call(twin), found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps_wrapper", "precision"),
+    [("causal", True, "bf16"), ("decoder", False, "no"), ("classifier", False, "bf16")],
+)
+def test_removal_beneath_a_wrapper_and_a_second_attachment(kind, keeps_wrapper, precision):
+    """Several trainers in turn prepare one model; each attaches, and removes."""
+    model, plain = build("qwen2", **KINDS[kind]), build("qwen2", **KINDS[kind])
+    for _ in range(3):
+        handle = remove_padding(model)
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(mixed_precision=precision, cpu=True)
+        prepared = accelerator.prepare_model(model)
+        call(prepared)
+        assert handle.stats.packed_tokens == MASK.sum()
+        handle.remove()
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=keeps_wrapper)
+    call(prepared)
+    assert handle.stats.forwards == 1
+    assert not patches_on(model)
+    assert torch.equal(call(model), call(prepare(plain, precision) if keeps_wrapper else plain))
+    assert isinstance(model.state_dict(), dict)
+
+
+def test_a_model_that_was_prepared_first_stays_attached_when_it_is_unwrapped():
+    model = build("qwen2")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    accelerator.prepare_model(model)
+    with remove_padding(model) as handle:
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # makes a method of the method
+        call(model)
+        assert handle.stats.packed_tokens == MASK.sum()
+    call(model)
+    assert handle.stats.packed_tokens == MASK.sum()
+
+
+def test_a_copy_notices_a_forward_that_is_set_on_it():
+    model = build("qwen2")
+    with remove_padding(model) as handle:
+        twin = copy.deepcopy(model)
+        twin.model.layers[0].mlp.forward = lambda states: states
+        assert attachment_of(twin).has_changed
+        assert not handle.has_changed
+
+
+def test_a_method_that_was_kept_passes_calls_on_after_removal():
+    model = build("qwen2")
+    expected = call(model)
+    with remove_padding(model):
+        kept = model.forward
+    model.forward = lambda **kwargs: kept(**kwargs)
+    assert torch.equal(call(model), expected)
+
+
+# -- computed padded: calls within a checkpoint around the model, and within `torch.func`
 
 
 def gradients(attach: bool = True, hook_after: bool = False, disabled_after: bool = False) -> Any:

@@ -29,12 +29,6 @@ def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
     assert mask.tolist() == [[1] * n + [0] * (11 - n) for n in (5, 11, 6, 11)]
 
 
-def test_slices_of_equally_long_rows_are_ragged():
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 20, 21, 22, 23]])
-    _, mask = short_snippets(ids, torch.ones_like(ids))
-    assert mask.sum(1).tolist() == [6, 8, 8, 8]
-
-
 def test_slices_of_long_rows_are_cut_around_where_they_part():
     ids = torch.arange(1, 1001).repeat(2, 1)
     ids[1, 600:] += 5000
@@ -56,29 +50,6 @@ def uneven(*lengths: int, common: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     ids[-1, :common] = ids[-2, :common]
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     return ids * mask, mask
-
-
-CROSSING = [  # lengths of rows, tokens that the last two have in common, lengths of slices
-    # The second pair: 320 tokens before the place where they part, as many behind it.
-    ((9, 12, 1000, 900), 500, (9, 12, 640, 640)),
-    ((9, 12, 1000, 900), 100, (9, 12, 640, 640)),
-    ((9, 12, 560, 550), 500, (9, 12, 380, 370)),  # crossed before it
-    ((9, 12, 300, 240), 20, (9, 12, 300, 240)),  # and behind it
-    ((9, 12, 250, 200), 20, (9, 12, 9, 12)),  # no row is longer than a chunk
-]
-
-
-def test_the_second_pair_crosses_a_chunk_where_rows_are_long_enough():
-    for lengths, common, expected in CROSSING:
-        ids, mask = short_snippets(*uneven(*lengths, common=common), chunk=256)
-        found = mask.sum(1).tolist()
-        assert found[:2] == list(expected[:2])
-        if expected[2] > SNIPPET_TOKENS:
-            assert sorted(found[2:]) == sorted(expected[2:])
-            assert (ids[2] == ids[3])[: min(common, 320)].all()
-            assert not (ids[2] == ids[3])[min(common, 320) : 400].all()
-        else:
-            assert max(found) <= SNIPPET_TOKENS
 
 
 def with_chunks(model: Any, chunk: int) -> Any:

@@ -83,17 +83,6 @@ class Projected(Model):
         self.patch.packed = both
 
 
-def test_features_that_a_tower_computed_from_one_half_are_not_compared(gpu):
-    model = Projected()
-    model.call(pairs())
-    to_simulated(model.tower), to_simulated(model.projector)
-    carried = to_simulated(pairs())
-    gpu.reset()
-    model.call(carried)
-    assert gpu.synchronisations.total() == 1  # the images
-    assert model.projector.images == [2, 4, 2]
-
-
 def test_features_that_were_written_to_are_compared():
     model, images = Projected(written=1.0), pairs()
     (found,) = model.call(images)

@@ -85,13 +85,6 @@ def test_a_tree_has_the_loss_and_gradients_of_rows_alone(family, checkpointing):
         assert difference(by_others, by_rows) > 1e-3
 
 
-def test_a_tree_row_is_numbered_along_its_paths():
-    rows = torch.tensor([[1, 2, 3], [1, 2, 4], [5, 6, 0]])
-    layout = prefix_sharing_layout(rows, rows.ne(0).long())
-    again = tree_layout(layout.tree_arguments(), layout.packed_tokens)
-    assert again.positions.tolist() == layout.positions.tolist() == [0, 1, 2, 2, 0, 1]
-
-
 def test_without_prefix_sharing_every_token_of_the_tree_is_computed():
     model, samples = policy("qwen2"), build_samples()
     expected, _ = numbers(model, loss_of_rows(model, samples))
@@ -187,6 +180,7 @@ def test_a_layout_gives_its_tree_and_reads_it_again():
     assert tree_arguments_in(tree) == tree
     again = tree_layout(tree, layout.packed_tokens)
     assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
+    assert torch.equal(again.positions, layout.positions[again.packed_index])
     assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == (layout.queries.longest, layout.keys.longest)
 
 

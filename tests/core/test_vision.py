@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -250,22 +249,6 @@ def test_arguments_without_a_place_in_a_packed_row_are_refused():
 # -- parity
 
 
-@pytest.mark.parametrize(("side", "sharing"), [("left", False), ("right", True)])
-def test_the_parity_check_runs_the_images_too(side, sharing):
-    vision = build_vision("qwen2_5_vl")
-    batch = collate(vision, ROWS, side)
-    images: list[Any] = []
-    hook = vision.model.model.visual.register_forward_pre_hook(lambda *a: images.append(1))
-    report = check_parity(vision.model, batch.call(), prefix_sharing=sharing)
-    hook.remove()
-    assert report.ok
-    assert images
-    assert report.compared == (batch.mask[:, 1:] * batch.mask[:, :-1]).sum()
-    assert report.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
-    with wrong_layouts(sharing):
-        assert not check_parity(vision.model, batch.call(), prefix_sharing=sharing).ok
-
-
 def as_reward_model(model: Any) -> Any:
     """As ms-swift makes one of a language model: nothing in the head's place, and a forward around its own."""
 
@@ -304,14 +287,3 @@ def test_reward_models_of_images_are_compared(family, make, sharing):
     assert all(torch.equal(given["input_ids"] == IMAGE, given[types] == 1) for given in calls)
     with wrong_layouts(sharing), pytest.raises((ParityError, IndexError)):  # Gemma 3's masks have rows of one length
         check_parity(model, call, prefix_sharing=sharing).raise_if_failed()
-
-
-def test_rotary_positions_in_a_batch_go_along():
-    vision = build_vision("qwen2_5_vl")
-    call = collate(vision, ROWS).call()
-    number = vision.model.model.get_rope_index
-    given = {name: call[name] for name in inspect.signature(number).parameters if name in call}
-    report = check_parity(vision.model, call | {"position_ids": number(**given)[0]})
-    assert report.ok
-    assert report.compared > 0
-    assert report.packed_tokens < report.padded_tokens

@@ -252,3 +252,17 @@ def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(toge
 def test_one_process_that_differs_stops_the_run(together):
     said = together("dpo", "fsdp2", *PACKED, env={"BROKEN_LAYOUT": "1"}, fails=True)
     assert "ParityError: parity FAILED" in said
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(name, marks=needs_deepspeed) for name in ("zero2", "zero3"))]
+)
+def test_a_users_loss_that_reads_padding_is_computed_padded_where_processes_shard(together, strategy):
+    """The check of the model passes: only the check of the step sees the loss."""
+
+    def losses(*more: str) -> torch.Tensor:
+        return together("sft", strategy, *more, env={"READS_PADDING": "1"}).curve()[: 2 * STEPS]
+
+    theirs, ours, unchecked = losses(), losses(*PACKED), losses(*PACKED, "--parity_check", "false")
+    torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=ROUNDING)
+    assert ((unchecked - theirs).abs() > 10 * ROUNDING).any()

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from kit import trainer_runs
 from kit.trainer_runs import build_model, lora
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from peft import LoraConfig, TaskType, get_peft_model
 from zoo import models
 
 
@@ -40,10 +40,6 @@ def adapted() -> dict[str, Any]:
 def adapted_before() -> dict[str, Any]:
     torch.manual_seed(0)
     return {"ref_model": None, "model": get_peft_model(build_model(), adapters())}
-
-
-def tuned() -> dict[str, Any]:
-    return {"ref_model": None, "peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)}
 
 
 def both(architecture: str) -> Any:
@@ -81,6 +77,6 @@ SET_UPS = {
         lambda: {"train_dataset": build_alike_pairs()},
     ),
 }
-CASES = {"plain": ({"max_steps": STEPS}, dict), "short": ({}, dict), "prompt tuning": ({}, tuned)}
+CASES = {"plain": ({"max_steps": STEPS}, dict), "short": ({}, dict)}
 CASES |= {"a last batch of one pair": ({}, lambda: {"train_dataset": build_pairs(9)})}
 CASES |= OBJECTIVES | SET_UPS

@@ -2,9 +2,9 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `GRAPHS`, `PREFIXES` or `TOKENS` names a folder, into which each process writes
-what it has compiled, how many shared prefixes of any length its steps had, or how many tokens of packed rows it has
-computed.
+that share batches different ones. `READS_PADDING=1` adds to the loss what the model computes at padding. `GRAPHS`,
+`PREFIXES` or `TOKENS` names a folder, into which each process writes what it has compiled, how many shared prefixes of
+any length its steps had, or how many tokens of packed rows it has computed.
 """
 
 import json
@@ -68,11 +68,28 @@ def count_from_another_id() -> None:
     PaddingFreeMixin.compute_loss = compute_loss
 
 
+def read_padding() -> None:
+    """Add the logits at all positions to the loss, those at padding too."""
+    from trl_padfix.trainers.base import PaddingFreeMixin
+
+    loss = PaddingFreeMixin.compute_loss
+
+    def compute_loss(trainer, model, inputs, *args, **kwargs):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], use_cache=False).logits
+        found = loss(trainer, model, inputs, *args, **kwargs)
+        added = logits.square().mean()
+        return (found[0] + added, *found[1:]) if isinstance(found, tuple) else found + added
+
+    PaddingFreeMixin.compute_loss = compute_loss
+
+
 def main(method: str, *args: str) -> None:
     if os.environ.get("BROKEN_LAYOUT"):
         batches.prefix_sharing_layout = confusing_layout
     if os.environ.get("ODD_BATCH"):
         count_from_another_id()
+    if os.environ.get("READS_PADDING"):
+        read_padding()
     asked = next((name for name in WATCHED if name in os.environ), "")
     with WATCHED.get(asked, nullcontext)() as found:
         launch.main(method, list(args))

@@ -198,12 +198,6 @@ class Maker:
         trained.completions = completions
         return trained
 
-    def of_trls_configuration(self, folder: Path, **more: Any) -> Run:
-        """Our trainer with TRL's own configuration."""
-        config = self.method.cases[self.method.plain][0] | more
-        args = getattr(trl, f"{self.method.name}Config")(str(folder), **self.method.settings | config)
-        return run(self(args=args), self.method.watch(config, []))
-
 
 # -- pairs and single answers
 

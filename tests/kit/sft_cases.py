@@ -4,7 +4,7 @@ import torch
 import trl
 from kit.rows import build_long_rows, build_rows
 from kit.trainer_runs import lora
-from peft import PromptTuningConfig, TaskType
+from peft import TaskType
 
 
 STEPS = 20
@@ -49,8 +49,7 @@ SET_UPS = {
     ),
     "wrapped": ({"packing": True, "packing_strategy": "wrapped", "max_length": 24}, dict),
 }
-TUNED = ({}, lambda: {"peft_config": PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)})
-CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": ({}, dict), "prompt tuning": TUNED}
+CASES = {"completions only": ({"max_steps": STEPS}, dict), "short": ({}, dict)}
 SPLIT = {
     "a long row in five": (
         {"max_length": None, "per_device_train_batch_size": 5},

@@ -49,14 +49,10 @@ MAMBA = dict(
 )  # fmt: skip
 SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 MODELS: dict[str, tuple[type, dict[str, Any], str]] = {
-    "llama": (tf.LlamaConfig, {"num_key_value_heads": 6}, "sdpa"),
     "qwen2": (tf.Qwen2Config, {}, "sdpa"),
-    "qwen2-1-key-head": (tf.Qwen2Config, {"num_key_value_heads": 1}, "sdpa"),
     "qwen2-8-heads": (tf.Qwen2Config, {"num_attention_heads": 8, "hidden_size": 64}, "sdpa"),
     "qwen2-5-heads": (tf.Qwen2Config, {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 40}, "sdpa"),
-    "qwen2-eager": (tf.Qwen2Config, {"num_key_value_heads": 1}, "eager"),
     "qwen3-tied": (tf.Qwen3Config, {"tie_word_embeddings": True}, "sdpa"),
-    "mistral-window": (tf.MistralConfig, {"sliding_window": 5}, "sdpa"),
     "gemma2-softcap": (tf.Gemma2Config, {"sliding_window": 5, "attn_logit_softcapping": 2.0}, "eager"),
     "gpt-oss-sinks": (tf.GptOssConfig, SINKS, "eager"),
     "qwen3-moe": (tf.Qwen3MoeConfig, MOE, "sdpa"),

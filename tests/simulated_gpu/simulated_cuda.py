@@ -32,7 +32,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
-__all__ = ["Counts", "SimulatedTensor", "simulated_cuda", "to_simulated"]
+__all__ = ["Counts", "SimulatedTensor", "current_counts", "simulated_cuda", "to_simulated"]
 
 CUDA = torch.device("cuda:0")
 
@@ -83,6 +83,11 @@ class Counts:
 
 
 _counts: list[Counts] = []
+
+
+def current_counts() -> Counts:
+    """What the innermost running [`simulated_cuda`] counts."""
+    return _counts[-1]
 
 
 def _line() -> str:
@@ -367,6 +372,9 @@ def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
         "is_bf16_supported": lambda *args, **kwargs: True,
         "synchronize": lambda *args: None,
         "is_current_stream_capturing": lambda: False,
+        "reset_peak_memory_stats": lambda *args: None,
+        "max_memory_allocated": lambda *args: 0,
+        "empty_cache": lambda: None,
     }
     with ExitStack() as stack:
         for name, value in cuda.items():

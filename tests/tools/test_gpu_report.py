@@ -1,24 +1,21 @@
-"""`python benchmarks/gpu_report.py`: right first, every cell written at once, no CPU shown as a GPU."""
+"""`python benchmarks/gpu_report.py`: right first, every cell written at once, a fault spoils its own cell only."""
 
-import dataclasses
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import gpu_cells
 import gpu_report
 import pytest
 import torch
-from bench import VARIANTS, WrongNumbersError
-from gpu_checks import Check, check_device
-from gpu_expected import (
-    OperationCounter,
-)
-from gpu_plan import plan_of
+from gpu_cells import Cell, Check, FlopCounter, check_kernel, check_model, on_device, plan_of
 from gpu_report import main, measure_gpu
 from gpu_table import gpu_table, load_report
 from kit.trainer_runs import leaking_layout
 from packaging.requirements import Requirement
+from simulated_gpu import faults, varlen_reference
 
 from trl_padfix.versions import TESTED
 
@@ -30,17 +27,12 @@ else:
 
 
 SCRIPT = Path(gpu_report.__file__)
-RIGHT = Check("a comparison", 1e-7, 1e-4, 1.0)
+PLAN = plan_of(toy=True)
 
 
-def cells(*trainers: str) -> list:
-    """The first cell of each trainer, at toy size."""
-    plan = plan_of(toy=True, backend=None)
-    return [next(cell for cell in plan if cell.settings.trainer == trainer) for trainer in trainers]
-
-
-def no_checks(device, **options):
-    yield RIGHT
+def cells(*words: str) -> list[Cell]:
+    """The first toy cell whose name begins with each word."""
+    return [next(cell for cell in PLAN if cell.name.startswith(word)) for word in words]
 
 
 # -- the file
@@ -65,54 +57,99 @@ def test_its_metadata_installs_the_newest_tested_pair_and_what_the_package_needs
 # -- the report
 
 
-def test_a_report_is_measured_and_written(tmp_path):
+def statuses(report: dict) -> list[str]:
+    return [cell["status"] for cell in report["cells"]]
+
+
+@pytest.mark.slow
+def test_all_cells_run_on_the_simulated_gpu_and_faults_spoil_their_own_cells_only(tmp_path, monkeypatch):
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\nshift\nexec "$@"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    broken = [
+        Cell("illegal access", faults.illegal_access, 60, "simulated"),
+        Cell("crash", faults.crash, 60, "simulated"),
+        Cell("stall", faults.stall, 0.5, "simulated"),
+    ]
+    plan = [*PLAN[:1], *broken, *PLAN[1:]]
     path, said = tmp_path / "report.json", []
-    found = measure_gpu(path, cells("dpo", "grpo"), device="cpu", backend=None, checks=no_checks, say=said.append)
-    saved = load_report(path)
-    assert saved == json.loads(json.dumps(found))
-    assert saved["complete"]
-    assert [cell["status"] for cell in saved["cells"]] == ["measured"] * 2
-    for cell in saved["cells"]:
-        padded, packed, shared = cell["variants"]
-        assert shared["tokens"] < packed["tokens"] < padded["tokens"]
-        assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
-        assert "launches" not in padded  # they are counted on CUDA
-    assert saved["checks"] == [dataclasses.asdict(RIGHT) | {"ok": True}]
-    assert {"torch", "transformers", "trl", "python"} <= saved["versions"].keys()
-    assert saved["command"].startswith("python benchmarks/gpu_report.py")
-    assert saved["machine"]["name"].startswith("CPU, toy size")
-    assert len(said) == 3
+    report = measure_gpu(path, plan, device="simulated", say=said.append)
+    assert json.loads(json.dumps(report)) == load_report(path)
+    assert report["complete"]
+    assert report["seconds"] < report["budget_seconds"] == 600
+    assert statuses(report)[1:4] == [
+        "failed: RuntimeError: CUDA error: an illegal memory access was encountered",
+        "failed: its process ended by SIGKILL",
+        "failed: not done after 0.5 s",
+    ]
+    others = {c["name"]: c["status"] for c in report["cells"] if c["name"] not in {b.name for b in broken}}
+    assert set(others.values()) == {"right", "measured"}, others
+    assert list(others) == [cell.name for cell in PLAN]
+    checks = [check for cell in report["cells"] for check in cell.get("checks", ())]
+    assert all(check["ok"] for check in checks)
+    assert all(c["control"] > 10 * c["limit"] for c in checks if c["control"] is not None)
+    for cell in report["cells"]:
+        if "variants" in cell:
+            padded, packed, shared = cell["variants"][:3]
+            assert shared["tokens"] < packed["tokens"] < padded["tokens"]
+            assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
+        if "variants" in cell and "compiled" not in cell["name"]:
+            assert shared["tflop"] < packed["tflop"] < padded["tflop"]
+            assert packed["launches"] > 0
+            assert packed["own_waits"] <= 1  # for the layout
+    compiled = report["cells"][-1]["variants"]
+    assert compiled[-1]["name"] == "prefix_sharing_compiled"
+    assert compiled[-1]["tokens"] == compiled[-2]["tokens"]
+    bits = next(cell["bits"] for cell in report["cells"] if "bits" in cell)
+    assert bits["padded"] == {"of_model_alone": 8, "of_same_way_alone": 8, "rows": 8}
+    assert {"packed, packed_multiple_of=64", "shared"} < bits.keys()
+    assert report["machine"]["name"].startswith("simulated GPU, toy size")
+    assert report["command"].startswith("python benchmarks/gpu_report.py")
+    assert len(said) == len(plan)
 
 
-def test_a_wrong_computation_stops_before_anything_is_timed(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_second_run_keeps_results_and_runs_the_rest(tmp_path):
     path = tmp_path / "report.json"
-    wrong = Check("a comparison", 0.1, 1e-4, 1.0)
-    blind = Check("a comparison", 1e-7, 1e-4, 1e-6)  # what is wrong on purpose passes
-    for check in (wrong, blind):
-        with pytest.raises(WrongNumbersError, match="Nothing was timed"):
-            measure_gpu(path, cells("dpo"), device="cpu", checks=lambda *a, check=check, **k: [RIGHT, check])
-        saved = load_report(path)
-        assert (saved["cells"], saved["complete"]) == ([], False)
-        assert [c["ok"] for c in saved["checks"]] == [True, False]
+    (cell,) = cells("bits of a row, float32")
+    late = replace(cell, name="late", seconds=1e6)
+    plan = [cell, Cell("crash", faults.crash, 60, "simulated"), late]
+    first = measure_gpu(path, plan, device="simulated")
+    assert statuses(first) == ["measured", "failed: its process ended by SIGKILL", "not measured: out of time"]
+    plan = [replace(cell, run=faults.crash), replace(plan[1], run=cell.run), replace(late, seconds=60)]
+    second = measure_gpu(path, plan, device="simulated")
+    assert statuses(second) == ["measured"] * 3
+    assert second["cells"][0] == first["cells"][0]
+    with pytest.raises(ValueError, match="has another data: None, and now it is other"):
+        measure_gpu(path, plan, device="simulated", data="other")
 
 
-def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
-    path = tmp_path / "report.json"
-    errors = [torch.OutOfMemoryError("CUDA"), KeyError("x"), WrongNumbersError("not the same"), KeyboardInterrupt()]
-    seen = []
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA"), "not measured: out of memory"),
+        (gpu_cells.NotInstalledError("flash_attn is not installed"), "not measured: flash_attn is not installed"),
+        (gpu_report.WrongNumbersError("not the same"), "wrong: not the same"),
+        (KeyError("x"), "failed: KeyError: 'x'"),
+        (ValueError(), "failed: ValueError: no message"),
+    ],
+)
+def test_a_cell_without_a_result_says_why(error, status):
+    def run(seconds):
+        raise error
 
-    def fail(*args):
-        seen.append(len(load_report(path)["cells"]))
-        raise errors.pop(0)
+    assert gpu_report._outcome(Cell("a cell", run, 1, "cpu"))["status"].startswith(status)
 
-    monkeypatch.setattr(gpu_report, "prepare", fail)
-    plan = [dataclasses.replace(cells("dpo")[0], name=str(i)) for i in range(4)]
-    with pytest.raises(KeyboardInterrupt):
-        measure_gpu(path, plan, device="cpu", checks=no_checks)
-    saved = load_report(path)
-    assert [c["status"].partition(":")[0] for c in saved["cells"]] == ["not measured", "failed", "wrong"]
-    assert seen == [0, 1, 2, 3]  # each was written before the next began
-    assert not saved["complete"]
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    monkeypatch.setattr(gpu_cells, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    plan = {cell.name: replace(cell, device="cpu") for cell in plan_of()}
+    for name in ("FlashAttention 2, heads of 64", "FlashAttention 3, heads of 64", "compute-sanitizer"):
+        assert gpu_report._outcome(plan[name])["status"].endswith("is not installed")
+    (lora,) = (cell for name, cell in plan.items() if name.startswith("DPO 7B LoRA 8 pairs"))
+    assert gpu_report._outcome(lora)["status"] == "not measured: peft is not installed"
 
 
 # -- the table
@@ -121,71 +158,72 @@ def test_a_cell_that_fails_takes_no_other_with_it(tmp_path, monkeypatch):
 def gpu_like(report: dict) -> dict:
     """A report as a GPU would give it, to see what is made of one; none of its figures were measured on a GPU."""
     machine = {"name": "GPU of a test", "memory_gib": 1.0, "cuda": "0"}
-    counted = {"launches": 1234, "synchronisations": 5, "own_synchronisations": 0, "expected": 98765.4}
     cells = [
-        {**c, "variants": [{**v, **counted, "peak_gib": 0.5} for v in c["variants"]]} if "variants" in c else c
+        {**c, "variants": [{**v, "peak_gib": 0.5, "mfu": 0.25} for v in c["variants"]]} if "variants" in c else c
         for c in report["cells"]
     ]
     return {**report, "device": "cuda", "machine": machine, "cells": cells}
 
 
-def test_a_report_becomes_a_table_and_that_of_a_cpu_never_does(tmp_path):
+def test_a_report_becomes_a_table_and_that_of_a_rehearsal_never_does(tmp_path):
     path = tmp_path / "report.json"
-    missing = dataclasses.replace(cells("dpo")[0], name="another", needs=("no_such_package",))
-    report = measure_gpu(path, [*cells("dpo"), missing], device="cpu", checks=no_checks)
-    with pytest.raises(ValueError, match="made on a CPU, at toy size"):
+    report = gpu_report._describe("simulated", None, 600)
+    plan = cells("torch", "bits of a row, float32", "DPO")
+    report["cells"] = [{"name": cell.name, **gpu_report._outcome(cell)} for cell in plan]
+    report["cells"].append({"name": "another", "status": "failed: its process ended by SIGKILL"})
+    path.write_text(json.dumps(report))
+    with pytest.raises(ValueError, match="a rehearsal on a simulated GPU"):
         gpu_table(load_report(path))
     lines = gpu_table(gpu_like(report)).splitlines()
-    assert lines[0].startswith("| step | variant | tokens/s |")
+    assert lines[0].startswith("| step | variant | tokens/s | MFU |")
     assert lines[2].startswith("| DPO 0.5B 8 pairs, autocast | TRL, padded |")
-    assert "| 98,765 | 1.00x | 1.00x | 1.00 |" in lines[2]
-    assert lines[2].endswith("| 0.5 | 1,234 | 5 (0) |")
-    assert [line.count("|") for line in lines[:5]] == [11] * 5
-    assert "GPU of a test" in lines[6]
-    assert "1 of 1 checks of correctness passed" in lines[6]
-    assert lines[-1] == "Without figures: another (not measured: no_such_package is not installed)."
+    assert "| 0.25 | 1.00x | 1.00x | 0.5 |" in lines[2]
+    assert {line.count("|") for line in lines[:5]} == {10}
+    assert "| float32, padded | 8 of 8 | 8 of 8 |" in lines
+    notes = lines[-3]
+    assert notes.startswith("8 of 8 checks of correctness passed.")
+    assert "GPU of a test" in notes
+    assert lines[-1] == "Wrong, or without a result: another (failed: its process ended by SIGKILL)."
 
 
-# -- what counts allow
+# -- what is counted and checked
 
 
-def test_arithmetic_bytes_and_launches_are_counted():
+def test_products_and_varlen_launches_are_counted_as_flops():
     left, right = torch.ones(3, 5), torch.ones(5, 7, requires_grad=True)
-    with OperationCounter() as counted:
+    with FlopCounter() as counted:
         (left @ right).t().sum().backward()
-    products = [(o.flops, o.bytes) for o in counted.operations if o.name == "mm"]
-    assert products == [(2 * 3 * 5 * 7, 4 * (15 + 35 + 21))] * 2  # a view is no launch, nor is a gradient nobody needs
-    assert not {"t", "detach", "expand"} & {o.name for o in counted.operations}
+    assert counted.total == 2 * 2 * 3 * 5 * 7  # no gradient of what needs none
+    query, keys = torch.ones(3, 2, 8), torch.ones(5, 2, 8)
+    ends = torch.tensor([0, 3]), torch.tensor([0, 5])
+    varlen_reference.on_cpu()
+    with FlopCounter() as counted:
+        torch.ops.torch_attn._varlen_attn(query, keys, keys, *ends, 3, 5, False, None, [-1, 0])
+    assert counted.total == 4 * 8 * 2 * (3 + 4 + 5)
 
 
-# -- correctness
+def test_a_wrong_kernel_is_found(monkeypatch):
+    """Aligned at the top left, as before flash-attn 2.1: right where there are as many keys as queries."""
+    attend = varlen_reference.attend
+
+    def aligned_at_the_top(query, key, value, cu_q, cu_k, scale, window, softcap=0.0):
+        rows = [range(k, k + n) for k, n in zip(cu_k.tolist(), cu_q.diff().tolist(), strict=False)]
+        kept = torch.tensor([i for row in rows for i in row])
+        return attend(query, key[kept], value[kept], cu_q, cu_q, scale, window, softcap)
+
+    with on_device("simulated"):
+        assert check_kernel("FlashAttention 2", 64, toy=True, lengths=(1, 63))["status"] == "right"
+        monkeypatch.setattr(varlen_reference, "attend", aligned_at_the_top)
+        assert check_kernel("FlashAttention 2", 64, toy=True, lengths=(1, 63))["status"].startswith("wrong: WRONG")
 
 
-def test_the_checks_pass_where_all_is_right_and_fail_where_it_is_not(monkeypatch):
-    found = list(check_device("cpu", toy=True, backend=None))
-    assert len(found) == 8
-    assert all(check.ok for check in found), [str(check) for check in found]
-    assert all(check.control > 100 * check.limit for check in found[:2])
+def test_a_wrong_layout_is_found(monkeypatch):
     monkeypatch.setattr("trl_padfix.core.call.layout_of.padding_free_layout", leaking_layout)
-    first = next(check_device("cpu", toy=True, backend=None))
-    assert not first.ok
-    assert str(first).startswith("WRONG: padding-free, float32")
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-def test_the_whole_plan_runs_at_toy_size(tmp_path):
-    plan = plan_of(toy=True, backend="aot_eager")
-    found = measure_gpu(tmp_path / "report.json", plan, device="cpu", backend="aot_eager")
-    assert found["complete"]
-    assert all(check["ok"] for check in found["checks"])
-    status = {cell["name"]: cell["status"] for cell in found["cells"]}
-    liger = {name: s for name, s in status.items() if "Liger" in name}
-    assert all(s == "measured" for name, s in status.items() if name not in liger), status
-    for cell in found["cells"]:
-        if any(VARIANTS[name].compiled for name in cell["settings"]["variants"]) and cell["status"] == "measured":
-            assert cell["variants"][-1]["name"].endswith("_compiled")
-            assert cell["variants"][-1]["tokens"] == cell["variants"][-2]["tokens"]
+    with on_device("simulated"):
+        found = check_model("float32", toy=True)
+    assert found["status"].startswith("wrong: WRONG: padding-free, float32")
+    blind = Check("a comparison", 1e-7, 1e-4, 1e-6)  # what is wrong on purpose passes
+    assert not blind.ok
 
 
 # -- the command

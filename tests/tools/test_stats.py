@@ -11,7 +11,7 @@ from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix.tools.data import load_rows, texts_of
-from trl_padfix.tools.stats import Lengths, batch_tokens, measure
+from trl_padfix.tools.stats import batch_tokens, measure
 from trl_padfix.tools.tiny import train_tokenizer
 from trl_padfix.tools.token_rows import token_rows, trainer_of
 
@@ -110,21 +110,6 @@ def test_what_the_rows_of_a_batch_have_in_common_is_counted(kind, max_length, to
         assert found.distinct == own
     single = batch_tokens(lengths, 1)
     assert (single.real == single.distinct) == (kind == "texts")
-
-
-def test_grouped_batches_hold_rows_that_begin_alike(tokenizer):
-    rows = build_rows("texts", 4)
-    rows = Dataset.from_list([{"text": f"{row['text'] * 5}{i} alpha"} for i in range(4) for row in rows])
-    lengths = measure(rows, tokenizer)
-    random, grouped = (batch_tokens(lengths, 4, order=order) for order in ("random", "prefix"))
-    assert grouped.real == random.real
-    assert grouped.distinct < 0.7 * random.distinct
-
-
-def test_what_max_length_does_is_what_trl_does():
-    tokens = {"prompt_ids": [5, 9, 12], "chosen_ids": [5, 1, 1], "rejected_ids": [2, 3, 1]}
-    lengths = Lengths.of([{name: [0] * column[i] for name, column in tokens.items()} for i in range(3)])
-    assert [len(lengths.truncated(limit)) for limit in (10, None)] == [2, 3]
 
 
 def test_the_trainer_is_the_one_that_takes_the_columns():

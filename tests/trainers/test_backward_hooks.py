@@ -68,14 +68,3 @@ def test_a_layerwise_optimizer_is_one(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
     assert backward_hooks.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
-
-
-@pytest.mark.parametrize(
-    ("kind", "place"), [("full_backward", "lm_head"), ("forward", "model"), ("forward_pre", "model.norm")]
-)
-def test_hooks_of_modules_are_warned_about(kind, place, tmp_path, caplog):
-    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
-    getattr(trainer.model.get_submodule(place), f"register_{kind}_hook")(lambda *args: None)
-    with caplog.at_level("WARNING", logger="trl_padfix"):
-        trainer.get_train_dataloader()
-    assert f"of {place} is a hook of a module" in caplog.text

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
@@ -19,7 +18,6 @@ from transformers import DataCollatorForSeq2Seq, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
-from trl_padfix.trainers.settings import Settings
 
 
 class Weighted(Trainer):
@@ -114,12 +112,3 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
     with pytest.raises(TypeError, match=r"takes a class: .* For a model there is `remove_padding\(model\)`"):
         padding_free_trainer(torch.nn.Linear(2, 2))
-
-
-def test_settings_are_read_once_and_have_their_defaults():
-    config = trl.DPOConfig("unused", padding_free=True, use_cpu=True, bf16=False)
-    settings = Settings.of(config, prefix_sharing=True)
-    assert (settings.padding_free, settings.prefix_sharing, settings.parity_check) == (True, True, True)
-    assert Settings.of(None) == Settings()
-    ours = trl_padfix.DPOConfig("unused", use_cpu=True, bf16=False)
-    assert Settings.of(ours) == Settings()

@@ -47,11 +47,15 @@ class Kept(TrainerCallback):
     kinds = (ChunkRunner, SubBatches, PackedCall, PrefixStates, ForwardStates, Layout)
 
     def __init__(self):
-        self.found = []
+        self.found, self.of_other_tests = [], self.alive()
+
+    def alive(self):
+        gc.collect()
+        return {id(x): x for x in gc.get_objects() if isinstance(x, self.kinds)}
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        gc.collect()
-        self.found += [type(x).__name__ for x in gc.get_objects() if isinstance(x, self.kinds)]
+        alive = self.alive()
+        self.found += [type(alive[i]).__name__ for i in alive.keys() - self.of_other_tests.keys()]
 
 
 class Counts:

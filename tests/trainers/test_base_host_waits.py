@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from kit.methods import DEFAULTS, make_trainer
-from kit.trainer_runs import build_model, build_pairs
 from kit.vision_runs import build_captions, make_vision_trainer
 from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
@@ -81,31 +79,6 @@ def test_a_forward_on_images_waits_for_what_it_compares(gpu, tmp_path):
 
 
 # -- TRL's waits
-
-
-def dpo(tmp_path, package: Any = trl_padfix) -> trl.DPOTrainer:
-    model, reference = (build_model(seed=seed) for seed in (0, 1))
-    modes = {"padding_free": True, "prefix_sharing": True} if package is trl_padfix else {}
-    given = {"per_device_train_batch_size": 8, "train_dataset": build_pairs(8, prompt=(3, 9), answer=(2, 9))}
-    return make_trainer(package, "DPO", tmp_path, model=model, ref_model=reference, **modes | given)
-
-
-def sft(tmp_path, package: Any = trl_padfix) -> trl.SFTTrainer:
-    return make_trainer(package, "SFT", tmp_path, **({"padding_free": True} if package is trl_padfix else {}))
-
-
-@pytest.mark.parametrize(("make", "waits", "waits_of_trl"), [(dpo, 26, 28), (sft, 11, 12)])
-def test_a_step_waits_less_often_than_trls(make, waits, waits_of_trl, gpu, tmp_path):
-    trainer = make(tmp_path)
-    batch = first_batch(trainer)
-    gpu.reset()
-    step(trainer, batch)
-    assert gpu.synchronisations.total() == waits
-    theirs = make(tmp_path, package=trl)
-    batch = first_batch(theirs)
-    gpu.reset()
-    step(theirs, batch)
-    assert gpu.synchronisations.total() == waits_of_trl
 
 
 def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tmp_path, monkeypatch):

@@ -9,10 +9,7 @@ from transformers import (
     ModernBertConfig,
     ModernBertForMaskedLM,
     Qwen2ForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
     T5Config,
-    T5EncoderModel,
     T5ForSequenceClassification,
     Trainer,
 )
@@ -27,14 +24,12 @@ T5 = {"vocab_size": 40, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads":
 BOTH = "attends in both directions"
 MODELS = {
     "bert": (lambda: BertForSequenceClassification(BertConfig(**SIZE)), BOTH),
-    "roberta": (lambda: RobertaForSequenceClassification(RobertaConfig(**SIZE)), BOTH),
     "modernbert": (lambda: ModernBertForMaskedLM(ModernBertConfig(**SIZE)), BOTH),
     "t5": (lambda: T5ForSequenceClassification(T5Config(**T5)), "encoder-decoder"),
     "t5 that says otherwise": (
         lambda: T5ForSequenceClassification(T5Config(**T5, is_encoder_decoder=False)),
         "encoder-decoder",
     ),
-    "the encoder of t5": (lambda: T5EncoderModel(T5Config(**T5)), f"{BOTH}|encoder-decoder"),
 }
 KINDS, LOADS = ["SFT", "DPO", "Reward", "KTO"], [True, False]
 

@@ -40,11 +40,6 @@ class Scaled:
         return longest_row_twice(lambda self, *a, **k: theirs(*a, **k))(self, model, inputs, *args, **kwargs)
 
 
-def on_class(trainer, patch):
-    owner = next(c for c in type(trainer).__mro__ if c.__module__.startswith("trl."))
-    patch.setattr(owner, "compute_loss", longest_row_twice(owner.compute_loss))
-
-
 def on_object(trainer, patch):
     trainer.compute_loss = MethodType(longest_row_twice(type(trainer).compute_loss), trainer)
 
@@ -57,10 +52,6 @@ def as_mixin(trainer, patch):
     subclass(trainer, Scaled)
 
 
-RECOMPUTED = "computed again in the backward pass"
-PLACES = {place.__name__: place for place in (on_class, on_object, as_partial, as_mixin)}
-
-
 def run(name, place, ours, **config):
     """A training with a loss that was put `place`."""
     with pytest.MonkeyPatch.context() as patch:
@@ -69,14 +60,7 @@ def run(name, place, ours, **config):
         return train_split(trainer)
 
 
-theirs = cache(lambda name, place=on_object, **config: run(name, place, False, **config).figures)
-
-
-@pytest.mark.parametrize(("place", "sharing"), [("on_object", False), ("as_partial", True), ("as_mixin", False)])
-def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing):
-    ours = run("SFT", PLACES[place], True, prefix_sharing=sharing)
-    assert_same(ours.figures, theirs("SFT"))
-    assert max(ours.forwards) <= BUDGETS["SFT"]
+theirs = cache(lambda name, place, **config: run(name, place, False, **config).figures)
 
 
 class Cut:
@@ -88,28 +72,34 @@ class Cut:
         return {k: v[:, :width] if v.dim() > 1 else v for k, v in inputs.items()}
 
 
-def cutting(trainer, patch):
+def in_inputs(trainer, patch):
     subclass(trainer, Cut)
 
 
-def test_what_prepares_the_inputs_may_compare_rows():
-    given = {"gradient_accumulation_steps": 3}
-    ours = run("SFT", cutting, True, **given)
-    assert_same(ours.figures, theirs("SFT", cutting, **given))
+def over_accumulation(trainer, patch):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return logits.logsumexp(-1).mul(inputs["attention_mask"]).sum() / self.current_gradient_accumulation_steps
+
+    subclass(trainer, compute_loss=compute_loss)
+
+
+THREE = {"gradient_accumulation_steps": 3}
+PLACES = [
+    (on_object, False, {}),
+    (as_partial, True, {}),
+    (as_mixin, False, {}),
+    (in_inputs, False, THREE),
+    (over_accumulation, False, THREE | {"max_grad_norm": 1e-3}),
+]
+
+
+@pytest.mark.parametrize(("place", "sharing", "given"), PLACES)
+def test_a_loss_has_trls_figures_wherever_it_was_put(place, sharing, given):
+    ours = run("SFT", place, True, prefix_sharing=sharing, **given)
+    assert_same(ours.figures, theirs("SFT", place, **given))
     assert max(ours.forwards) <= BUDGETS["SFT"]
-    assert max(ours.chunks) > 1
-
-
-def test_a_loss_that_divides_by_the_steps_of_accumulation_has_trls_figures():
-    def as_own(trainer, patch):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-            return logits.logsumexp(-1).mul(inputs["attention_mask"]).sum() / self.current_gradient_accumulation_steps
-
-        subclass(trainer, compute_loss=compute_loss)
-
-    given = {"gradient_accumulation_steps": 3, "max_grad_norm": 1e-3}
-    assert_same(run("SFT", as_own, True, **given).figures, theirs("SFT", as_own, **given))
+    assert (max(ours.chunks, default=1) > 1) == (place is in_inputs)
 
 
 def mean_of_rows(logits, labels, vocab_size, **kwargs):
@@ -171,9 +161,10 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
     assert ("a loss that is no known function of its logits" in caplog.text) == (name in ("term", "classifier"))
 
 
-@pytest.mark.parametrize("place", ["model", "model.layers.0"])
-@pytest.mark.parametrize("budget", [False, True])
-@pytest.mark.parametrize("owner", ["loss", "step", "around"])
+@pytest.mark.parametrize(
+    ("owner", "place", "budget"),
+    [("loss", "model.layers.0", False), ("loss", "model", True), ("step", "model.layers.0", True)],
+)
 def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
     owner, place, budget, tmp_path, monkeypatch, caplog
 ):
@@ -186,23 +177,11 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
         loss = type(self).__mro__[1].compute_loss(self, model, inputs, num_items_in_batch=num_items_in_batch)
         return loss + kept["states"][inputs["attention_mask"].bool()].square().mean()
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        model.train()
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
-        mask = inputs["attention_mask"].bool()
-        loss = logits[mask].square().mean() + kept["states"][mask].square().mean()
-        loss.backward()
-        return loss.detach()
-
     def around_step(self, model, inputs, num_items_in_batch=None):
         loss = type(self).__mro__[1].training_step(self, model, inputs, num_items_in_batch)
         return loss + kept["states"][inputs["attention_mask"].bool()].square().mean().detach()
 
-    own = {
-        "loss": {"compute_loss": compute_loss},
-        "step": {"training_step": training_step},
-        "around": {"training_step": around_step},
-    }[owner]
+    own = {"loss": {"compute_loss": compute_loss}, "step": {"training_step": around_step}}[owner]
 
     def figures(library):
         given = {"padding_free": True, "parity_check": False} if library is trl_padfix else {}
@@ -212,16 +191,12 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
 
     token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
-    assert RECOMPUTED not in caplog.text  # a padded batch is not split
-    is_padded = budget or place != "model"  # packed, the states of a decoder are unpacked before its hooks
-    assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog)) == is_padded
-    if is_padded and (owner != "step" or place != "model"):  # a step of one's own is not split
-        for module in (custom_loss, token_budget):
-            monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
-        monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
-        with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
-            figures(trl_padfix)
-        assert (RECOMPUTED in caplog.text) == (budget and owner == "loss")
+    assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog))
+    for module in (custom_loss, token_budget):
+        monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
+    monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        figures(trl_padfix)
 
 
 def test_computed_in_chunks_it_has_others(monkeypatch):
@@ -235,69 +210,50 @@ def test_computed_in_chunks_it_has_others(monkeypatch):
         assert_same(ours.figures, theirs(name, on_object), factor=10)
 
 
-def test_a_method_that_trls_loss_calls_counts_and_one_that_it_does_not_call_does_not(tmp_path, monkeypatch):
+def test_what_is_not_trls_is_named(tmp_path, monkeypatch):
     trainer = make(trl_padfix, "KTO", tmp_path, budget=True)
+    trainer.floating_point_ops = lambda inputs: 0  # no method of the loss
+    trainer.compute_loss_func = ForCausalLMLoss  # of a library
     assert custom_loss_name(trainer) is None
-    trainer.floating_point_ops = lambda inputs: 0
-    assert custom_loss_name(trainer) is None
-    monkeypatch.setattr(trl.KTOTrainer, "_compute_loss", longest_row_twice(trl.KTOTrainer._compute_loss))
-    assert custom_loss_name(trainer) == "KTOTrainer._compute_loss"
-    monkeypatch.undo()
+    trainer.compute_loss_func = longest_row_twice(ForCausalLMLoss)
+    assert custom_loss_name(trainer) == "compute_loss_func"
+    trainer.compute_loss_func = None
+    with monkeypatch.context() as patch:
+        patch.setattr(trl.KTOTrainer, "_compute_loss", longest_row_twice(trl.KTOTrainer._compute_loss))
+        assert custom_loss_name(trainer) == "KTOTrainer._compute_loss"
     trainer._compute_kl_logps = partial(type(trainer)._compute_kl_logps, trainer)
     assert custom_loss_name(trainer) == "trainer._compute_kl_logps"
 
 
-def test_trls_decorators_and_losses_are_trls(tmp_path):
-    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
-    assert custom_loss_name(trainer) is None
-    trainer.compute_loss_func = ForCausalLMLoss
-    assert custom_loss_name(trainer) is None
-    trainer.compute_loss_func = longest_row_twice(ForCausalLMLoss)
-    assert custom_loss_name(trainer) == "compute_loss_func"
-    for name in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO"):
-        bare = object.__new__(getattr(trl_padfix, f"{name}Trainer"))
-        assert custom_loss_name(bare) is None, name
-    for module in EXPERIMENTS:
-        if find_spec(f"trl.experimental.{module}"):
-            *_, experiment = classes_of(module).values()
-            assert custom_loss_name(object.__new__(experiment)) is None, module
-
-
-# -- a step that fails
-
-
-def skipping(trainer, failing_step, forwards=3):
-    """A user's step that skips a batch that does not fit into memory; it fails after a chunk has had its backward."""
-    train, layer = trainer.training_step, trainer.model.model.layers[0]
-    state = {"step": 0, "forwards": 0, "skipped": 0}
-
-    def fail(module, args):
-        state["forwards"] += 1
-        if state["step"] == failing_step and state["forwards"] == forwards:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    layer.register_forward_pre_hook(fail)
-
-    def step(*args, **kwargs):
-        state["step"] += 1
-        state["forwards"] = 0
-        try:
-            return train(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            state["skipped"] += 1
-            return torch.zeros(())
-
-    trainer.training_step = step
-    return state
+def test_trls_own_trainers_have_none():
+    classes = [getattr(trl_padfix, f"{name}Trainer") for name in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO")]
+    classes += [[*classes_of(m).values()][-1] for m in EXPERIMENTS if find_spec(f"trl.experimental.{m}")]
+    assert {c: custom_loss_name(object.__new__(c)) for c in classes} == dict.fromkeys(classes)
 
 
 @pytest.mark.parametrize(("name", "forwards"), [("SFT", 3), ("KTO", 5)])
 def test_a_step_that_is_skipped_moves_no_weight(name, forwards, tmp_path):
+    """A user's step skips a batch that does not fit into memory; it fails after a chunk has had its backward."""
     trainer = make(trl_padfix, name, tmp_path, budget=True, max_steps=1)
-    state = skipping(trainer, 1, forwards)
+    train, calls, skipped = trainer.training_step, [], []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) == forwards:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def step(*args, **kwargs):
+        try:
+            return train(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            skipped.append(1)
+            return torch.zeros(())
+
+    trainer.training_step = step
+    trainer.model.model.layers[0].register_forward_pre_hook(fail)
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
-    assert state["skipped"] == 1
+    assert skipped
     assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
     assert all(map(torch.equal, before, trainer.model.parameters()))
 

@@ -109,13 +109,6 @@ def test_a_doubtful_row_of_a_stream_is_kept(strict, tmp_path, caplog):
     assert any("So far 1 rows of the train stream are doubtful" in text for text in our_warnings(caplog))
 
 
-def test_a_column_that_is_not_trained_on_may_hold_any_number(tmp_path):
-    data = Dataset.from_list([row | {"user_ids": [10**6]} for row in conversations(nothing)])
-    ours = make(trl_padfix, "DPO, equal", tmp_path, train_dataset=data)
-    ours.train()
-    assert ours.state.global_step == 3
-
-
 def test_rows_are_named_up_to_five():
     assert name_rows([4]) == "Row 4 (counted from 0)"
     assert name_rows([4, 7], "pair") == "Pairs 4, 7 (counted from 0)"

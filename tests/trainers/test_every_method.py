@@ -8,7 +8,6 @@ rows that leak, or with a hidden token where padding stays.
 from __future__ import annotations
 
 import ast
-import logging
 import sys
 from contextlib import nullcontext
 from itertools import combinations
@@ -33,13 +32,12 @@ from kit.trainer_runs import (
     break_mode,
     build_model,
     figures,
-    our_warnings,
     to_the_bit,
 )
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
 import trl_padfix
-from trl_padfix import ParityError, prefix_sharing_layout
+from trl_padfix import ParityError
 
 
 LATER = pytest.mark.skipif(not NEWEST, reason="tried with later versions of TRL")
@@ -59,6 +57,7 @@ class Cell(NamedTuple):
         side (`str`): Where rows are padded; if it is empty, nothing of ours is set but the mode.
         attention (`str`): What the policy runs with. TRL's run has SDPA.
         budget (`int`, *optional*): `max_tokens_per_batch`.
+        multiple (`int`, *optional*): `packed_multiple_of`.
     """
 
     method: str
@@ -67,6 +66,7 @@ class Cell(NamedTuple):
     side: str = ""
     attention: str = "sdpa"
     budget: int | None = None
+    multiple: int | None = None
 
 
 CELLS = [
@@ -84,6 +84,7 @@ CELLS = [
     Cell("SFT", "a loss of one's own", "padding-free", "left"),
     Cell("SFT", "a stream", "prefix sharing", "right"),
     Cell("SFT", "wrapped", "padding-free", "right"),
+    Cell("SFT", "short", "padding-free", "left", multiple=32),
     Cell("DPO", "short", "padded"),
     Cell("DPO", "short", "padded", "left", FLASH),
     Cell("DPO", "absolute positions", "padded", "left"),
@@ -100,6 +101,7 @@ CELLS = [
     Cell("DPO", "lora, precomputed reference", "prefix sharing", "right", "eager"),
     Cell("DPO", "an adapter trained before", "padding-free", "left", "sdpa", BUDGET),
     Cell("DPO", "experts", "prefix sharing", "left"),
+    Cell("DPO", "lora, checkpointing", "prefix sharing", "right", multiple=32),
     Cell("DPO", "answers that are equal, or begin alike", "prefix sharing", "right", "sdpa", BUDGET),
     Cell("Reward", "plain", "padded"),
     Cell("Reward", "accumulation", "padding-free", "left", FLASH, BUDGET),
@@ -172,6 +174,7 @@ def train(make: Maker, cell: Cell, **more: Any) -> Run:
     """Our training of a cell."""
     config = MODES[cell.mode] | ({"padding_side": cell.side} if cell.side else {})
     config |= {"max_tokens_per_batch": cell.budget, "parity_check": False} if cell.budget else {}
+    config |= {"packed_multiple_of": cell.multiple} if cell.multiple else {}
     given = {name: more.pop(name) for name in ("eval_dataset",) if name in more}
     if cell.attention == "eager":
         config["attn_implementation"] = "eager"
@@ -179,6 +182,16 @@ def train(make: Maker, cell: Cell, **more: Any) -> Run:
         if cell.attention == FLASH:
             given["model"] = build_model("reward" if cell.method == "Reward" else "causal", attn_implementation=FLASH)
         return make.train(cell.case, given=given, **config | more)
+
+
+def assert_filled(run: Run, multiple: int) -> None:
+    """Packed rows had lengths that were asked for, and the log says how much of them is filler."""
+    for stats in (handle.stats for handle in run.trainer.padding.handles):
+        assert 0 < stats.filler_tokens < multiple * stats.forwards
+        assert (stats.packed_tokens + stats.filler_tokens) % multiple == 0
+    shares = [log[name] for log in run.logs for name in log if name.endswith("padfix/filler_fraction")]
+    assert all(0 < share < 0.5 for share in shares)
+    assert len(shares) > len(run.logs) / 2  # none is logged where rows have such a length by themselves
 
 
 def hide_first_tokens(trainer: Any) -> None:
@@ -217,6 +230,8 @@ def test_a_training_and_an_evaluation_are_trls(cell, makers, monkeypatch):
     assert all(0 < h.stats.packed_tokens <= h.stats.real_tokens < h.stats.padded_tokens for h in handles)
     if cell.budget:
         assert max(ours.forwards) <= cell.budget < max(theirs.forwards)
+    elif cell.multiple:
+        assert_filled(ours, cell.multiple)
     elif cell.case not in method.uncounted:
         assert_mode_ran(ours, cell.mode)
 
@@ -257,25 +272,6 @@ def test_accumulation_does_not_scatter_a_group(makers):
     assert ours.entered < makers("GRPO").theirs("accumulation").counts()["prefix sharing"]
 
 
-def test_a_configuration_of_trls_is_taken_as_it_is(makers, tmp_path):
-    make = makers("DPO")
-    ours = make.of_trls_configuration(tmp_path, padding_free=True, max_steps=5)
-    assert_same(ours.trajectory(), make.theirs("short").trajectory())
-    assert_mode_ran(ours, "padding-free")
-    assert ours.trainer.args.padding_free
-
-
-@LATER
-@pytest.mark.parametrize(("name", "sharing"), [("SFT", False), ("DPO", True)])
-def test_prompt_tuning_is_trls(name, sharing, makers):
-    # Right-padded, as TRL does it: left-padded, the virtual tokens of a row stand before its padding.
-    ours = makers(name).train("prompt tuning", padding_free=True, prefix_sharing=sharing)
-    assert_same(ours.trajectory(), makers(name).theirs("prompt tuning").trajectory())
-    stats = ours.trainer.padding.stats
-    assert 0 < stats.packed_tokens < stats.padded_tokens
-    assert (stats.packed_tokens < stats.real_tokens) == sharing
-
-
 @pytest.mark.parametrize("name", [name for name in ("SFT", "KTO", "GRPO") if name in METHODS])
 def test_fractions_are_those_of_the_forwards_of_the_loss(name, makers):
     make = makers(name)
@@ -292,20 +288,6 @@ def test_fractions_are_those_of_the_forwards_of_the_loss(name, makers):
     assert 0 < evaluated["eval_padfix/pad_fraction"] < 1
     assert 0 < evaluated["eval_padfix/shared_fraction"] < 1
     assert evaluated["eval_perf/tokens_per_second"] > 0
-
-
-def test_a_layout_is_built_once_for_each_batch_and_good_rows_give_no_warning(makers, monkeypatch, caplog):
-    built = []
-    monkeypatch.setattr(
-        "trl_padfix.core.call.layout_of.prefix_sharing_layout",
-        lambda *batch: built.append(batch) or prefix_sharing_layout(*batch),
-    )
-    with caplog.at_level(logging.WARNING):  # policy and reference
-        makers("DPO").train("short", given={"eval_dataset": None}, **MODES["prefix sharing"], parity_check=False)
-    assert len(built) == 5
-    assert all(
-        "a hook of a Qwen2DecoderLayer" in line for line in our_warnings(caplog)
-    )  # that of the kit, which counts
 
 
 @LATER

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from trl_padfix.trainers.metrics.exact_eval_means import ExactMeans, drop_duplicate_rows, local_metrics_only
+from trl_padfix.trainers.metrics.exact_eval_means import ExactMeans, drop_duplicate_rows
 from trl_padfix.trainers.parts.part import Evaluation, Step
 from trl_padfix.trainers.settings import Settings
 
@@ -143,30 +143,25 @@ def test_the_last_batch_keeps_its_first_rows():
     assert found == LAST_BATCHES
 
 
-def test_the_halves_of_pairs_lose_the_same_items():
+LEFT = [  # process, rows, and the state of the evaluation
     # Rows 0-2 are chosen, 3-5 rejected; of three pairs the first two are no duplicates.
-    assert kept(1, 6, rows_per_item=2, remainder=5) == ([0, 1, 3, 4], True)
-    assert kept(1, 6, rows_per_item=1, remainder=8) == ([0, 1], True)  # wrong for pairs: it drops rejected rows only
+    (1, 6, {"rows_per_item": 2, "remainder": 5}, [0, 1, 3, 4]),
+    (1, 6, {"rows_per_item": 1, "remainder": 8}, [0, 1]),  # wrong for pairs: it drops rejected rows only
+    # Processes with the same rows keep the same ones.
+    (1, 2, {"processes": 4, "replicas": 2, "remainder": 3}, [0, 1]),
+    (2, 2, {"processes": 4, "replicas": 2, "remainder": 3}, [0]),
+    # Nothing is dropped before the last batch, nor in one process.
+    (1, 2, {"remainder": 1, "is_last": False}, [0, 1]),
+    (0, 2, {"remainder": 1, "processes": 1}, [0, 1]),
+    (1, 2, {"remainder": 1, "processes": 2, "replicas": 2}, [0, 1]),
+]
 
 
-def test_processes_with_the_same_rows_keep_the_same_ones():
-    state = {"processes": 4, "replicas": 2, "remainder": 3}
-    assert [kept(process, 2, **state)[0] for process in range(4)] == [[0, 1], [0, 1], [0], [0]]
-    alone = [kept(process, 2, processes=4, remainder=3) for process in range(4)]
-    assert alone == [([0, 1], True), ([0], True), ([0, 1], False), ([0, 1], False)]
-
-
-def test_nothing_is_dropped_before_the_last_batch_nor_in_one_process():
-    assert kept(1, 2, remainder=1, is_last=False) == ([0, 1], True)
-    assert kept(0, 2, remainder=1, processes=1) == ([0, 1], True)
-    assert kept(1, 2, remainder=1, processes=2, replicas=2) == ([0, 1], True)
-
-
-def test_a_batch_with_other_rows_stays_as_it_is():
-    batch = {"input_ids": torch.zeros(2, 4), "patches": torch.zeros(7, 5)}
-    result, has_rows = drop_duplicate_rows(build_accelerator(1, 2, remainder=3), batch, 1)
-    assert result is batch
-    assert has_rows
+def test_rows_that_are_no_duplicates_are_left():
+    for process, rows, state, left in LEFT:
+        assert kept(process, rows, **state) == (left, True), state
+    batch = {"input_ids": torch.zeros(2, 4), "patches": torch.zeros(7, 5)}  # other rows: it stays as it is
+    assert drop_duplicate_rows(build_accelerator(1, 2, remainder=3), batch, 1) == (batch, True)
 
 
 def test_two_processes_add_up_to_the_mean_over_all_rows():
@@ -182,14 +177,6 @@ def test_two_processes_add_up_to_the_mean_over_all_rows():
     total, items = sum(weighted).tolist()
     assert (total / items, items) == (3.0, 3)
     assert losses.mean() != 3.0  # with the duplicate
-
-
-def test_metrics_are_not_gathered_within_a_step():
-    accelerator = build_accelerator()
-    x = torch.ones(2)
-    with local_metrics_only(accelerator):
-        assert accelerator.gather(x) is accelerator.gather_for_metrics(x, use_gather_object=True) is x
-    assert len(accelerator.gather(x)) == len(accelerator.gather_for_metrics(x)) == 4
 
 
 # -- what cannot be exact

@@ -259,14 +259,6 @@ def test_two_processes_write_and_measure_what_one_does(tmp_path):
 # Settings and input
 
 
-def test_generation_settings_reach_the_model(tmp_path):
-    trainer = make("dpo", tmp_path, generation_kwargs={"num_beams": 2, "min_new_tokens": 4})
-    trainer.evaluate()
-    prompts = trainer.eval_dataset["prompt"]
-    expected = alone(trainer, prompts, num_beams=2, min_new_tokens=4)
-    assert [row["prediction"] for row in written(tmp_path)] == expected != alone(trainer, prompts)
-
-
 def test_the_models_own_settings_give_one_prediction_for_each_prompt(tmp_path):
     trainer = make("dpo", tmp_path)
     trainer.model.generation_config.update(num_return_sequences=2, num_beams=2, return_dict_in_generate=True)

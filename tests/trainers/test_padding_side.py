@@ -5,12 +5,11 @@ import torch
 import trl
 from kit.methods import make_trainer
 from kit.rows import build_rows
-from kit.tolerance import assert_close
 from kit.trainer_runs import assert_other, assert_same, build_model, build_pairs, build_tokenizer
 from peft import PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
 import trl_padfix
-from trl_padfix import generate, remove_padding
+from trl_padfix import generate
 from trl_padfix.trainers.parts.padding_side import PaddingSide
 
 
@@ -82,19 +81,6 @@ def test_other_trainers_have_the_figures_of_trl_which_pads_right(kind, tmp_path)
         found.append(trainer.state.log_history[0]["grad_norm"])
     assert found[1] == found[0]
     assert found[2:] == pytest.approx(found[:1] * 2, rel=1e-4)
-
-
-def test_a_left_padded_batch_is_packed_as_it_came():
-    """Its tokens have the positions of their columns, as padded, and not those of the row alone."""
-    model = tuned().eval()
-    ids = torch.tensor([[39, 39, 39, 5, 6], [7, 8, 9, 10, 11]])
-    mask = (ids != 39).long()
-    with torch.no_grad():
-        padded, alone = (model(i, attention_mask=m).logits for i, m in ((ids, mask), (ids[:1, 3:], mask[:1, 3:])))
-        with remove_padding(model) as handle:
-            packed = model(ids, attention_mask=mask).logits
-    assert_close(packed[0, -2:], padded[0, -2:], terms=64, depth=16, control=alone[0, -2:])
-    assert handle.stats.packed_tokens == 7 + 2 * 5
 
 
 def test_prompts_of_several_lengths_are_not_continued_together():

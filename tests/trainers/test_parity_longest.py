@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.methods import make_trainer
+from kit.processes import trained
 from kit.trainer_runs import build_pairs, figures, leaking_layout
 
 import trl_padfix
@@ -26,21 +29,6 @@ def make(kind: str, folder: Any, **given: Any) -> Any:
 @pytest.fixture(autouse=True)
 def _after_two_steps(monkeypatch):
     monkeypatch.setattr(parts, "LONG_ROW_AFTER", 2)
-
-
-def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capsys.readouterr().out.splitlines() if "longest row" in line]
-
-
-@pytest.mark.parametrize(("kind", "sharing"), [("DPO", True), ("SFT", False)])
-def test_it_is_said_once_with_its_cost(kind, sharing, tmp_path, capsys):
-    make(kind, tmp_path, prefix_sharing=sharing).train()
-    (line,) = lines(capsys)
-    assert line.startswith("parity ok, longest row of the first 2 steps (")
-    assert line.endswith(" s")
-    make(kind, tmp_path, prefix_sharing=sharing, parity_check="short").train()
-    make(kind, tmp_path, prefix_sharing=sharing, max_steps=2).train()
-    assert lines(capsys) == []
 
 
 def test_the_training_does_not_notice(tmp_path, monkeypatch):
@@ -97,3 +85,16 @@ def test_a_wrong_padded_forward_is_said_once_and_the_run_goes_on(tmp_path, caplo
     assert len(said) == 1
     assert "From each row alone (torch.float64), packed differs by mean" in said[0]
     assert trainer.padding.stats.padded_forwards == 0
+
+
+@pytest.mark.slow
+def test_a_parity_error_of_one_process_is_raised_on_both(tmp_path):
+    """And none waits for the other."""
+    trained("multi_gpu", tmp_path, "kit.process_errors", tmp_path)
+    first, second = (json.loads(Path(tmp_path, f"errors-{rank}.json").read_text()) for rank in range(2))
+    for fault in ("first batch", "longest row"):
+        assert second[fault].startswith("ParityError: ")
+        assert first[fault].startswith("RuntimeError: Process 1 stopped, and this process would wait for it.")
+        assert first[fault].endswith(second[fault])
+    assert "longest row" in second["longest row"]
+    assert first[""] == second[""] == ""

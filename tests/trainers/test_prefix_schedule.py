@@ -1,6 +1,7 @@
 """Each distinct token of a batch is computed once: gradients, token counts, and how long states are kept."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_a_prefix_that_runs_through_the_head_has_no_load_balancing_loss(name, bu
 def in_one_forward(model, ids, mask, budget, across=True):
     """A loss that compares rows, whose forward is computed in sub-batches."""
     with remove_padding(model, prefix_sharing=True), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=SubBatches(RowSplitter(budget, True, across))):
+        with within(runner=SubBatches(partial(RowSplitter, budget, True, across))):
             of_row = score(model, ids, mask, with_experts=True)
         (of_row.sort().values * torch.arange(float(len(ids)))).sum().backward()
     return of_row.detach(), take_gradients(model), sum(entered)
@@ -247,8 +248,8 @@ def test_schedules_without_gradients_keep_plain_states_while_they_are_needed():
                 assert_close(score(model, *batches[i]), expected[part], terms=64, depth=24, size=LOGITS)
                 (schedule,) = runner.schedules.values()
                 alive = {n for n, t in runner.plan.prefixes.items() if t.first_user <= i <= t.last_user}
-                assert schedule.detached_states.keys() == alive
-                states = [x for n in alive for xs in schedule.detached_states[n].values() for x in xs]
+                assert schedule.states.keys() == alive
+                states = [x for n in alive for xs in schedule.states[n].values() for x in xs]
                 assert not any(x.requires_grad for x in states)
 
 

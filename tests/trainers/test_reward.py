@@ -1,6 +1,5 @@
 """What reward modelling has of its own: which token is scored. `test_every_method.py` has the trajectories."""
 
-from copy import copy
 from functools import cache
 
 import pytest
@@ -57,26 +56,6 @@ def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_tok
     assert_same(train_with_pad(make, RewardTrainer, "<eos>", pool_last_token=True, **config), at_the_end)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(before_the_end, at_the_end)
-
-
-def test_padding_that_is_scored_is_found_in_each_batch(make):
-    trainer = make(config=MODES["padding-free"] | {"parity_check": False})
-    batch = next(iter(trainer.get_train_dataloader()))
-    for pad, padded_forwards in ((39, 0), (38, 1), (39, 1)):
-        trainer.model.config.pad_token_id = pad
-        trainer.compute_loss(trainer.model, copy(batch))
-        assert trainer.padding.stats.padded_forwards == padded_forwards  # every row ends in what is no pad token now
-
-
-def test_padding_that_would_be_scored_is_noticed_however_it_was_written(make):
-    trainer = make(config=SIDED_MODES["padding-free, right"] | {"parity_check": False})
-    batch = next(iter(trainer.get_train_dataloader()))
-    written = {**batch, "input_ids": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 5)}
-    trainer.compute_loss(trainer.model, written)
-    assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (1, 0)
-    batch["input_ids"].data.masked_fill_(batch["attention_mask"] == 0, 5)
-    trainer.compute_loss(trainer.model, batch)
-    assert (trainer.padding.stats.padded_forwards, trainer.padding.stats.forwards) == (2, 0)
 
 
 def with_another_pad(make, trainer_class, **config):

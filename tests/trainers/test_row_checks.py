@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
-from kit.rows import build_rows
-from kit.sft_cases import LABELS_IN_DATA
 from kit.trainer_runs import build_tokenizer, our_warnings, trajectory
 
 import trl_padfix
@@ -21,8 +19,6 @@ from trl_padfix.trainers.data.row_checks import DoubtfulRowError, check_row, val
 
 TEXT = {"text": "w3 w4"}
 PAIR = {"prompt": "w3", "chosen": "w4 w5", "rejected": "w6"}
-CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
-SAID, ANSWER = CHAT["messages"]
 COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
 
 
@@ -31,24 +27,6 @@ def make(kind, folder, data, library=trl_padfix, **given):
     rows = {} if kind == "GRPO" else {"per_device_train_batch_size": 4}
     given = {"max_steps": 3, "train_dataset": data, "processing_class": tokenizer} | rows | given
     return make_trainer(library, kind, folder, **given)
-
-
-def test_a_stream_leaves_a_row_without_messages_out(tmp_path, caplog):
-    rows = [{"messages": [SAID, ANSWER | {"content": f"w{7 + i}"}]} for i in range(12)]
-    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-        make("SFT", tmp_path, stream([*rows[:3], {"messages": []}, *rows[3:]]), padding_side="right").train()
-    assert any("were left out. A row of the train dataset has []" in text for text in caplog.messages)
-
-
-OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
-
-
-def test_conversations_of_other_keys_are_trained_on(tmp_path):
-    data = Dataset.from_list([{"conversations": OTHER_KEYS}] * 8)
-    theirs, ours = (make("SFT", tmp_path, data, library) for library in (trl, trl_padfix))
-    for trainer in (theirs, ours):
-        trainer.train()
-    assert trajectory(ours).equal(trajectory(theirs))
 
 
 def test_an_empty_prompt_is_none(tmp_path, caplog):
@@ -99,21 +77,6 @@ def test_pairs_that_trl_leaves_out_are_counted_in_a_warning(tmp_path, caplog):
         make("DPO", tmp_path, Dataset.from_dict(columns), max_length=6, padding_side="right")
     (warning,) = our_warnings(caplog)
     assert re.search("2 of 4 pairs of the train dataset were left out.*`max_length=6`.*Raise `max_length`", warning)
-
-
-def masked(row):
-    return {"input_ids": [5, 6, 7], "labels": [-100] * 3 if row % 2 else [-100, 6, 7]}
-
-
-@pytest.mark.skipif(not LABELS_IN_DATA, reason="this TRL truncates in its collator")
-def test_rows_that_teach_nothing_are_counted_in_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        side = {"padding_side": "right"}
-        make("SFT", tmp_path, Dataset.from_list([masked(row) for row in range(8)]), max_length=None, **side)
-        make("SFT", tmp_path, build_rows(), max_length=14, **side)
-    ours = our_warnings(caplog)
-    assert re.search("4 of 8 rows of the train dataset have no token to train on.*Drop them", ours[0])
-    assert any(re.search(r"\d+ of 40 rows of the train dataset were left out.*`max_length=14`", o) for o in ours[1:])
 
 
 texts = st.one_of(st.none(), st.text("ab", max_size=2))

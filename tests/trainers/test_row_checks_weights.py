@@ -13,9 +13,8 @@ import torch
 import trl
 from datasets import Dataset
 from kit.methods import make_trainer
-from kit.online_runs import ONLINE_SETTINGS, load_policy, reward_words, save_policy
 from kit.rows import build_prompts
-from kit.trainer_runs import assert_same, build_tokenizer, rows_for, trained
+from kit.trainer_runs import assert_same, trained
 from kit.vision_runs import build_pairs, build_processor, build_vlm
 
 import trl_padfix
@@ -23,7 +22,6 @@ from trl_padfix.trainers.data.collators import SidedCollator
 
 
 MODES = {
-    "padded": {},
     "padded, left": {"padding_side": "left"},
     "padding-free, left": {"padding_free": True, "padding_side": "left"},
     "prefix sharing": {"padding_free": True, "prefix_sharing": True},
@@ -59,14 +57,6 @@ def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(mode, tmp_pa
     message = f"1 pairs have a completion without a token (within `max_length={config['max_length']}`)"
     assert sum(message in text for text in caplog.messages) == 1
     assert sum(runs[trl_padfix][0].data_collator.odd_rows.values()) > 0
-
-
-def test_images_that_max_length_cuts_are_named_in_trls_words(tmp_path):
-    processor = build_processor("llava")
-    given = {"model": build_vlm("llava", processor), "processing_class": processor}
-    data, config = rows_for("SFT", build_pairs(4, (1,))), {"max_length": 4, "max_steps": 1} | MODES["prefix sharing"]
-    with pytest.raises(ValueError, match=r"`max_length` \(4\) is too short and causes image placeholder"):
-        train(trl_padfix, "SFT", tmp_path, data, config, **given)
 
 
 # Rows without a prompt, and without a token
@@ -153,36 +143,6 @@ def test_a_batch_of_empty_rows_alone_is_a_batch(tmp_path):
     assert {name: value.tolist() for name, value in batch.items()} == {
         "input_ids": [[0], [0]], "attention_mask": [[1], [1]], "labels": [[-100], [-100]],
     }  # fmt: skip
-
-
-def test_warnings_come_at_the_first_row_and_at_every_power_of_ten(caplog):
-    collator = trl_padfix.DataCollatorForPreference(pad_token_id=0, for_trainer=True)
-    pair = {"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [2]}
-    with caplog.at_level(logging.WARNING, logger="trl_padfix"):
-        for _ in range(12):
-            collator([pair])
-    assert [text.split(" completions")[0] for text in caplog.messages] == ["So far 1", "So far 10"]
-
-
-# What is found before the first step
-
-
-@pytest.mark.parametrize(("kind", "where"), [("GRPO", "train"), ("RLOO", "eval")])
-def test_prompts_without_a_token_are_found_before_the_first_step(kind, where, tmp_path):
-    given = {"train": build_prompts(8), "eval": build_prompts(4)}
-    given[where] = given[where].map(lambda row, i: {"prompt": " " if i == 3 else row["prompt"]}, with_indices=True)
-    policy = save_policy(tmp_path / "policy")
-    with pytest.raises(
-        ValueError, match=rf"Prompts \[3\] of the {where} dataset have no token \(1 in all\).*BOS token"
-    ):
-        getattr(trl_padfix, f"{kind}Trainer")(
-            model=load_policy(policy),
-            reward_funcs=reward_words,
-            args=getattr(trl_padfix, f"{kind}Config")(str(tmp_path), **ONLINE_SETTINGS, strict=True),
-            train_dataset=given["train"],
-            eval_dataset=given["eval"],
-            processing_class=build_tokenizer(),
-        )
 
 
 def test_prompts_without_a_token_in_a_stream_are_warned_about(tmp_path, caplog):

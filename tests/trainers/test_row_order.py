@@ -68,16 +68,6 @@ def test_steps_of_grouped_rows_are_trls_steps_of_these_rows(kind, tmp_path):
     assert_same(logged(split), logged(ours))
 
 
-def test_grouping_computes_what_several_rows_begin_with_once(tmp_path):
-    computed = {}
-    for group in (True, False):
-        trainer = grouped("SFT", tmp_path, group_by_prefix=group)
-        trainer.train()
-        stats = trainer.padding.stats
-        computed[group] = stats.packed_tokens / stats.real_tokens
-    assert computed[True] < computed[False] - 0.1
-
-
 def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     trainer = grouped("DPO", tmp_path, seed=5, train_dataset=build_branching("DPO").select(range(32)), **ACCUMULATED)
     first = order_of(trainer)

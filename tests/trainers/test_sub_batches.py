@@ -1,5 +1,7 @@
 """A forward in sub-batches: its outputs, its gradients and the trajectories of losses that compare rows."""
 
+from functools import partial
+
 import pytest
 import torch
 import trl
@@ -42,7 +44,7 @@ def gradients(model, budget, sharing=True):
     ids, mask = batch()
     model.zero_grad()
     with remove_padding(model, prefix_sharing=sharing), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=budget and SubBatches(RowSplitter(budget, sharing))):
+        with within(runner=budget and SubBatches(partial(RowSplitter, budget, sharing))):
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         logps = (logits.log_softmax(-1)[..., 3] * mask).sum(1)
         (logps.sort().values * torch.arange(6.0)).sum().backward()
@@ -77,7 +79,7 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
         rows = torch.stack(
             [model(**{k: v[i : i + 1] for k, v in call.items() if k != "use_cache"}).loss for i in range(6)]
         )
-        with within(runner=SubBatches(RowSplitter(14, False))):
+        with within(runner=SubBatches(partial(RowSplitter, 14, False))):
             split = model(**call).loss
     assert handle.stats.padded_forwards == 0
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
@@ -99,7 +101,7 @@ def test_outside_of_the_block_and_after_removal_nothing_is_split():
     first = attach_runner_patch(model)
     second = attach_runner_patch(model)  # replaces the first
     model(input_ids=ids, attention_mask=mask)
-    with within(runner=SubBatches(RowSplitter(20, False))):
+    with within(runner=SubBatches(partial(RowSplitter, 20, False))):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
         second.remove()
         model(input_ids=ids, attention_mask=mask)

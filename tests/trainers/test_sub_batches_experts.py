@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def gradients(model: PreTrainedModel, budget: int | None, sharing: bool) -> tupl
     with (
         remove_padding(model, prefix_sharing=sharing),
         attach_runner_patch(model),
-        within(runner=budget and SubBatches(RowSplitter(budget, sharing))),
+        within(runner=budget and SubBatches(partial(RowSplitter, budget, sharing))),
     ):
         output = model(input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True)
         (output.logits[mask.bool()].log_softmax(-1)[:, 3].mean() + output.aux_loss).backward()
@@ -116,10 +117,10 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
         return torch.stack([output.loss, output.num_correct_tokens if counts else ids.new_ones(()), output.aux_loss])
 
     monkeypatch.setattr(model, "forward", head)
-    split = figures(SubBatches(RowSplitter(14, False)))
+    split = figures(SubBatches(partial(RowSplitter, 14, False)))
     assert_close(split, figures(None), terms=64, depth=32)
     monkeypatch.setattr(sub_batches, "_balancing_term", lambda model, output: 0.0)
-    wrong = figures(SubBatches(RowSplitter(14, False)))
+    wrong = figures(SubBatches(partial(RowSplitter, 14, False)))
     assert abs(wrong[0] - split[0]) > 0.1
     assert wrong[1] == split[1] > 0
 

@@ -209,7 +209,7 @@ def test_arguments_without_a_row_for_each_row_are_not_cut():
     columns = torch.arange(3)
     call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
     call |= {"logits_to_keep": columns, "cache_position": columns}
-    batch = SubBatches(RowSplitter(8, sharing=False))._split(ids, mask)
+    batch = SubBatches(partial(RowSplitter, 8, sharing=False))._split(ids, mask)
     assert len(batch.inputs) == 2
     for rows, of_rows in zip(batch.split.rows, batch.calls(call, None), strict=True):
         assert torch.equal(of_rows["labels"], ids[rows])

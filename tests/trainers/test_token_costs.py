@@ -103,17 +103,6 @@ def test_rows_that_cannot_be_partitioned_evenly_are_an_error():
         partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
 
 
-@pytest.mark.parametrize("processes", [2, 8, 64])
-def test_processes_have_even_work(processes):
-    lengths = np.random.default_rng(0).lognormal(5, 0.8, 8 * processes).astype(int).clip(1, 1024)
-    costs = text_costs(lengths)
-    partitioned = [costs.total(part) for part in partition_equal_rows(costs, processes)]
-    in_order = [costs.total(part) for part in np.arange(len(costs)).reshape(processes, 8)]
-    waiting, waiting_in_order = (1 - np.mean(sums) / max(sums) for sums in (partitioned, in_order))
-    assert waiting < 0.5 * waiting_in_order
-    assert max(partitioned) <= max(1.02 * np.mean(partitioned), max(lengths) + 7 * np.median(lengths))
-
-
 def test_rows_of_one_prompt_go_to_one_process():
     prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
     parts = partition_equal_rows(pairs_of(prompts, 2, 3), 2)

@@ -72,23 +72,6 @@ def test_turns_train_as_rows_written_by_hand(tmp_path):
     assert found.entered < found.counts()["padding-free"]
 
 
-def test_each_turn_keeps_its_own_thinking_and_no_earlier_one(tmp_path):
-    rows = conversations(1)
-    dataset = trained(tmp_path, rows, expand_turns=True).trainer.train_dataset
-    tokenizer = build_tokenizer()
-    for row in dataset:
-        turn = [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
-        text, whole = tokenizer.decode(turn), tokenizer.decode(row["input_ids"])
-        assert text.startswith("w7 ")
-        assert whole.endswith(text)
-        assert whole.startswith("w9 w9 w6 w10")  # both tools, the system prompt
-    last = tokenizer.decode(dataset[len(dataset) - 1]["input_ids"])
-    assert last.count("w7") <= 2  # thinking behind the last question only
-    whole = tokenizer.apply_chat_template  # the control: rendered as one row, earlier turns are other tokens
-    tokenizer.chat_template = THINKING
-    assert rows[0]["messages"][2]["reasoning_content"] not in whole(rows[0]["messages"], tokenize=False)
-
-
 def test_conversations_that_cannot_be_expanded_are_counted(caplog):
     user, answer = say("user", "w3"), say("assistant", "w4")
     rows = [[user], [answer, user, answer], [user, answer, answer], [user, answer], [answer]]

@@ -153,16 +153,6 @@ def test_wrappers_and_bare_decoders_are_found():
             assert handle.stats.packed_tokens == DISTINCT
 
 
-def test_a_batch_without_anything_to_remove_runs_as_it_is():
-    ids = torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]])
-    mask = torch.ones_like(ids)
-    model = build("qwen2")
-    expected = logits_of(model, ids, mask)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        assert torch.equal(logits_of(model, ids, mask), expected)
-    assert handle.stats.packed_tokens == handle.stats.padded_tokens == 8
-
-
 def test_without_a_mask_rows_still_share():
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
     model = build("qwen2")

@@ -13,10 +13,8 @@ from kit.tolerance import assert_close
 from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 from zoo.model_numbers import (
     DISTINCT,
-    assert_equal_where_real,
     assert_same_gradients,
     gradients,
-    logits_of,
     weighted_sum,
 )
 from zoo.models import batch, build
@@ -181,22 +179,6 @@ def test_the_fused_head_may_be_added_after_attaching():
         assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
     assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
-
-
-def test_the_fused_head_stays_when_padding_removal_goes():
-    ids, mask = batch("mixed")
-    labels = answers(ids, mask)
-    model = fused("qwen2")
-    forward = model.forward
-    expected = fused_numbers(model, ids, mask, labels)
-
-    with remove_padding(model) as handle:
-        assert_equal_where_real(logits_of(model, ids, mask), logits_of(build("qwen2"), ids, mask), mask)
-        with handle.disabled():
-            assert torch.equal(fused_numbers(model, ids, mask, labels)[0].log_probs, expected[0].log_probs)
-
-    assert model.forward is forward
-    assert torch.equal(fused_numbers(model, ids, mask, labels)[0].log_probs, expected[0].log_probs)
 
 
 def test_pre_shifted_labels_are_left_to_trl():

@@ -15,7 +15,6 @@ import accelerate
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
 from kit.observe import entered_tokens
 from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, attached_parts, logits_of
 from zoo.models import batch, build
@@ -171,18 +170,6 @@ def test_a_forward_that_was_replaced_before_goes_along(hook):
     assert hook or len(calls) == 2
 
 
-def test_disabled_is_the_padded_computation(mixed):
-    model, ids, mask, expected = mixed
-    with remove_padding(model) as handle:
-        with handle.disabled(), handle.disabled():
-            assert torch.equal(logits_of(model, ids, mask), expected)
-        with contextlib.suppress(ValueError), handle.disabled():
-            raise ValueError
-        assert handle.stats.packed_tokens == 0
-        logits_of(model, ids, mask)
-        assert handle.stats.packed_tokens == REAL
-
-
 # -- copies, checkpoints
 
 
@@ -238,23 +225,3 @@ def test_checkpoints_hold_nothing_of_ours(mixed, tmp_path):
         assert (tmp_path / "attached" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "attached").eval()
     assert torch.equal(logits_of(reloaded, ids, mask), expected)
-
-
-@pytest.fixture
-def accelerate_without_state():
-    """Accelerate keeps the precision of the first `Accelerator` of a process, which here is that of this test."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
-def test_accelerate_unwraps_an_attached_model(accelerate_without_state):
-    ids, mask = batch("mixed")
-    model, accelerator = build("qwen2"), accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    expected = logits_of(model, ids, mask)
-    handle = remove_padding(model)
-    unwrapped = accelerator.unwrap_model(accelerator.prepare_model(model), keep_fp32_wrapper=False)
-    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)
-    assert handle.stats.packed_tokens == REAL
-    handle.remove()
-    assert_equal_where_real(logits_of(unwrapped, ids, mask), expected, mask)

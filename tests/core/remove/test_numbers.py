@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -14,7 +13,6 @@ from kit import arbiter
 from kit.cells import by_turns
 from kit.observe import EnteredTokens
 from kit.tolerance import assert_close, assert_gradients_close, tolerance
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
@@ -27,7 +25,6 @@ from zoo.model_numbers import (
     checkpointed,
     gradients,
     logits_of,
-    lora,
     merge_segments,
     numbers,
     padded_numbers,
@@ -37,7 +34,7 @@ from zoo.models import COLUMNS, SUPPORTED, batch, build, drawn_batches, padded_p
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache
+from trl_padfix.core.call.batch_cache import batch_cache
 
 
 # -- the same numbers
@@ -69,24 +66,6 @@ def test_every_row_has_the_numbers_that_it_has_alone(name, implementation, shari
     assert_gradients_close(got.gradients, expected.gradients, terms=64, depth=48)
     times = 2 if checkpointing else 1
     assert entered == [handle.stats.packed_tokens] * times  # that mode, and that checkpointing, did run
-    assert handle.stats.packed_tokens < handle.stats.padded_tokens
-
-
-@pytest.mark.parametrize(
-    ("implementation", "checkpointing", "sharing"),
-    [("sdpa", "reentrant", False), ("flash_attention_2", "non-reentrant", True)],
-)
-def test_lora_gives_the_same_numbers(implementation, checkpointing, sharing):
-    ids, mask = batch("holes")
-    model = lora(build("qwen2", implementation))
-    expected = numbers(model, ids, mask)
-    if checkpointing:
-        checkpointed(model, reentrant=checkpointing == "reentrant")
-
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        assert_same_numbers(numbers(model, ids, mask), expected)
-
-    assert all("lora" in name for name in expected[1])
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
@@ -211,36 +190,6 @@ def test_the_head_scores_packed_tokens_only(sharing):
     assert not logits[~mask.bool()].any()
 
 
-class Waits(TorchDispatchMode):
-    """Records the operations for which the host must wait for the device, were there one."""
-
-    def __init__(self):
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        by_number = func is torch.ops.aten.index.Tensor and all(i is None or i.dtype != torch.bool for i in args[1])
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags) and not by_number:
-            self.operations.append(str(func))
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize(("name", "sharing"), [("qwen2", False), ("mistral", True)])
-def test_a_packed_forward_with_a_known_layout_waits_for_nothing(name, sharing, monkeypatch):
-    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)  # as on a device
-    ids, mask = batch("mixed")
-    model = build(name)
-    with remove_padding(model, prefix_sharing=sharing), torch.no_grad(), contextlib.ExitStack() as stack:
-        decoder = model.get_decoder()
-        stack.enter_context(batch_cache())
-        decoder(ids, attention_mask=mask)
-        with Waits() as waits:
-            decoder(ids, attention_mask=mask)
-            assert waits.operations == []
-            mask.sum().item()
-            assert len(waits.operations) == 1  # it would be noticed
-
-
 def test_stats_are_summed_until_reset():
     ids, mask = batch("left")
     model = build("qwen2")
@@ -308,14 +257,3 @@ def test_a_batch_that_was_written_to_is_another_batch(sharing, built):
         logits_of(model, ids.clone(), mask.clone())  # equal values
         assert len(built) == (3 if sharing else 2)
     assert handle.stats.packed_tokens > 0
-
-
-def test_both_modes_keep_their_own_layout(built):
-    ids, mask = batch("right")
-    one, other = build("qwen2"), build("qwen2")
-    with remove_padding(one) as first, remove_padding(other, prefix_sharing=True) as second, batch_cache():
-        for model in (one, other, one, other):
-            logits_of(model, ids, mask)
-
-    assert sorted(built) == ["padding_free_layout", "prefix_sharing_layout"]
-    assert (first.stats.packed_tokens, second.stats.packed_tokens) == (2 * REAL, 2 * DISTINCT)

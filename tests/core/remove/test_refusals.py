@@ -10,8 +10,12 @@ import peft
 import pytest
 import torch
 import transformers
+from accelerate.hooks import AlignDevicesHook
 from kit.tolerance import assert_close, assert_gradients_close
+from simulated_gpu.simulated_cuda import to_simulated
+from torch import nn
 from zoo.family_outcomes import leaking_layouts
+from zoo.gpu_models import build as build_for_gpu
 from zoo.model_numbers import DISTINCT, REAL, TINY, attached_parts, gradients
 from zoo.models import batch, build, real_logps
 
@@ -173,3 +177,27 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_says_how_many_there_are():
     handle = remove_padding(build("qwen2"), prefix_sharing=True)
     with pytest.raises(ValueError, match=r"token id 777, and the embedding of Qwen2Model has 40 rows.*tokenizer"):
         handle.decoder(ids, attention_mask=mask)
+
+
+# -- layers on several devices
+
+
+def test_layers_on_several_devices_are_refused(gpu):
+    model = build_for_gpu()
+    to_simulated(model.model.layers[1])
+    with pytest.raises(PaddingRemovalError, match=r"several devices \(cpu, cuda:0\).*without `device_map`"):
+        remove_padding(model)
+    remove_padding(to_simulated(model)).remove()
+
+
+def test_copies_that_share_a_decoder_are_refused():
+    with pytest.raises(PaddingRemovalError, match="one process per GPU"):
+        remove_padding(nn.DataParallel(build_for_gpu()))
+
+
+def test_layers_that_are_sent_to_several_gpus_are_refused():
+    model = build_for_gpu()
+    for index, layer in enumerate(model.model.layers):
+        layer._hf_hook = AlignDevicesHook(execution_device=index)
+    with pytest.raises(PaddingRemovalError, match="cuda:0, cuda:1"):
+        remove_padding(model)

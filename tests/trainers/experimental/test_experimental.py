@@ -8,7 +8,7 @@ import pytest
 import trl
 from datasets import Dataset
 from kit.cells import by_turns, slow_but
-from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode
+from kit.trainer_runs import MODES, SIDED_MODES, Run, assert_mode_ran, assert_same, break_mode, figures
 from packaging.version import Version
 
 import trl_padfix
@@ -61,23 +61,40 @@ def test_a_leaking_layout_does_not_give_trls_trajectory(name, mode, trls, policy
         assert_same(ours.trajectory(), theirs.trajectory())
 
 
-@pytest.mark.parametrize("name", ["ORPO", "GKD", "SDFT"])
-def test_a_dataset_without_the_columns_is_refused(name, policy, tmp_path):
-    with pytest.raises(ValueError, match="has no column"):
-        build(
-            name,
-            "trl_padfix",
-            tmp_path,
-            policy,
-            train_dataset=Dataset.from_list([{"question": "w3"}] * 8),
-            padding_free=True,
-        )
+METRICS = {name: () for name in EXPERIMENTS if name != "GKD"}
+METRICS |= {"ORPO": ("logits/",), "CPO": ("logits/",), "OnlineDPO": ("objective/",)}
+"""Metrics that are means over padding, too, in TRL, of all trainers with metrics."""
 
 
-@pytest.mark.parametrize("name", ["GKD"])
-def test_a_student_without_a_teacher_is_refused(name, policy, tmp_path):
-    with pytest.raises(ValueError, match="The student needs a teacher"):
-        build(name, "trl_padfix", tmp_path, policy, teacher_model=None, padding_free=True)
+@pytest.mark.parametrize(("name", "mode"), slow_but([("ORPO", "padding-free"), ("GMPO", "prefix sharing")], TURNS))
+def test_within_a_budget_the_steps_and_the_log_are_trls(name, mode, trls, policy, tmp_path, monkeypatch):
+    theirs = trls(name)
+    budget = max(int(mask.sum(1).max()) for _, mask in theirs.batches)  # the longest row of all forwards
+    config = {"max_tokens_per_batch": budget, "parity_check": False}
+    ours = train(name, "trl_padfix", tmp_path, policy, **config, **MODES[mode])
+    assert_same(ours.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
+    if name in METRICS:
+        assert_same(figures(ours.logs, METRICS[name]), figures(theirs.logs, METRICS[name]), atol=1e-4)
+    assert_same(ours.weights(), theirs.weights(), atol=1e-5)
+    # Generation leaves no trace here, and TRL's forwards have padding.
+    assert max(ours.forwards) <= budget
+    assert max(ours.forwards) < max(theirs.forwards)
+    assert len(ours.forwards) > len(theirs.forwards)
+    wrong = train(name, "trl_padfix", tmp_path, policy, **config, **break_mode(monkeypatch, mode))
+    with pytest.raises(AssertionError):
+        assert_same(wrong.trajectory(), theirs.trajectory(), rtol=1e-5, atol=1e-5)
+
+
+LONG = ({"max_tokens_per_batch": 10}, "`max_new_tokens=12` tokens, more than `max_tokens_per_batch=10`")
+OTHER_COLUMNS = ({"train_dataset": Dataset.from_list([{"question": "w3"}] * 8)}, "has no column")
+REFUSED = [("ORPO", *OTHER_COLUMNS), ("SDFT", *OTHER_COLUMNS), ("GKD", *LONG), ("OnlineDPO", *LONG)]
+REFUSED += [("GKD", {"teacher_model": None}, "The student needs a teacher")]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), REFUSED)
+def test_what_cannot_be_trained_is_refused(name, given, message, policy, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build(name, "trl_padfix", tmp_path, policy, padding_free=True, **given)
 
 
 @pytest.mark.parametrize(("module", "name"), [("kto", "KTO"), ("distillation", "Distillation")])

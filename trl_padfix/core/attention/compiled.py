@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -34,6 +34,10 @@ from .attention import ViewPatch, uses_attention_interface
 from .operators import attend_segments
 from .segments import GatherKeys, in_attention_dtype
 from .varlen import torch_varlen, torch_varlen_is_complete
+
+
+if TYPE_CHECKING:
+    from ..parallel.collectives import Exchange
 
 
 __all__ = ["CompiledLayerPatch", "compile_layers"]
@@ -73,7 +77,7 @@ class Segments(NamedTuple):
     longest_query: int
     longest_key: int
     window: int | None
-    exchange: Any
+    exchange: Exchange | None
 
 
 def compile_layers(

@@ -14,7 +14,7 @@ from .calls import LAYOUT, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
-__all__ = ["DecoderInputs", "DecodesCalls"]
+__all__ = ["DecoderInputs", "DecoderTraits"]
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
@@ -23,7 +23,7 @@ _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq
 """Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
 
 
-class DecodesCalls(Protocol):
+class DecoderTraits(Protocol):
     """What reading a call needs of a [`PaddingRemoval`]."""
 
     decoder: Any
@@ -81,7 +81,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: DecodesCalls, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: DecoderTraits, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.

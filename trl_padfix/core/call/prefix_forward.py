@@ -9,21 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..context import within
 from ..layout.shared_prefixes import PrefixedLayout
 from .batch_cache import BatchVersion, PlannedLayout, cache_of_call
+from .prefix_states import ForwardStates, PrefixStates
 
 
 __all__ = ["run_prefix_forward", "with_prefix_states"]
 
 
 def run_prefix_forward(
-    forward: Callable[..., Any], call: dict[str, Any], layout: PrefixedLayout, **head_arguments: Any
-) -> None:
+    forward: Callable[..., Any],
+    call: dict[str, Any],
+    layout: PrefixedLayout,
+    reads: list[ForwardStates],
+    **head_arguments: Any,
+) -> ForwardStates:
     """
-    Compute a shared prefix. Its states go to `layout.prefix_states.records`.
+    Compute a shared prefix.
 
     Args:
         forward (`Callable`):
@@ -33,23 +39,27 @@ def run_prefix_forward(
             that are wanted.
         layout ([`PrefixedLayout`]):
             The layout of the prefix in that batch.
+        reads (`list` of [`ForwardStates`]):
+            States of the prefixes that it continues.
         **head_arguments:
             `logits_to_keep`, where the head must run too.
+
+    Returns:
+        [`ForwardStates`]: What later forwards read.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
     assert layout.new is not None
-    assert layout.prefix_states is not None
-    assert layout.prefix_states.records is not None
-    records = layout.prefix_states.records
+    records = ForwardStates()
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
     records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
-    planned = PlannedLayout(BatchVersion.of(ids, mask), layout)
+    planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
     with within(model=None, runner=None, planned=planned):
         output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
     if head_arguments:
         records["head",] = (output.logits,)  # backward must begin with the head, as FSDP2 expects
+    return records
 
 
 @contextmanager

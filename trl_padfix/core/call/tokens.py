@@ -7,14 +7,19 @@ The tokens of a packed row that this process computes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
 from .prefix_states import ForwardStates
+
+
+if TYPE_CHECKING:
+    from ..parallel.collectives import Exchange
 
 
 __all__ = ["LocalTokens", "ScoredLabels"]
@@ -27,14 +32,17 @@ class LocalTokens:
     Attributes:
         layout ([`Layout`]): Layout of the full row.
         is_divided (`bool`): Whether other processes compute the other tokens.
-        exchange (*optional*): The communication around a compiled layer's attention.
+        exchange ([`Exchange`], *optional*): The communication around a compiled layer's attention.
     """
 
     is_divided = False
-    exchange: Any = None
 
     def __init__(self, layout: Layout):
         self.layout = layout
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return None
 
     @property
     def count(self) -> int:
@@ -93,5 +101,5 @@ class ScoredLabels:
         """Values of all labels, in their order, of those of the labels of this process."""
         return values
 
-    def complete_loss(self, output: Any, num_items: torch.Tensor | int | None, balancing_weight: float) -> None:
-        """Replace the loss of a head, which is that of its own labels, by that of the labels of all processes."""
+    def complete_loss(self, model: PreTrainedModel, output: Any, num_items: torch.Tensor | int | None) -> None:
+        """Replace the loss in the output of a model, which is that of the local labels, by that of all labels."""

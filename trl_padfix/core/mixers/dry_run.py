@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..call.calls import LAYOUT, RowsCall
 from ..context import outside_calls, within
+from ..errors import UnpackableCallError
 from ..model.inspection import bind, parameters_of
 from ..model.older import mask_of_rows
 from ..model.patching import ForwardPatch
@@ -84,20 +85,27 @@ class DryRun:
         return self._run(arguments, RowsCall(self.patch.module, positions, self.last_position))
 
     def _run(self, arguments: dict[str, Any], rows_call: RowsCall | None) -> LayerCalls:
-        for hidden_states_class in _HIDDEN_STATES:
-            recorded_calls: LayerCalls = {}
-            forward = _forward_with_stubs(self.patch, self.layers, recorded_calls, hidden_states_class)
-            try:
-                with torch.no_grad(), outside_calls(), within(rows=rows_call):
-                    forward(**arguments)
-            except Exception as error:
-                if isinstance(error, ValueError | TypeError) and "unpack" in str(error):
-                    continue  # the decoder expects another number of outputs from its layers
-                # After the last layer the decoder may fail on the outputs of stubs. All calls are recorded then.
-                if len(recorded_calls) < len({id(layer) for layer in self.layers.values()}):
-                    raise
-            return recorded_calls
-        raise AssertionError("unreachable: a decoder unpacks between one and four outputs of a layer")
+        recorded_calls: LayerCalls = {}
+        forward = _forward_with_stubs(self.patch, self.layers, recorded_calls)
+        try:
+            with torch.no_grad(), outside_calls(), within(rows=rows_call):
+                forward(**arguments)
+        except Exception as error:
+            # After the last layer the decoder may fail on the outputs of stubs. All calls are recorded then.
+            if len(recorded_calls) == len({id(layer) for layer in self.layers.values()}):
+                return recorded_calls
+            if isinstance(error, ValueError | TypeError):  # most likely it unpacks another number of outputs
+                raise UnpackableCallError(
+                    "layers whose arguments cannot be recorded",
+                    f"{type(self.patch.module).__name__} could not be run with stubs for its layers, to record how it "
+                    f"calls them for whole rows ({type(error).__name__}: {error}). Train with `padding_free=False`.",
+                ) from error
+            raise
+        return recorded_calls
+
+
+OUTPUTS = {"RwkvBlock": 3}
+"""The number of outputs that a decoder unpacks of a layer, by the class of the layer, where it is not 2."""
 
 
 class _HiddenStates(torch.Tensor):
@@ -113,17 +121,13 @@ class _HiddenStates(torch.Tensor):
         return iter((self, *([None] * (self.outputs - 1))))
 
 
-# Classes by the number of outputs that a decoder unpacks, most frequent first: tried until no `unpack` error comes.
-_HIDDEN_STATES = tuple(type("_HiddenStates", (_HiddenStates,), {"outputs": n}) for n in (2, 3, 4, 1))
-
-
 class _LayerStub(nn.Module):
     """Replaces a layer: records the arguments of its call, and returns the hidden states."""
 
-    def __init__(self, layer: nn.Module, recorded_calls: LayerCalls, hidden_states_class: type[_HiddenStates]):
+    def __init__(self, layer: nn.Module, recorded_calls: LayerCalls):
         super().__init__()
         # Past `nn.Module.__setattr__`, which would register the layer as a child of the stub.
-        self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls, _hidden_states_class=hidden_states_class)
+        self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)  # decoders read attributes such as `attention_type`
@@ -134,15 +138,14 @@ class _LayerStub(nn.Module):
         self.__dict__["_recorded_calls"].setdefault(id(layer), arguments)  # a shared layer: its first call counts
         hidden = next(v for v in arguments.values() if isinstance(v, torch.Tensor) and v.is_floating_point())
         # `hidden` may already be the `_HiddenStates` of the layer before, so the cast starts from a plain tensor.
-        return hidden.as_subclass(torch.Tensor).as_subclass(self.__dict__["_hidden_states_class"])
+        output = hidden.as_subclass(torch.Tensor).as_subclass(_HiddenStates)
+        output.outputs = OUTPUTS.get(type(layer).__name__, 2)
+        return output
 
 
 def _forward_with_stubs(
-    patch: ForwardPatch,
-    layers: dict[str, nn.Module],
-    recorded_calls: LayerCalls,
-    hidden_states_class: type[_HiddenStates],
-) -> Callable:
+    patch: ForwardPatch, layers: dict[str, nn.Module], recorded_calls: LayerCalls
+) -> Callable[..., Any]:
     """The forward that `patch` wraps, on a view whose lists of layers hold stubs."""
     stubs: dict[int, _LayerStub] = {}  # one for each layer, as some models use a layer in several places
 
@@ -155,7 +158,7 @@ def _forward_with_stubs(
                 continue
             if isinstance(child, nn.ModuleList):
                 overrides[name] = nn.ModuleList(
-                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls, hidden_states_class))
+                    stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls))
                     if f"{prefix}{name}.{i}" in layers
                     else layer
                     for i, layer in enumerate(child)

@@ -150,7 +150,7 @@ class Exchange(NamedTuple):
         return torch.cat([part for (part,) in received], dim=1)
 
 
-class ExchangesHeads(Protocol):
+class HeadExchange(Protocol):
     """An [`Exchange`], or a [`ContextParallelLayout`], which keeps the order of the packed tokens."""
 
     def tokens_to_heads(
@@ -161,7 +161,7 @@ class ExchangesHeads(Protocol):
 
 
 def exchange_around(
-    attend: Callable[..., torch.Tensor], states: list[torch.Tensor], exchange: ExchangesHeads, processes: int
+    attend: Callable[..., torch.Tensor], states: list[torch.Tensor], exchange: HeadExchange, processes: int
 ) -> torch.Tensor:
     """
     Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.

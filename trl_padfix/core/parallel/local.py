@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from ..call.arguments import feature_index, visual_mask
 from ..call.prefix_states import ForwardStates
@@ -140,10 +141,10 @@ class LocalLabels(ScoredLabels):
         local = local.byte() if local.dtype == torch.bool else local  # collectives of gloo take no booleans
         return self.group.all_gather_for_loss(local, self._counts).index_select(0, self._order).to(values.dtype)
 
-    def complete_loss(self, output: Any, num_items: torch.Tensor | int | None, balancing_weight: float) -> None:
+    def complete_loss(self, model: PreTrainedModel, output: Any, num_items: torch.Tensor | int | None) -> None:
         if output.get("loss") is None:
             return
         loss = -output["log_probs"].sum() / (self._total if num_items is None else num_items)
         if output.get("aux_loss") is not None:
-            loss = loss + balancing_weight * output["aux_loss"]
+            loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * output["aux_loss"]
         output["loss"] = loss

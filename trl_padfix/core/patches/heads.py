@@ -105,8 +105,7 @@ class LMHeadPatch(BatchPatch):
                 values = local.gather(value[0])
                 padded = values.new_zeros(len(labels) * columns).index_copy(0, index, values)
                 output[name] = padded.view(len(labels), columns)
-        balancing_weight = getattr(self.module.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        local.complete_loss(output, kwargs.get("num_items_in_batch"), balancing_weight)
+        local.complete_loss(self.module, output, kwargs.get("num_items_in_batch"))
         return output
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:

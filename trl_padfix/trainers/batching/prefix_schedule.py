@@ -1,10 +1,10 @@
 """
 Compute each shared prefix once per batch.
 
-The chunks of a batch have a backward each. A [`PrefixSchedule`] runs a prefix forward before the first chunk that
-needs the prefix. Chunks attend to its cached keys, values and final states as detached leaves, which accumulate their
-gradients. The last user of a prefix backpropagates through the graph of the prefix, together with its own. Each model
-(policy, reference) has a schedule of its own.
+A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. Where each part is a
+chunk with a backward of its own, chunks attend to the cached keys, values and final states as detached leaves, which
+accumulate their gradients. The last user of a prefix backpropagates through the graph of the prefix, together with
+its own. Each model (policy, reference) has a schedule of its own.
 """
 
 from __future__ import annotations
@@ -35,44 +35,46 @@ from ...core.remove import packs_now
 
 __all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
 
-RunPrefix = Callable[[PrefixedLayout], None]
-"""Runs a prefix forward with this layout, on the ids and the mask of the running chunk."""
+RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
+"""Runs a prefix forward with this layout behind these states, on ids and mask of the running part."""
 
 
 class PrefixSchedule:
     """
-    One pass of a model over the chunks of a batch, in their order.
+    One pass of a model over the parts of a batch, in their order.
 
     Args:
         plan ([`PrefixPlan`]):
-            Layouts of the chunks and of the prefixes that they share.
-        with_graph (`bool`):
-            Whether each chunk has a backward before the next one. Otherwise prefix states are plain tensors.
+            Layouts of the parts and of the prefixes that they share.
+        detaches (`bool`):
+            Whether each part has a backward before the next one. Otherwise parts read the states as they were
+            recorded.
     """
 
-    def __init__(self, plan: PrefixPlan, with_graph: bool):
-        self.plan, self.with_graph, self.index = plan, with_graph, -1
-        self.graph_states: dict[int, ForwardStates] = {}
-        self.detached_states: dict[int, ForwardStates] = {}
+    def __init__(self, plan: PrefixPlan, detaches: bool):
+        self.plan, self.detaches, self.index = plan, detaches, -1
+        self.states: dict[int, ForwardStates] = {}  # if it detaches, leaves
+        self.graph_states: dict[int, ForwardStates] = {}  # if it detaches, what the leaves are copies of
         self._rng_states: dict[int, Any] = {}
 
-    def next_chunk(self, run: RunPrefix) -> PrefixedLayout:
+    def next_part(self, run: RunPrefix) -> PrefixedLayout:
         """
-        Advance to the next chunk: `run` the prefix forwards that it needs, and return its layout with the prefix
-        states. Prefixes whose last user came before have had their backward, so their states are freed.
+        Advance to the next part: `run` the prefix forwards that it needs, and return its layout with the prefix
+        states. The states of prefixes whose last user came before are freed.
         """
         self.index += 1
         ending: list[int] = []
         for n, prefix in self.plan.prefixes.items():
             if prefix.last_user < self.index:
                 self.graph_states.pop(n, None)
-                self.detached_states.pop(n, None)
+                self.states.pop(n, None)
             if prefix.first_user == self.index:
-                self._run_prefix(n, self.index, run, with_graph=self.with_graph and not prefix.recompute)
-            if prefix.last_user == self.index and self.with_graph:
+                is_kept = torch.is_grad_enabled() and not (self.detaches and prefix.recompute)
+                self._run_prefix(n, run, with_graph=is_kept)
+            if prefix.last_user == self.index and self.detaches:
                 ending.append(n)
                 if prefix.recompute:
-                    self._run_prefix(n, self.index, run, with_graph=True)
+                    self._run_prefix(n, run, with_graph=True)
         layout = self.plan.layouts[self.index]
         states = [self._states_for(n, self.index) for n in layout.prefixes]
         return replace(layout, prefix_states=PrefixStates(states, None, self._pending_backward(ending)))
@@ -83,30 +85,30 @@ class PrefixSchedule:
             (states, leaf)
             for n in prefixes
             for name, tensors in self.graph_states[n].items()
-            for states, leaf in zip(tensors, self.detached_states[n][name], strict=True)
+            for states, leaf in zip(tensors, self.states[n][name], strict=True)
             if states.requires_grad
         ]
 
-    def _run_prefix(self, n: int, index: int, run: RunPrefix, with_graph: bool) -> None:
-        prefix, records = self.plan.prefixes[n], ForwardStates()
-        layout = prefix.layouts[index]
-        prefix_states = PrefixStates([self._states_for(m, prefix.last_user) for m in layout.prefixes], records)
-        is_first = n not in self.detached_states
-        if is_first and prefix.recompute and self.with_graph:
+    def _run_prefix(self, n: int, run: RunPrefix, with_graph: bool) -> None:
+        prefix = self.plan.prefixes[n]
+        layout = prefix.layouts[self.index]
+        reads = [self._states_for(m, prefix.last_user) for m in layout.prefixes]
+        is_first = n not in self.states
+        if is_first and prefix.recompute and self.detaches:
             # Dropout of the recomputed prefix must equal that of the first forward. `real_index` names the device.
             self._rng_states[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._rng_states.pop(n))
         with rng, torch.set_grad_enabled(with_graph):
-            run(replace(layout, prefix_states=prefix_states))
-        if with_graph:
-            self.graph_states[n] = records
+            states = run(layout, reads)
+        if with_graph and self.detaches:
+            self.graph_states[n] = states
         if is_first:
-            self.detached_states[n] = records.map(lambda x: detached_leaf(x) if self.with_graph else x)
+            self.states[n] = states.map(detached_leaf) if self.detaches else states
 
     def _states_for(self, n: int, end: int) -> ForwardStates:
-        """States of a prefix, for a forward that has its backward with that of chunk `end`."""
+        """States of a prefix, for a forward that has its backward with that of part `end`."""
         with_graph = n in self.graph_states and self.plan.prefixes[n].last_user == end
-        return self.graph_states[n] if with_graph else self.detached_states[n]
+        return self.graph_states[n] if with_graph else self.states[n]
 
 
 class ChunkRunner:
@@ -169,21 +171,20 @@ class ChunkRunner:
         kind = model, torch.is_grad_enabled()
         key = id(model), torch.is_grad_enabled(), self.calls[kind]
         if self.index == 0:
-            self.schedules[key] = PrefixSchedule(self.plan, torch.is_grad_enabled())
+            self.schedules[key] = PrefixSchedule(self.plan, detaches=torch.is_grad_enabled())
         if (schedule := self.schedules.get(key)) is None:
             return None
         self.calls[kind] += 1
         if schedule.index != self.index - 1:
             raise _missing_chunk()
 
-        def run_prefix(prefix: PrefixedLayout) -> None:
+        def run_prefix(prefix: PrefixedLayout, reads: list[ForwardStates]) -> ForwardStates:
             with within(disabled=frozenset()):
                 if self.with_head:  # the whole model, because it must call its head
-                    run_prefix_forward(forward, call, prefix, logits_to_keep=1)
-                else:
-                    run_prefix_forward(find_decoder(model), call, prefix)
+                    return run_prefix_forward(forward, call, prefix, reads, logits_to_keep=1)
+                return run_prefix_forward(find_decoder(model), call, prefix, reads)
 
-        return schedule.next_chunk(run_prefix)
+        return schedule.next_part(run_prefix)
 
     def check(self) -> None:
         """

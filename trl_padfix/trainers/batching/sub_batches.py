@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSet, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ...core.call.batch_cache import BatchVersion
 from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
-from ...core.call.prefix_states import ForwardStates, PrefixStates
+from ...core.call.prefix_states import ForwardStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder, find_multimodal
@@ -31,6 +32,7 @@ from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.image_rows import ImageCounts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
+from .prefix_schedule import PrefixSchedule
 from .row_splits import RowSplitter, SplitRows
 
 
@@ -73,18 +75,22 @@ class SubBatches:
     Runs the forwards of a batch in sub-batches; forwards on the same tensors are split alike.
 
     Args:
-        splitter ([`RowSplitter`]):
-            Splits the rows of a forward.
+        make_splitter (`Callable`):
+            Returns the [`RowSplitter`] of the step; called at the first forward that is not one of a chunk.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward with images is computed as one.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
-    splitter: RowSplitter
+    make_splitter: Callable[[], RowSplitter]
     images: ImageCounts | None = None
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
+
+    @cached_property
+    def splitter(self) -> RowSplitter:
+        return self.make_splitter()
 
     def _split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
@@ -161,28 +167,21 @@ class _ModelForward:
         # The plan compared ids only, and positions distinguish tokens as well.
         if plan is None or calls[0].get("position_ids") is not None or not packs_now(self.model):
             return [None] * len(calls)
-        states: list[ForwardStates] = []
-        for prefix in plan.prefixes.values():
-            states.append(self._prefix_states(calls[prefix.first_user], prefix.layouts[prefix.first_user], states))
-        return [
-            replace(layout, prefix_states=PrefixStates([states[n] for n in layout.prefixes]))
-            for layout in plan.layouts.values()
-        ]
+        schedule = PrefixSchedule(plan, detaches=False)
+        return [schedule.next_part(partial(self._prefix_states, call)) for call in calls]
 
     def _prefix_states(
-        self, call: dict[str, Any], layout: PrefixedLayout, states: list[ForwardStates]
+        self, call: dict[str, Any], layout: PrefixedLayout, reads: list[ForwardStates]
     ) -> ForwardStates:
         """The states of a prefix. Its forward is recomputed in backward, as that of a sub-batch is."""
-        reads, with_graph = [states[n] for n in layout.prefixes], torch.is_grad_enabled()
+        with_graph = torch.is_grad_enabled()
         outputs = {"output_router_logits": True} if self.with_router_logits else {}
 
         def run() -> ForwardStates:
-            records = ForwardStates()
-            running = replace(layout, prefix_states=PrefixStates(reads, records))
             with within(own_checkpoint=True):
-                run_prefix_forward(find_decoder(self.model), call | outputs, running)
+                states = run_prefix_forward(find_decoder(self.model), call | outputs, layout, reads)
             # The gradients of all sub-batches are added up in these tensors: in float32.
-            return records.map(torch.Tensor.float) if with_graph else records
+            return states.map(torch.Tensor.float) if with_graph else states
 
         return checkpoint(run, use_reentrant=False) if with_graph else run()
 

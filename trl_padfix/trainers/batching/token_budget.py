@@ -234,8 +234,9 @@ class TokenBudget(Part):
         return within(runner=self._sub_batches(images or None))
 
     def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
-        splitter = self._splitter(shares_across=self._shares_across and not self._shards)
-        return SubBatches(splitter, images, self._checked_models)
+        return SubBatches(
+            lambda: self._splitter(not self._shards and self._shares_across), images, self._checked_models
+        )
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget

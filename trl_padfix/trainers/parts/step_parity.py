@@ -24,11 +24,12 @@ from torch import nn
 from ...core.context import within
 from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
+from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
 from ..checks.backward_hooks import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
-from ..distributed import max_over_processes, splitting_parallelism, step_on_prepared
+from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .saved_state import saved_state, without_noise
@@ -139,21 +140,27 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     if not _can_repeat(trainer):
         return None
     batches = _few_items(trainer, step.inputs)
-    if max_over_processes(trainer, int(not batches)):  # losses gather metrics: all processes compute equally many
+    # Losses gather metrics, and shards parameters: all processes compute equally many forwards.
+    most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
+    if fewest == 0 or (most > fewest and is_sharded(trainer)):
         return None
-    # A hook of an optimizer that steps within the backward.
+    # A backward would run the hooks of FSDP and DeepSpeed, and hooks in which an optimizer steps.
+    meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    gradients = gradients and not meets
     gradients = gradients and not any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     with without_noise(modules):
-        return _Comparison(trainer, step, gradients).report(*batches)
+        report = _Comparison(trainer, step, gradients).report(*batches)
+    for model in models_of(trainer) if meets else []:
+        reset_gather_order(find_pretrained(model), step.batches[0]["input_ids"])
+        reshard_parameters(model)
+    return report
 
 
 def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
     """Whether a step can be computed several times, with padding removal and without it."""
-    accelerator = trainer.accelerator
-    shards = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as asked for
-    return not (shards or pools or splitting_parallelism(accelerator, "tp_size", "cp_size", "sp_size"))
+    return not (pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"))
 
 
 def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:

@@ -1,42 +1,36 @@
-"""What a script does with a DPO trainer: its figures, evaluations, configurations and checkpoints."""
+"""What DPO has of its own, and what a script does with its trainer. `test_every_method.py` has its trajectories."""
 
-import re
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import trl
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from kit.dpo_cases import build_pairs
 from kit.trainer_runs import (
+    MODES,
     SIDED_MODES,
+    TWO_MODES,
     assert_mode_ran,
     assert_same,
     build_model,
     build_tokenizer,
+    is_bare,
     run,
     watch_inputs,
 )
 
-from trl_padfix import DPOTrainer
+from trl_padfix import DPOTrainer, PaddingRemovalError
+from trl_padfix.trainers.parts.packing import RemovePadding
 
 
 STEPS = 5
 
-# -- our own figures
 
-
-def test_the_parity_check_says_one_line_for_each_model(make, capsys):
-    trainer = make(config=SIDED_MODES["prefix sharing, left"] | {"eval_on_start": True})
-    trainer.train()
-    assert trainer.padding.parity.keys() == {"train", "eval"}
-    alone = make(config=SIDED_MODES["prefix sharing, left"])
-    alone.evaluate()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "parity ok" in line]
-    name = type(trainer.model).__name__
-    models = [f"{name} (model)", f"{name} (reference model)"]
-    assert [line.partition(":")[0] for line in lines] == [*models, "parity ok, the trainer's own loss", *models]
-    assert ["gradient off by" in line for line in lines] == [True, False, False, False, False]
-    own_loss = lines.pop(2)
-    assert "on 4 rows" in own_loss
-    assert all(re.search(r"\(.*, sdpa, torch.float32\): difference of .*\(at most \de-05\)", line) for line in lines)
+@pytest.fixture(scope="module")
+def make(makers):
+    return makers("DPO")
 
 
 @pytest.mark.parametrize("check", [True, "forward"])
@@ -48,9 +42,6 @@ def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
     assert (policy.gradient is not None) is (check is True)
     assert [report.gradient for report in (reference, *evaluation)] == [None] * 3
     assert {report.not_compared for report in (policy, reference, *evaluation)} == {""}
-
-
-# -- what a script does with a trainer
 
 
 def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(make):
@@ -116,9 +107,54 @@ def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode,
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
-def test_nothing_of_ours_lands_in_a_checkpoint(make, checkpoints):
-    checkpoint = checkpoints / f"checkpoint-{STEPS}"
-    make.theirs("short").trainer.save_model(str(checkpoints / "trl"))  # trained: Trainer sets special tokens
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
-        assert (checkpoint / name).read_text() == (checkpoints / "trl" / name).read_text()
-    assert "DPO" in (checkpoints / "README.md").read_text()
+# -- models as before, whatever ended the training
+
+
+def test_a_trainer_whose_models_are_detached_trains_padded(make):
+    trainer = make(config=SIDED_MODES["padding-free, left"])
+    trainer.restore_padding()
+    ours = run(trainer, watch_inputs(""))
+    assert_same(ours.trajectory(), make.theirs("short").trajectory())
+    assert_mode_ran(ours, "padded, left")
+
+
+def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(make):
+    class Fails(DPOTrainer):
+        def compute_ref_log_probs(self, model, inputs):
+            assert model.config._attn_implementation == "eager"
+            raise RuntimeError("out of memory, say")
+
+    policy, reference = build_model(), build_model(seed=1)
+    config = SIDED_MODES[TWO_MODES[1]] | {"attn_implementation": "eager", "ref_attn_implementation": "eager"}
+    with pytest.raises(RuntimeError, match="out of memory, say"):
+        make(Fails, config | {"precompute_ref_log_probs": True}, model=policy, ref_model=reference)
+    for model in (policy, reference):
+        assert is_bare(model)
+        assert model.config._attn_implementation == "sdpa"
+
+
+# -- compiled layers
+
+
+@pytest.mark.parametrize("mode", ["padded", "padding-free"])
+def test_accelerate_compiles_no_model_whose_layers_are_compiled(mode, make):
+    """It keeps what the first trainer of a process asks for, which here is this one."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    try:
+        trainer = make(config=MODES[mode] | {"torch_compile": True, "torch_compile_backend": "aot_eager"})
+        assert (trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.NO) is (mode == "padding-free")
+        assert trainer.args.torch_compile_backend == "aot_eager"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=False)
+
+
+def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, monkeypatch):
+    trainer = make(config=MODES["padding-free"])
+    for stage, refused in ((2, False), (3, True)):
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
+            patch.setattr(trainer.args, "torch_compile", True)
+            patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
+            with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
+                trainer.padding.part(RemovePadding).on_init_end()
