@@ -300,7 +300,7 @@ REFUSED = [
     (
         "sft",
         {"processing_class": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
-        r"roles \['user'\]: there is no message of the assistant behind",
+        r"roles \['user'\]: no assistant message follows another",
     ),
 ]
 
