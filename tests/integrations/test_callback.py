@@ -232,7 +232,7 @@ BAD = {
     "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, COMPILED),
     "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
     "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
-    "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "noise of its own"),
+    "NEFTune": (build_model, {"neftune_noise_alpha": 5}, PaddingRemovalError, "its own noise"),
 }
 
 

@@ -81,7 +81,7 @@ def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     groups: dict[tuple[str, str], list[str]] = {}
     for backend in diagnosis.backends:
         state = "runs" if backend.usable and backend.packs else "padded only" if backend.usable else "cannot run"
-        # With a model only names are printed; without one the first obstacle, too. The JSON has all of them.
+        # With a model print names only; without one also the first obstacle. The JSON has all obstacles.
         reason = "" if diagnosis.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
         groups.setdefault((state, reason), []).append(backend.name)
     states = ("runs", "padded only", "cannot run")

@@ -206,7 +206,7 @@ def _checked(trainer_class: type) -> Callable[..., Any]:
 
 
 def run(method: str, args: Sequence[str]) -> None:
-    """Run [`main`] in a launched process, where a mistake of the user is a message and an exit code, too."""
+    """Run [`main`] in a launched process; a mistake of the user ends it with a message and an exit code."""
     require_extra("typer", "rich")
     from .user_errors import explain_errors
 

@@ -50,7 +50,7 @@ class ModelReport:
     family: str  # `model_type`
     architecture: str  # class that it is loaded as
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
-    mixers: tuple[MixerReport, ...] = ()  # those of its decoder, in their order
+    mixers: tuple[MixerReport, ...] = ()  # of its decoder, in order
     images: str = "no images"  # how batches with images run, and with which attention
 
 
@@ -73,7 +73,7 @@ class Diagnosis:
     tested: bool  # whether these versions of transformers and TRL are tested together
     machine: Machine
     dtypes: dict[str, str]  # precisions, and whether they run here
-    dtype: str  # the precision of which backends and model are judged
+    dtype: str  # the precision in which backends and model are judged
     backends: list[Backend]
     auto: Backend  # the one that `"auto"` chooses
     model: ModelReport | None

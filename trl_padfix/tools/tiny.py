@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5b": dict(layers=24, hidden_size=896, heads=14, kv_heads=2, intermediate_size=4864, vocab_size=151936),
     "7b": dict(layers=28, hidden_size=3584, heads=28, kv_heads=4, intermediate_size=18944, vocab_size=152064),
 }
-"""Shapes of Qwen2: two for CPUs, and those of Qwen2.5-0.5B and Qwen2.5-7B."""
+"""Shapes of Qwen2: two for CPUs, and the shapes of Qwen2.5-0.5B and Qwen2.5-7B."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

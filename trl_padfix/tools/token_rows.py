@@ -19,7 +19,7 @@ COLUMNS = {
     "kto": ({"prompt", "completion", "label"},),
     "sft": ({"prompt", "completion"}, {"messages"}, {"text"}),
 }
-"""For each trainer the sets of columns of which it takes one."""
+"""The sets of columns for each trainer; it needs one set."""
 
 TokenRow: TypeAlias = dict[str, Any]
 """A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""

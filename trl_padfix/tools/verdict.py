@@ -1,7 +1,7 @@
 """
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
-Tokens are counted in random batches, in batches of rows with long shared prefixes, and in those of TRL's settings.
+Tokens are counted in random batches, in batches of rows with long shared prefixes, and in batches by TRL's settings.
 Their ratio limits the speed-up where time goes with tokens.
 """
 

@@ -211,7 +211,7 @@ def turn_off(config: TrainingArguments) -> None:
 
 
 def check_field_types(config: TrainingArguments) -> None:
-    """Raise a `TypeError` for our flags given as strings, all of which Python takes for true."""
+    """Raise a `TypeError` for our flags given as strings, because Python takes any string for true."""
     if not is_dataclass(config):
         return
     ours = {f.name for f in fields(Settings)}
