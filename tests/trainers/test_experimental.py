@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -19,6 +20,7 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
 
 from kit.experimental_runs import EXPERIMENTS, MODULES, build, classes, train
+from kit.online_runs import save_policy
 
 from trl_padfix.experimental import tasks
 
@@ -28,6 +30,17 @@ ALL_MODES = MODES | SIDED_MODES
 TURNS = by_turns(EXPERIMENTS, PACKED)
 CELLS = [("ORPO", "padded"), ("GKD", "padded"), ("ORPO", "prefix sharing")]
 CELLS += [(n, f"{mode}, left" if n == "TPO" else mode) for n, mode in TURNS]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def trls(policy, tmp_path_factory):
+    """TRL's own runs."""
+    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
 
 
 @pytest.mark.parametrize(
