@@ -100,7 +100,7 @@ def test_within_a_budget_the_steps_and_the_log_are_trls(name, mode, trls, policy
 
 LONG = ({"max_tokens_per_batch": 10}, "`max_new_tokens=12` tokens, more than `max_tokens_per_batch=10`")
 OTHER_COLUMNS = ({"train_dataset": Dataset.from_list([{"question": "w3"}] * 8)}, "has no column")
-REFUSED = [("ORPO", *OTHER_COLUMNS), ("SDFT", *OTHER_COLUMNS), ("GKD", *LONG), ("OnlineDPO", *LONG)]
+REFUSED = [*((name, *OTHER_COLUMNS) for name in ("ORPO", "GKD", "SDFT")), ("GKD", *LONG), ("OnlineDPO", *LONG)]
 REFUSED += [("GKD", {"teacher_model": None}, "The student needs a teacher")]
 
 
