@@ -6,9 +6,8 @@ import ast
 import re
 from pathlib import Path
 
-import torch
 import trl
-from kit.upstream import Upstream, contract, fits, unmet
+from kit.upstream import Upstream, contract, unmet
 
 import trl_padfix
 
@@ -50,21 +49,6 @@ def test_a_name_that_is_gone_or_another_is_said_with_its_place():
         (said,) = unmet([Upstream("", place, name, "", "reduces gradients")])
         assert said == f"`{name}` of `{place}` is not there or not what it was (reduces gradients)."
         assert unmet([Upstream("", place, name, "transformers>=6", "")]) == []
-
-
-def test_a_users_patch_of_trl_is_no_other_version_of_it(monkeypatch):
-    name = next(n for n in NAMES if n.place == "trl:KTOTrainer" and n.name.startswith("_prepare_dataset("))
-    monkeypatch.setattr(trl.KTOTrainer, "_prepare_dataset", lambda self, rows, *args, **kwargs: rows)
-    compute = fits.__wrapped__  # the values from before the patch are kept
-    assert compute(name)
-    assert not compute(name._replace(name="_prepare_datasets(dataset)"))
-
-
-def test_a_compiled_model_is_no_other_version_of_torch(monkeypatch):
-    """`torch.compile` replaces `Module.__init__` for the rest of the process."""
-    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self: None)
-    of_modules = [name for name in NAMES if name.place.startswith("torch.nn:Module") and name.name.startswith('"')]
-    assert [fits.__wrapped__(name) for name in of_modules] == [True] * 6
 
 
 def own_methods(trainer: type) -> set[str]:

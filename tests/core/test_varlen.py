@@ -180,7 +180,9 @@ ERRORS = [
 
 def test_an_error_of_flash_attention_keeps_its_name(gpu):
     for error, autocast, expected in ERRORS:
-        assert type(raised(error, autocast)) is expected
+        found = raised(error, autocast)
+        assert type(found) is expected
+        assert expected is not PaddingRemovalError or "bfloat16" in str(found)  # the remedy
 
 
 # -- cuDNN, which torch 2.15 prefers on Hopper, takes causal calls only where both bounds are one object

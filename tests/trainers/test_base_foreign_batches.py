@@ -19,7 +19,6 @@ from kit.trainer_runs import (
     trained,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DataCollatorWithPadding, Trainer
 
 from trl_padfix import PaddingRemovalCallback, ParityError, padding_free_trainer
@@ -131,31 +130,6 @@ def test_the_figures_are_those_of_the_padded_trainer(case, by_callback, sharing,
     stats = padding.stats
     assert (stats.padded_forwards, stats.packed_tokens < stats.padded_tokens) == (0, True)
     assert computed
-
-
-class CheckpointedLabels(Read):
-    """A checkpoint around the model, in a loss that scores what is predicted from padding."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        call = lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits  # noqa: E731
-        logits = checkpoint(call, inputs["input_ids"], inputs["attention_mask"], use_reentrant=False)
-        return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), inputs["labels"][:, 1:])
-
-
-def labels_of_padding(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    batch = collate(examples)
-    return batch | {"labels": batch["input_ids"].clone()}
-
-
-@pytest.mark.parametrize("by_callback", [True, False])
-def test_a_checkpoint_around_the_model_is_computed_padded(by_callback, tmp_path):
-    own = {"train_dataset": build_rows(), "remove_unused_columns": False, "max_steps": 2}
-    own["data_collator"] = labels_of_padding
-    theirs = trained(make_plain_trainer(tmp_path / "theirs", CheckpointedLabels, model=build_model(), **own))
-    ours, padding = make_ours(CheckpointedLabels, tmp_path / "ours", by_callback, model=build_model(), **own)
-    assert_same(trained(ours), theirs, rtol=1e-3)
-    (handle,) = padding.handles
-    assert (handle.stats.forwards, handle.stats.padded_forwards) == (0, 2)
 
 
 class OwnStep:

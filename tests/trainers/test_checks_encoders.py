@@ -10,6 +10,7 @@ from transformers import (
     ModernBertForMaskedLM,
     Qwen2ForCausalLM,
     T5Config,
+    T5EncoderModel,
     T5ForSequenceClassification,
     Trainer,
 )
@@ -26,10 +27,7 @@ MODELS = {
     "bert": (lambda: BertForSequenceClassification(BertConfig(**SIZE)), BOTH),
     "modernbert": (lambda: ModernBertForMaskedLM(ModernBertConfig(**SIZE)), BOTH),
     "t5": (lambda: T5ForSequenceClassification(T5Config(**T5)), "encoder-decoder"),
-    "t5 that says otherwise": (
-        lambda: T5ForSequenceClassification(T5Config(**T5, is_encoder_decoder=False)),
-        "encoder-decoder",
-    ),
+    "the encoder of t5": (lambda: T5EncoderModel(T5Config(**T5)), f"{BOTH}|encoder-decoder"),
 }
 KINDS, LOADS = ["SFT", "DPO", "Reward", "KTO"], [True, False]
 

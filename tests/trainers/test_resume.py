@@ -143,31 +143,3 @@ def test_a_kill_during_a_save_loses_the_unfinished_checkpoint_alone(moment, tmp_
     resumed.train(resume_from_checkpoint=True)
     assert resumed._initial_global_step == 2
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"save_total_limit": 2},
-        {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps"},
-        {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "save_total_limit": 1},
-    ],
-    ids=["limit", "best at end", "best alone"],
-)
-def test_what_is_kept_and_named_best_is_as_in_trl(config, tmp_path):
-    found = {}
-    for library in (trl, trl_padfix):
-        folder = tmp_path / library.__name__
-        trainer = make(library, folder, **config | {"learning_rate": 0.02})
-        trainer.train()
-        newest, *_ = checkpoints(folder)
-        state = json.loads((newest / "trainer_state.json").read_text())
-        best = state["best_model_checkpoint"]
-        assert best == trainer.state.best_model_checkpoint
-        found[library] = (
-            [c.name for c in checkpoints(folder)],
-            best and best.replace(str(folder), ""),
-            {p.name for p in newest.iterdir()},
-            torch.cat([p.flatten() for p in trainer.model.parameters()]).sum().item(),
-        )
-    assert found[trl] == found[trl_padfix]

@@ -9,10 +9,9 @@ from kit.rows import METRICS, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated, packing
 from kit.trainer_runs import MODES, assert_same, build_model, run, to_the_bit, trained
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.models import build
 
-from trl_padfix import ParityError, SFTTrainer, packed_layout
+from trl_padfix import ParityError, packed_layout
 
 
 def watch_packed(trainer, batches):
@@ -59,27 +58,6 @@ def test_packed_rows_share_prefixes(make, trl_packed):
     assert_same(ours.trajectory(*METRICS), theirs.trajectory(*METRICS))
     assert 0 < ours.trainer.padding.stats.packed_tokens < theirs.entered
     assert all(log["padfix/shared_fraction"] > 0 for log in ours.logs if "loss" in log)
-
-
-class LargestMask(TorchDispatchMode):
-    """The most entries that a tensor had whose last two sizes are equal and large: a mask of all tokens by all."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() > 2 and out.shape[-1] == out.shape[-2] > 48:
-            self.largest = max(self.largest, out.numel())
-        return out
-
-
-@pytest.mark.parametrize("trainer_class", [SFTTrainer, trl.SFTTrainer])
-def test_no_mask_of_all_packed_tokens_by_all_is_built(trainer_class, make):
-    ours = {"padding_free": True} if trainer_class is SFTTrainer else {}
-    trainer = make(trainer_class, packing() | {"max_steps": 1} | ours, eval_dataset=None)
-    with LargestMask() as masks:
-        trainer.train()
-    assert (masks.largest > 0) is (trainer_class is trl.SFTTrainer)
 
 
 def test_an_evaluation_on_packed_rows_is_one_on_separate_rows(make):

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -19,6 +20,7 @@ if Version(trl.__version__) < Version("1.16"):
     pytest.skip("other experiments than those of TRL 1.16", allow_module_level=True)
 
 from kit.experimental_runs import EXPERIMENTS, MODULES, build, classes, train
+from kit.online_runs import save_policy
 
 from trl_padfix.experimental import tasks
 
@@ -28,6 +30,17 @@ ALL_MODES = MODES | SIDED_MODES
 TURNS = by_turns(EXPERIMENTS, PACKED)
 CELLS = [("ORPO", "padded"), ("GKD", "padded"), ("ORPO", "prefix sharing")]
 CELLS += [(n, f"{mode}, left" if n == "TPO" else mode) for n, mode in TURNS]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def trls(policy, tmp_path_factory):
+    """TRL's own runs."""
+    return cache(lambda name: train(name, "trl", tmp_path_factory.mktemp("trl"), policy))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,7 @@ def test_within_a_budget_the_steps_and_the_log_are_trls(name, mode, trls, policy
 
 LONG = ({"max_tokens_per_batch": 10}, "`max_new_tokens=12` tokens, more than `max_tokens_per_batch=10`")
 OTHER_COLUMNS = ({"train_dataset": Dataset.from_list([{"question": "w3"}] * 8)}, "has no column")
-REFUSED = [("ORPO", *OTHER_COLUMNS), ("SDFT", *OTHER_COLUMNS), ("GKD", *LONG), ("OnlineDPO", *LONG)]
+REFUSED = [*((name, *OTHER_COLUMNS) for name in ("ORPO", "GKD", "SDFT")), ("GKD", *LONG), ("OnlineDPO", *LONG)]
 REFUSED += [("GKD", {"teacher_model": None}, "The student needs a teacher")]
 
 
