@@ -158,7 +158,7 @@ def test_a_batch_without_anything_to_remove_runs_as_it_is():
     mask = torch.ones_like(ids)
     model = build("qwen2")
     expected = logits_of(model, ids, mask)
-    with remove_padding(model, prefix_sharing=True) as handle:
+    with remove_padding(model) as handle:
         assert torch.equal(logits_of(model, ids, mask), expected)
     assert handle.stats.packed_tokens == handle.stats.padded_tokens == 8
 
