@@ -26,7 +26,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 150, "max_window_layers"
 SIZE = 64
 # Tokens before and after the end of the shared prefix. The prefixes are nested: few new tokens, ends within 16 keys of
 # the prefix, and lengths on both sides of 192, 384 and 512 keys.
-LENGTHS = [(101, 7), (101, 103), (101, 20), (60, 200), (60, 400), (190, 1), (190, 2), (190, 17), (190, 430), (540, 90)]
+LENGTHS = [(101, 7), (101, 103), (60, 200), (60, 400), (190, 1), (190, 2), (190, 430), (400, 50), (400, 230), (540, 90)]
 
 
 def rows() -> list[torch.Tensor]:
