@@ -7,6 +7,7 @@ Does your packing leak?
     python conformance/run.py NAME --model qwen3_next  the cases of rows on another family
     python conformance/run.py NAME --case sinks
     python conformance/run.py NAME --json report.json
+    python conformance/run.py NAME --bits              tokens that have the bits of their row alone; no outcome
 
 The exit code is 0 only if nothing leaked, and something was computed.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -23,6 +25,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,9 @@ sys.path[0] = str(HERE.parent)
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
 
 from conformance.adapter import Adapter, NotRun  # noqa: E402
-from conformance.cases import CASES, Case  # noqa: E402
-from conformance.families import FAMILIES  # noqa: E402
+from conformance.arbiter import IGNORED, Row  # noqa: E402
+from conformance.cases import CASES, Case, rows  # noqa: E402
+from conformance.families import FAMILIES, build  # noqa: E402
 
 
 def of_file(path: Path) -> list[Adapter]:
@@ -97,12 +101,30 @@ def report(adapter: Adapter, families: list[str], only: str | None) -> dict[str,
     }  # fmt: skip
 
 
+def kept_bits(adapter: Adapter, family: str) -> tuple[int, int]:
+    """Tokens whose loss beside other rows has the very bits of the stack's own loss of the row alone, of how many."""
+    batch = rows(17, 24, 31, begin=[*range(4, 12)])  # at least 16 tokens: small products have kernels of their own
+
+    def loss(chosen: list[Row]) -> float:
+        return adapter.step(build(family, adapter.attention), [chosen]).loss  # a step may change its model
+
+    kept = []
+    for i, row in enumerate(batch):
+        for place in range(1, len(row.ids), 3):
+            # The loss of one label is that of its token.
+            chosen = replace(row, labels=[label if j == place else IGNORED for j, label in enumerate(row.ids)])
+            beside = [chosen if j == i else other.unlabelled() for j, other in enumerate(batch)]
+            kept.append(loss(beside) == loss([chosen]))
+    return sum(kept), len(kept)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", nargs="?", help="a name, or a file with a list ADAPTERS")
     parser.add_argument("--model", default="qwen3", choices=[*FAMILIES, "all"], help="family for the cases of rows")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="this case alone")
     parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--bits", action="store_true", help="count the tokens with the bits of their row alone")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -111,6 +133,14 @@ def main() -> int:
         print("\n".join(f"{adapter.name:32} {adapter.setting}" for adapter in adapters or found("")))
         return 2
     families = [*FAMILIES] if given.model == "all" else [given.model]
+    if given.bits:
+        for adapter, family in itertools.product(adapters, families):
+            try:
+                shown = "{} of {} tokens".format(*kept_bits(adapter, family))
+            except NotRun as reason:
+                shown = f"not run: {reason}"
+            print(f"{adapter.name:32} {family:13} {shown}", flush=True)
+        return 0
     reports = [report(adapter, families, given.case) for adapter in adapters]
     if given.json:
         given.json.write_text(json.dumps(reports, indent=1) + "\n")

@@ -152,7 +152,7 @@ def leaking_layouts(monkeypatch) -> None:
 
 
 def attention_without_segments(monkeypatch) -> None:
-    def attend_to_all(attend, module, query, key, value, layout, kwargs, *, is_eager, masks=None):
+    def attend_to_all(attend, module, query, key, value, layout, kwargs, **implementation):
         return attend(module, query, key, value, None, **kwargs)[0]
 
     monkeypatch.setattr(trl_padfix.core.attention.attention, "attend_by_segment", attend_to_all)

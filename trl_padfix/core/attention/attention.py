@@ -192,7 +192,8 @@ def _attend(
         query, key, value = in_attention_dtype(query, key, value)
         if masks is None and torch_varlen_applies(query, value, layout, kwargs):
             return attend_torch_varlen(query, key, value, layout, kwargs)
-    return attend_by_segment(attend, module, query, key, value, layout, kwargs, is_eager=is_eager, masks=masks)
+    options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
+    return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
 
 
 def _unpackable(reason: str) -> PaddingRemovalError:

@@ -40,6 +40,7 @@ def attend_by_segment(
     *,
     is_eager: bool,
     masks: list[torch.Tensor] | None = None,
+    fixed_order: bool = False,
 ) -> torch.Tensor:
     """
     The model's `sdpa` or `eager` function on one block of one segment at a time.
@@ -63,6 +64,9 @@ def attend_by_segment(
             Whether `attend` is an eager function, which adds its mask to the scores.
         masks (`list` of `torch.Tensor` of shape `(1, 1, queries, keys)`, *optional*):
             One prepared mask for each segment. They alone then decide which keys a query sees.
+        fixed_order (`bool`, *optional*, defaults to `False`):
+            On a CPU, give a token the same bits in each segment that it may be computed in. Whole rows then pay for it
+            too.
 
     Returns:
         `torch.Tensor` of shape `(1, T, N, D)`.
@@ -72,10 +76,17 @@ def attend_by_segment(
         [limit if limit is not None and limit < span else None for span in layout.spans]
         for limit in (kwargs.get("sliding_window"), kwargs.get("attention_chunk_size"))
     )
+    # transformers' `sdpa` function copies keys and values for each query head of their group, and needs masks. On a
+    # CPU torch's kernel is called instead. It takes no dropout, no values of another size than the keys, and no
+    # arguments `position_bias` and `cache`.
+    is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
+    has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
+    uses_kernel = is_plain_sdpa and has_kernel and masks is None
     # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
     # row is shared, completing it with dummy queries is faster than a mask: their number, or `None` for masked blocks.
+    most = 1 - fixed_order if uses_kernel else 2
     pad_queries = [
-        k - q if masks is None and not is_eager and k <= 2 * q and window is None and chunk is None else None
+        k - q if masks is None and not is_eager and k <= most * q and window is None and chunk is None else None
         for q, k, window, chunk in zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True)
     ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
@@ -88,12 +99,6 @@ def attend_by_segment(
         layout.key_positions.split(layout.keys.lengths),
         strict=True,
     )
-    # transformers' `sdpa` function copies keys and values for each query head of their group, and needs masks. On a
-    # CPU torch's kernel is called instead. It takes no dropout, no values of another size than the keys, and no
-    # arguments `position_bias` and `cache`.
-    is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
-    has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
-    uses_kernel = is_plain_sdpa and has_kernel and masks is None
     outputs = []
     for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
         n, window, chunk = plan
@@ -160,11 +165,11 @@ class CausalAttention(torch.autograd.Function):
     """
     Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
 
-    There are two parts: all queries see all keys before the segment, and they see the segment's own keys causally.
-    Neither part needs a mask. torch's kernel computes each part, and the log-sum-exp of its scores (`lse`) gives its
-    weight in the sum. The backward of a part needs only the output and the log-sum-exp of all keys.
+    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in.
+    torch's kernel adds up keys in blocks of 512. Within a block the order of the sum depends on the number of keys,
+    and in small products on the number of queries, so both are filled up with zeros to numbers of one order each.
 
-    With windows and chunks the parts are blocks of queries instead, each with a mask. Backward builds the mask again.
+    Blocks of queries limit the size of a mask. Backward builds each mask again.
     """
 
     @staticmethod
@@ -173,16 +178,13 @@ class CausalAttention(torch.autograd.Function):
         positions_k: torch.Tensor, window: int | None, chunk: int | None, scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
         ctx.places, ctx.scale = (positions, positions_k, window, chunk), scale
-        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-        output = torch.zeros_like(query, dtype=lse.dtype)
-        for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k])
-            part, part_lse = _KERNEL(*states, is_causal=is_causal, attn_mask=mask, scale=scale)
-            total = torch.logaddexp(lse[:, :, q], part_lse)
-            output[:, :, q] *= (lse[:, :, q] - total).exp()[..., None]
-            output[:, :, q] += part * (part_lse - total).exp()[..., None]
-            lse[:, :, q] = total
-        output = output.to(query.dtype)
+        blocks = []
+        for q, k, mask in _blocks(query, *ctx.places):
+            states = _filled(query[:, :, q], QUERIES_OF_KERNEL), *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
+            output, lse = _KERNEL(*states, is_causal=mask is None, attn_mask=mask, scale=scale)
+            n = q.stop - q.start
+            blocks.append((output[:, :, :n], lse[:, :, :n]))
+        output, lse = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*blocks, strict=True))
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -190,11 +192,15 @@ class CausalAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        for q, k, is_causal, mask in _parts(query, *ctx.places):
-            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
-            parts = _KERNEL_BACKWARD(grads[0][:, :, q], *states, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
+        for q, k, mask in _blocks(query, *ctx.places):
+            grad, filled, out = (_filled(x[:, :, q], QUERIES_OF_KERNEL) for x in (grads[0], query, output))
+            states = filled, *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
+            lse_of_block = _filled(lse[:, :, q, None], QUERIES_OF_KERNEL)[..., 0]
+            is_causal = mask is None
+            parts = _KERNEL_BACKWARD(grad, *states, out, lse_of_block, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
-                total[:, :, place] += part.unflatten(1, (total.shape[1], -1)).sum(2)
+                part = part[:, :, : place.stop - place.start].unflatten(1, (total.shape[1], -1))
+                total[:, :, place] += part.sum(2)
         return *(x.to(query.dtype) for x in sums), *[None] * 5
 
 
@@ -204,25 +210,49 @@ HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+QUERIES_OF_KERNEL = 16
+"""The number of queries is a multiple of this: products with fewer rows have kernels of their own."""
 
-def _for_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Keys and values, with their heads repeated where the kernel does not take groups."""
+KEYS_OF_KERNEL = 512
+"""Keys of a block of torch's kernel."""
+
+
+def _keys_of_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Keys and values for the kernel: filled up, their heads repeated where the kernel does not take groups."""
     copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
-    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in states)
+    filled = (_filled(x, _multiple_of_keys(x.shape[2])) for x in states)
+    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in filled)
 
 
-def _parts(
+def _multiple_of_keys(keys: int) -> int:
+    # The softmax sums 16 keys at a time, the rest one by one. MKL sums up to 192 (AVX2) or 384 keys in one part; a
+    # full block it cuts after 192 or later. So the first 192 keys of a block have one order with any number of keys.
+    return 16 if (keys - 1) % KEYS_OF_KERNEL < 192 else KEYS_OF_KERNEL
+
+
+def _filled(states: torch.Tensor, multiple: int) -> torch.Tensor:
+    """States `(1, N, t, D)` with zeros behind them, so that `t` is a multiple."""
+    missing = -states.shape[2] % multiple
+    return functional.pad(states, (0, 0, 0, missing)) if missing else states
+
+
+def _blocks(
     query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
-) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
-    """Queries, keys, whether the part is causal, and the mask (0 or -inf) of each part of a segment's attention."""
-    shared = len(positions_k) - len(positions)
-    if window is None and chunk is None:
-        yield slice(None), slice(shared), False, None
-        yield slice(None), slice(shared, None), True, None
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Queries, keys and mask (0 or -inf) of each block of a segment; `None` is causal from the first key on."""
+    queries, keys = len(positions), len(positions_k)
+    if queries == keys and window is None and chunk is None:
+        yield slice(0, queries), slice(0, keys), None
         return
-    for q, k in query_blocks(len(positions), len(positions_k), window):
+    for q, k in query_blocks(queries, keys, window):
+        k = slice(k.start // KEYS_OF_KERNEL * KEYS_OF_KERNEL, k.stop)
         is_visible = visible_keys(positions[q], positions_k[k], window, chunk)
-        yield q, k, False, query.new_zeros(is_visible.shape).masked_fill_(~is_visible, -torch.inf)
+        size = k.stop - k.start
+        shape = q.stop - q.start, size + -size % _multiple_of_keys(size)
+        mask = query.new_full((1, 1, shape[0] + -shape[0] % QUERIES_OF_KERNEL, shape[1]), -torch.inf)
+        mask[:, :, shape[0] :] = 0  # queries of zeros: something must be visible
+        mask[:, :, : shape[0], :size].masked_fill_(is_visible, 0)
+        yield q, k, mask
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:

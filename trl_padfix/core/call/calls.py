@@ -92,6 +92,8 @@ class PackedCall:
             Whether all rows form one bucket, so that all processes call each mixer equally often.
         prefix_states ([`PrefixStates`], *optional*):
             States of shared prefixes that the forward reads or records.
+        fixed_order (`bool`):
+            Whether a token has the same bits with its prefix shared and without ([`attend_by_segment`]).
         passed_on (`frozenset[str]`):
             Arguments of the caller that the decoder hands on to its layers, and does not read: `shift_labels`.
         cache (`dict`):
@@ -107,6 +109,7 @@ class PackedCall:
     prepared: PreparedMasks | None = None
     one_bucket: bool = False
     prefix_states: PrefixStates | None = None
+    fixed_order: bool = False
     passed_on: frozenset[str] = frozenset()
     cache: dict[Hashable, Any] = field(default_factory=dict)
 

@@ -83,7 +83,9 @@ def plan(inputs: DecoderInputs, patch: DecoderForward) -> Plan | None:
     if layout is None:
         return None
     tokens = handle.tokens_of(layout)
-    if layout.is_trivial and not tokens.is_divided:
+    # With prefix sharing, on a CPU, a row has the same bits in all batches, in those without a shared prefix too.
+    has_fixed_order = bool(handle.prefix_sharing) and layout.positions.device.type == "cpu"
+    if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
         return PaddedPlan(inputs, tokens, patch)
     check_call(handle, inputs, layout)
     if handle.anatomy.whole_rows:
@@ -185,6 +187,7 @@ class PackedPlan(Plan):
             prepared=self.inputs.prepared,
             one_bucket=patch.needs_equal_calls(),
             prefix_states=states,
+            fixed_order=bool(handle.prefix_sharing),
             passed_on=frozenset(self.inputs.arguments) - patch.parameters,
         )
         if call.one_bucket:

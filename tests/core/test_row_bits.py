@@ -1,0 +1,128 @@
+"""
+The bits of a row: its log-probabilities are the same to the last bit beside other rows and alone.
+
+This is promised where a product does not depend on its number of rows: with AVX-512 on one thread, and with
+`MKL_CBWR=AVX512,STRICT` or `AVX2,STRICT`. `products_have_one_order` tries it; elsewhere the tests are skipped.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from kit.trainer_runs import build_model
+from torch.nn.utils.rnn import pad_sequence
+
+import trl_padfix.core.attention.segments as kernels
+from trl_padfix import remove_padding
+
+
+PRECISIONS = {
+    "float32": (torch.float32, False),
+    "bf16": (torch.float32, True),  # TRL's default: autocast
+    "bf16 weights": (torch.bfloat16, False),
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 150, "max_window_layers": 0}
+SIZE = 64
+# Tokens before and after the end of the shared prefix. The prefixes are nested: few new tokens, ends within 16 keys of
+# the prefix, and lengths on both sides of 192, 384 and 512 keys.
+LENGTHS = [(101, 7), (101, 103), (60, 400), (190, 1), (190, 2), (190, 430), (400, 50), (400, 230), (540, 90)]
+
+
+def rows() -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    prefix = torch.randint(2, 38, (540,), generator=draw)
+    return [torch.cat([prefix[:n], torch.randint(2, 38, (own,), generator=draw)]) for n, own in LENGTHS]
+
+
+def products_have_one_order() -> bool:
+    """Whether products of the sizes of the model and of its attention give a row the same bits in every batch."""
+    draw = torch.Generator().manual_seed(0)
+    for inputs, outputs in ((SIZE, SIZE), (SIZE, 2 * SIZE), (2 * SIZE, SIZE), (SIZE, 40), (16, 192), (192, 16)):
+        weight = torch.randn(outputs, inputs, generator=draw)
+        states = torch.randn(700, inputs, generator=draw)
+        expected = functional.linear(states, weight)
+        if not all(torch.equal(functional.linear(states[:n], weight), expected[:n]) for n in range(16, 700, 13)):
+            return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def machine():
+    if not products_have_one_order():
+        pytest.skip("this machine's float32 products depend on their number of rows; try MKL_CBWR=AVX2,STRICT")
+
+
+def model_of(precision: str, **config) -> torch.nn.Module:
+    return build_model(hidden_size=SIZE, intermediate_size=2 * SIZE, **config).eval().to(PRECISIONS[precision][0])
+
+
+@torch.no_grad()
+def log_probs(model, batches: list[list[int]], precision: str, **settings) -> dict[int, torch.Tensor]:
+    """The log-probabilities of the tokens of each row, computed in these batches of rows; plain without settings."""
+    attached = remove_padding(model, **settings) if settings else nullcontext()
+    found = {}
+    with attached, torch.autocast("cpu", torch.bfloat16, enabled=PRECISIONS[precision][1]):
+        for batch in batches:
+            chosen = [rows()[i] for i in batch]
+            ids = pad_sequence(chosen, batch_first=True)
+            mask = pad_sequence([torch.ones_like(row) for row in chosen], batch_first=True)
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            for i, row, of_row in zip(batch, chosen, logits, strict=True):
+                scores = of_row[: len(row) - 1].float().log_softmax(-1)
+                found[i] = scores.gather(1, row[1:, None])[:, 0]
+    return found
+
+
+def unequal(got: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> dict[int, int]:
+    """Rows that lost bits, with the number of their tokens that did."""
+    return {i: n for i in expected if (n := int((got[i] != expected[i]).sum()))}
+
+
+ALONE = [[i] for i in range(len(LENGTHS))]
+BATCHES = {
+    "all": [list(range(len(LENGTHS)))],
+    "in another order": [list(range(len(LENGTHS)))[::-1]],
+    "micro-batches": [[8, 0, 3], [1, 5], [7, 2], [4, 6]],  # as an RL step shuffles what one batch scored
+}
+
+
+@pytest.mark.parametrize("config", [{}, WINDOW], ids=["causal", "window"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_that_share_prefixes_have_their_own_bits(precision, config):
+    model = model_of(precision, **config)
+    alone = log_probs(model, ALONE, precision, prefix_sharing=True)
+    for batches in BATCHES.values():
+        assert unequal(log_probs(model, batches, precision, prefix_sharing=True), alone) == {}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_padding_free_rows_have_the_bits_of_the_plain_model(precision):
+    model = model_of(precision)
+    plain = log_probs(model, ALONE, precision)
+    for batches in BATCHES.values():
+        assert unequal(log_probs(model, batches, precision, prefix_sharing=False), plain) == {}
+    if precision == "float32":  # the control: padded beside longer rows
+        assert unequal(log_probs(model, BATCHES["all"], precision), plain)
+
+
+def test_gradients_do_not_change_the_bits():
+    """A training step computes what its scoring without gradients did: on-policy, the ratio of probabilities is 1."""
+    model = model_of("float32")
+    ids = pad_sequence(rows(), batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows()], batch_first=True)
+    scored = log_probs(model, BATCHES["micro-batches"], "float32", prefix_sharing=True)
+    with remove_padding(model, prefix_sharing=True):
+        logits = model.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    assert logits.requires_grad
+    for i, row in enumerate(rows()):
+        trained = logits[i, : len(row) - 1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
+        assert torch.equal((trained.detach() - scored[i]).exp(), torch.ones(len(row) - 1))
+
+
+def test_without_the_filled_keys_bits_are_lost(monkeypatch):
+    """The control: the softmax of a shared prefix then ends in another place than that of a row."""
+    model = model_of("float32")
+    monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
+    alone = log_probs(model, ALONE, "float32", prefix_sharing=True)
+    assert unequal(log_probs(model, BATCHES["all"], "float32", prefix_sharing=True), alone)
