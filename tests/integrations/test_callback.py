@@ -57,10 +57,14 @@ class Margins(Trainer):
 BEGIN = "w3 w5 w7 w9 "
 
 
-def build_trainer(folder, trainer_class=Margins, callbacks=(), **given):
+def build_trainer(folder, trainer_class=Margins, callbacks=(), attach=True, **given):
     given = {"train_dataset": build_ids(24, begin=BEGIN), "eval_dataset": build_ids(12, 1, BEGIN)} | given
     given |= {"train_sampling_strategy": "sequential", "callbacks": [*callbacks]}
-    return make_plain_trainer(folder, trainer_class, **given)
+    trainer = make_plain_trainer(folder, trainer_class, **given)
+    for callback in callbacks if attach else ():
+        if isinstance(callback, PaddingRemovalCallback):
+            callback.attach(trainer)
+    return trainer
 
 
 def train(folder, trainer_class=Margins, callbacks=(), **given):
@@ -124,6 +128,24 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(kind, tmp_pa
     monkeypatch.setattr("trl_padfix.trainers.checks.custom_loss.hook_beside_loss", lambda *args, **kwargs: None)
     with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
         build(tmp_path / "packed", PaddingRemovalCallback(prefix_sharing=True, parity_check=False))
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_without_the_trainer_the_policy_alone_is_packed_and_a_warning_says_so(bf16, tmp_path, caplog, monkeypatch):
+    given = {"bf16": bf16, "max_steps": 3}
+    theirs, _ = train(tmp_path / "theirs", ref_model=build_model(seed=1), **given)
+    callback = PaddingRemovalCallback(prefix_sharing=True)
+    with caplog.at_level("WARNING"):
+        ours, _ = train(tmp_path / "ours", callbacks=[callback], attach=False, ref_model=build_model(seed=1), **given)
+    assert "A reference model stays padded" in caplog.text
+    assert_same(trajectory(ours), trajectory(theirs), **({"atol": 0.02} if bf16 else {}))
+    assert attachment_of(ours.model) is None
+    assert [r.ok and r.compared > 0 for r in callback.reports] == [True]
+    assert callback.stats.packed_tokens < callback.stats.real_tokens
+    assert ours.state.log_history[0]["padfix/shared_fraction"] > 0
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):
+        train(tmp_path, callbacks=[PaddingRemovalCallback(prefix_sharing=True)], attach=False, **given)
 
 
 def test_rows_have_the_lengths_that_were_asked_for(tmp_path):
@@ -222,7 +244,7 @@ class FullyShardedDataParallel(Wrapper):
 
 
 COMPILED = r"`torch\.compile` has taken over `.*torch_compile=False"
-WRAPPED = r"{} has taken over.*`callbacks=\[\.\.\.\]`.*callback\.attach"
+WRAPPED = r"{} has taken over.*callback\.attach"
 BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
 BAD = {
     "two models": (Two, {}, TypeError, "contains Qwen2ForCausalLM, Qwen2ForCausalLM. Attach to each"),
@@ -239,7 +261,9 @@ BAD = {
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
     for build, config, error, said in BAD.values():
         callback = PaddingRemovalCallback(prefix_sharing=True)
-        trainer = build_trainer(tmp_path, callbacks=[callback], model=build(), remove_unused_columns=False, **config)
+        trainer = build_trainer(
+            tmp_path, attach=False, callbacks=[callback], model=build(), remove_unused_columns=False, **config
+        )
         trainer.compute_loss = lambda *args, **kwargs: pytest.fail("a step began")
         with pytest.raises(error, match=f"(?s){said}"):
             trainer.train()
@@ -287,7 +311,7 @@ def test_errors_advise_settings_in_the_words_of_the_stack(tmp_path, monkeypatch)
 
 
 def test_one_of_our_trainers_has_attached_already(tmp_path):
-    trainer = build_trainer(tmp_path, padding_free_trainer(Margins), [PaddingRemovalCallback()])
+    trainer = build_trainer(tmp_path, padding_free_trainer(Margins), [PaddingRemovalCallback()], False)
     with pytest.raises(ValueError, match=r"attached to this Qwen2Model already.*trainer\.restore_padding"):
         trainer.train()
 
@@ -297,8 +321,6 @@ def test_settings_that_are_none():
         PaddingRemovalCallback("yes")
     with pytest.raises(TypeError, match="padding_side"):
         PaddingRemovalCallback(padding_side="left")
-    with pytest.raises(PaddingRemovalError, match=r"called by no `transformers\.Trainer`"):
-        PaddingRemovalCallback().on_train_begin(None, None, None, model=build_model())
 
 
 def test_keys_of_another_stack_that_are_none():
@@ -350,7 +372,7 @@ def test_it_serves_environments_without_trl(tmp_path):
 def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(sharing, tmp_path, caplog):
     """ms-swift embeds images in a hook before the forward, which then gets no ids to compare, nor to share."""
     callback = PaddingRemovalCallback(prefix_sharing=sharing)
-    trainer = build_trainer(tmp_path, Trainer, [callback], max_steps=1)
+    trainer = build_trainer(tmp_path, Trainer, [callback], False, max_steps=1)
     embeddings = trainer.model.get_input_embeddings()
 
     def embed(module, args, kwargs):
@@ -358,6 +380,7 @@ def test_the_first_batch_is_compared_as_the_trainer_hands_it_over(sharing, tmp_p
 
     trainer.model.register_forward_pre_hook(embed, with_kwargs=True)
     hooks = len(trainer.model._forward_pre_hooks)
+    callback.attach(trainer)
     trainer.train()
     assert len(trainer.model._forward_pre_hooks) == hooks
     if sharing:

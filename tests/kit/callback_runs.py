@@ -39,6 +39,7 @@ def main(folder: str) -> dict[str, Any]:
     theirs.train()
     callback = PaddingRemovalCallback(prefix_sharing=True)
     ours = build_trainer(Path(folder), callback)
+    callback.attach(ours)
     ours.train()
     stats = callback.stats
     return {

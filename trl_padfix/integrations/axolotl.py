@@ -63,5 +63,5 @@ class PaddingRemovalPlugin(BasePlugin):
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
         callback = callback_from(cfg, without="`plugins` without `trl_padfix`")
-        callback.attach(trainer)  # here, because `on_init_end` was called before the callback was added
+        callback.attach(trainer)
         trainer.add_callback(callback)

@@ -7,16 +7,18 @@ It needs no trainer class of this package and no TRL. The plug-ins of other stac
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from transformers import Trainer, TrainerCallback
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, extract_model_from_parallel, reduce
+from transformers import TrainerCallback
 
 from ..core.call.batch_cache import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
@@ -36,7 +38,7 @@ from ..trainers.parts.part import entered
 
 
 if TYPE_CHECKING:
-    from transformers import TrainerControl, TrainerState
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
@@ -55,15 +57,59 @@ WRAPPERS = {
 """Wrappers of models by class name (the class may not be installed), with the name of their library."""
 
 
+NOT_COVERED = (
+    "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
+    "stays padded; a loss of yours that reads what hooks within the model keep, or that predicts labels from padding, "
+    "gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` before `trainer.train()` "
+    "to have all of it."
+)
+
+
+class _Accelerator(AcceleratorState):
+    """The state that the trainer's `Accelerator` has left, with those of its methods that are used here."""
+
+    unwrap_model = staticmethod(extract_model_from_parallel)
+    reduce = staticmethod(reduce)
+
+    @property
+    def state(self) -> AcceleratorState:
+        return self
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under autocast; `fp16=True` on a CPU computes in float32."""
+        return self.mixed_precision == "bf16" or (self.mixed_precision == "fp16" and self.device.type != "cpu")
+
+
+@dataclass
+class _Policy:
+    """Stands for the trainer if none was attached: the model and the arguments that transformers passes."""
+
+    model: Any
+    args: TrainingArguments
+    is_fsdp_enabled = is_deepspeed_enabled = False
+
+    @property
+    def model_wrapped(self) -> Any:
+        return self.model
+
+    @property
+    def accelerator(self) -> _Accelerator:
+        return _Accelerator()
+
+
 class PaddingRemovalCallback(TrainerCallback):
     """
     Removes padding while any [`~transformers.Trainer`] trains.
 
-    When training begins, the callback attaches to the policy and to the reference (`trainer.ref_model`), if there is
-    one; under DeepSpeed and FSDP when the trainer is made, before they wrap the models. After the first batch, before
-    a weight changes, it compares packed and padded forwards. The log gets `padfix/pad_fraction`,
-    `padfix/shared_fraction` and `perf/tokens_per_second` (real tokens of the policy's forwards). When training ends,
-    the callback detaches. Loss, loop and data stay the trainer's.
+    When training begins, the callback attaches to the policy. After the first batch, before a weight changes, it
+    compares packed and padded forwards. The log gets `padfix/pad_fraction`, `padfix/shared_fraction` and
+    `perf/tokens_per_second` (real tokens of the policy's forwards). When training ends, the callback detaches. Loss,
+    loop and data stay the trainer's.
+
+    transformers passes the model to callbacks, and not the trainer. Call [`~PaddingRemovalCallback.attach`] before
+    `trainer.train()` for what needs the trainer: the reference (`trainer.ref_model`), DeepSpeed and FSDP, batches that
+    a loss of yours must get padded, and the metrics in the reports of trackers. Without it a warning names these.
 
     Args:
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
@@ -95,7 +141,9 @@ class PaddingRemovalCallback(TrainerCallback):
     from transformers import Trainer
     from trl_padfix import PaddingRemovalCallback
 
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[PaddingRemovalCallback(prefix_sharing=True)])
+    callback = PaddingRemovalCallback(prefix_sharing=True)
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
+    callback.attach(trainer)
     trainer.train()
     ```
     """
@@ -114,7 +162,8 @@ class PaddingRemovalCallback(TrainerCallback):
         self.packed_multiple_of, self.attn_implementation = packed_multiple_of, attn_implementation
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
-        self._trainer: Any = None
+        self._given: Trainer | None = None
+        self._trainer: Any = None  # the running one: as given, or a `_Policy`
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
         self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or none any more
@@ -126,16 +175,20 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> None:
         """
-        Attach to the models of a trainer now, instead of when training begins: for a callback that was added to a
-        trainer (`add_callback`) that DeepSpeed or FSDP will wrap.
+        Attach to the models of a trainer now, and again when it trains a second time.
 
         Args:
             trainer ([`~transformers.Trainer`]):
-                The trainer, before its `train()`.
+                The trainer that has this callback, before its `train()`.
 
         Raises:
             TypeError, ValueError, PaddingRemovalError: As above.
         """
+        self._given = trainer
+        self._begin(trainer)
+
+    def _begin(self, trainer: Any) -> None:
+        """Attach to the models of a trainer or `_Policy`."""
         self.remove()
         if splitting_parallelism(trainer.accelerator, "cp_size"):
             raise PaddingRemovalError(
@@ -147,7 +200,6 @@ class PaddingRemovalCallback(TrainerCallback):
             self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         self.handles, self.reports, self._trainer = [], [], trainer
         self._attach_to(models_of(trainer))
-        self._pad_steps(trainer)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted = ForwardCounts()
         self._is_evaluating, self._has_stepped = False, False
@@ -201,24 +253,25 @@ class PaddingRemovalCallback(TrainerCallback):
 
     # -- events
 
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trainer = _trainer_with(self)
-        # DeepSpeed and FSDP wrap the models before `on_train_begin`, so attach before. In other cases attach there: a
-        # model is then attached only while it trains.
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            self.attach(trainer)
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trainer = _trainer_with(self) if self._trainer is None else self._trainer
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self._given is None:
+            _refuse_sharded()
+            self._begin(_Policy(model, args))
+            logger.warning(NOT_COVERED)
+            return
+        trainer = self._given
         models = models_of(trainer)
         decoders = [id(find_decoder(find_pretrained(model))) for model in models]
         attached = [id(handle.decoder) for handle in self.handles]
         # `model_init` has made another model since, or an earlier trial of a search stopped before `on_train_end`.
         if self._trainer is None or decoders[: len(attached)] != attached:
             self.attach(trainer)
-        elif len(decoders) > len(attached):  # TRL makes the reference after `on_init_end`
+        elif len(decoders) > len(attached):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(attached) :])
-        callbacks = self._trainer.callback_handler.callbacks
+        self._pad_steps(trainer)  # here, since code may set `compute_loss` on a trainer before it trains
+        callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # so that `on_log` of trackers comes after ours, which adds the metrics
 
@@ -351,32 +404,24 @@ def _refuse_taken_over(trainer: Trainer) -> None:
             wrapper = COMPILER
         if wrapper is None:
             continue
+        raise _taken_over(wrapper, type(module).__name__)
+
+
+def _refuse_sharded() -> None:
+    """Raise a [`PaddingRemovalError`] if accelerate's launch has wrapped the model before training began."""
+    wrappers = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.FSDP: "FSDP"}
+    if wrapper := wrappers.get(AcceleratorState().distributed_type):
+        raise _taken_over(wrapper, "the model")
+
+
+def _taken_over(wrapper: str, module: str) -> PaddingRemovalError:
+    remedy = "Call `callback.attach(trainer)` between making the trainer and `trainer.train()`."
+    if wrapper == COMPILER:
         remedy = (
-            "Pass the callback to the trainer (`callbacks=[...]`), which then attaches it before; or call "
-            "`callback.attach(trainer)` between making the trainer and `trainer.train()`."
+            "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
+            "compiles the layers of a packed model one by one."
         )
-        if wrapper == COMPILER:
-            remedy = (
-                "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
-                "compiles the layers of a packed model one by one."
-            )
-        raise PaddingRemovalError(
-            f"{wrapper} has taken over `{type(module).__name__}` before padding removal was attached to it, and "
-            f"would not call the packed forward. {remedy}"
-        )
-
-
-def _trainer_with(callback: TrainerCallback) -> Any:
-    """The trainer that calls `callback`."""
-    # transformers does not pass the trainer to callbacks, and nothing else holds the reference model. So search the
-    # calling frames for a `self` that is a trainer with this callback.
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
-            return caller
-        frame = frame.f_back
-    raise PaddingRemovalError(
-        f"{type(callback).__name__} was called by no `transformers.Trainer` that has it among its callbacks. In other "
-        "loops use `remove_padding(model)`."
+    return PaddingRemovalError(
+        f"{wrapper} has taken over `{module}` before padding removal was attached to it, and would not call the "
+        f"packed forward. {remedy}"
     )

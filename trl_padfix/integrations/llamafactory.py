@@ -7,8 +7,12 @@ Runs LLaMA-Factory with the callback: use this module instead of `llamafactory-c
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
+from transformers import Trainer
+
+from ..trainers.temporary_attributes import temporarily_set
 from ..versions import require_stack
 from .callback import PREFIX, callback_from
 
@@ -55,7 +59,16 @@ def train(config: dict[str, Any] | None = None) -> None:
             f"`{packs[0]}: true`{default} packs rows before the model is called, so there is no padding to remove and "
             f"no prefix to share. Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
         )
-    run_exp({key: value for key, value in arguments.items() if not key.startswith(PREFIX)}, callbacks=[callback])
+    start = Trainer.train
+
+    @wraps(start)
+    def attach_and_start(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if callback in trainer.callback_handler.callbacks:
+            callback.attach(trainer)
+        return start(trainer, *args, **kwargs)
+
+    with temporarily_set(Trainer, train=attach_and_start):  # `run_exp` makes the trainer and calls its `train`
+        run_exp({key: value for key, value in arguments.items() if not key.startswith(PREFIX)}, callbacks=[callback])
 
 
 if __name__ == "__main__":

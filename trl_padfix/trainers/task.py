@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from .parts.part import PaddingFreeTrainer
+    from .protocols import TaskTrainer
 
 
 __all__ = ["PairTask", "Task"]
@@ -66,7 +66,7 @@ class Task:
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
     """Metrics that are a minimum or maximum over rows, no mean, each with `torch.min` or `torch.max`."""
 
-    def __init__(self, trainer: PaddingFreeTrainer):
+    def __init__(self, trainer: TaskTrainer):
         self.trainer = trainer
 
     # -- checks

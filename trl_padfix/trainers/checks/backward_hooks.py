@@ -12,7 +12,7 @@ from ...core.model.inspection import is_of, name_of
 
 
 if TYPE_CHECKING:
-    from ..parts.part import PaddingFreeTrainer
+    from ..protocols import TaskTrainer
 
 
 __all__ = ["gradient_hook_name", "module_hook_names"]
@@ -21,7 +21,7 @@ LIBRARIES = {"trl_padfix", "torch", "accelerate", "transformers", "trl", "peft",
 """Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
 
 
-def gradient_hook_name(trainer: PaddingFreeTrainer) -> str | None:
+def gradient_hook_name(trainer: TaskTrainer) -> str | None:
     """
     Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
 

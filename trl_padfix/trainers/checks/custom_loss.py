@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...core.handle import PaddingRemoval
-    from ..parts.part import PaddingFreeTrainer
+    from ..protocols import TaskTrainer
 
 
 __all__ = [
@@ -42,7 +42,7 @@ DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
 
 
-def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
+def custom_loss_name(trainer: TaskTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
 
@@ -56,7 +56,7 @@ def custom_loss_name(trainer: PaddingFreeTrainer) -> str | None:
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
-def hook_beside_loss(trainer: PaddingFreeTrainer, inner: bool = False) -> str | None:
+def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
     """
     Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss or step may read what
     the hook keeps; else `None`.
@@ -76,7 +76,7 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
 
-def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> str | None:
+def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | None:
     """
     Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
 
@@ -88,9 +88,7 @@ def custom_step_name(trainer: PaddingFreeTrainer, everywhere: bool = False) -> s
     return _custom_method(trainer, {"training_step"}, None if everywhere else below)
 
 
-def _custom_method(
-    trainer: PaddingFreeTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None
-) -> str | None:
+def _custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
     """The first of `methods` that is a user's, by name; of the trainer and all its classes, or of `owners`."""
     # All owners, also of methods that are hidden: those above may be called by `super()`.
     if owners is None:
@@ -131,9 +129,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss
 
     @wraps(compute_loss)
-    def in_step(
-        self: PaddingFreeTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def in_step(self: TaskTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self.padding.parts:  # none of our fields is set
             return compute_loss(self, model, inputs, *args, **kwargs)
         arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
@@ -145,20 +141,20 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_user_loss(trainer: PaddingFreeTrainer) -> contextlib.AbstractContextManager[None]:
+def observe_user_loss(trainer: TaskTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (of_user := vars(trainer).get("compute_loss")) is None:
         return contextlib.nullcontext()
 
     @wraps(of_user)  # also for `custom_loss_name`, which still finds the user's function
-    def compute_loss(self: PaddingFreeTrainer, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self: TaskTrainer, *args: Any, **kwargs: Any) -> Any:
         return of_user(*args, **kwargs)
 
     return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
 def observe_user_step(
-    trainer: PaddingFreeTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+    trainer: TaskTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
