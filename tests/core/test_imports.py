@@ -21,7 +21,7 @@ TESTS = {  # files, and folders of a subject with many chapters
     for layer in LAYERS
 }
 NO_SOURCE = {  # tests of what no single module does
-    "core": {"families", "imports", "stacks", "upstream", "vision", "vision_families"},
+    "core": {"families", "imports", "row_bits", "stacks", "upstream", "vision", "vision_families"},
     "trainers": {"every_method", "experimental", "mixers", "off", "vision", "vision_unpaired"},
     "integrations": {"sentence_transformers"},
     "tools": {"bench", "gpu_report"},

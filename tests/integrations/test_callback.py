@@ -117,8 +117,10 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(kind, tmp_pa
             return (loss, out) if return_outputs else loss
 
     def build(folder, *callbacks):
-        trainer = build_trainer(folder, Own, callbacks, model=build_model(kind))
+        trainer = build_trainer(folder, Own, callbacks, False, model=build_model(kind))
         trainer.model.model.layers[0].register_forward_hook(lambda module, args, states: kept.update(states=states))
+        for callback in callbacks:
+            callback.attach(trainer)
         trainer.train()
         return trainer
 

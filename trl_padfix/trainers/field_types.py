@@ -67,14 +67,16 @@ def help_from_docstring(config: Configuration) -> Configuration:
 def answer_unknown_fields(config: Configuration) -> Configuration:
     """Class decorator: an argument that is no field is answered with the name of today, or the closest one."""
     init = config.__init__
+    signature = inspect.signature(init)
 
     @wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        known = inspect.signature(init).parameters
+        known = signature.parameters
         if unknown := [f"`{name}`{hint(name, known)}" for name in kwargs if name not in known]:
             raise TypeError(f"`{config.__name__}` has no field {', '.join(unknown)}.")
         init(self, *args, **kwargs)
 
+    vars(__init__)["__signature__"] = signature  # `getfullargspec` does not look behind `wraps`
     config.__init__ = __init__
     return config
 
