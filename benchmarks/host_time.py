@@ -112,7 +112,7 @@ class HostStep:
         return 1000 * spent / steps
 
     def counts(self) -> tuple[int, int, int]:
-        """Launches, waits, and waits of this package in a step on the simulated GPU. Call it last: the models move there."""
+        """Launches, waits, and waits of this package on the simulated GPU. Call it last: the models move there."""
         with simulated_cuda() as counts:
             place_models(self.trainer)
             if teacher := getattr(self.trainer, "teacher_model", None):
