@@ -92,12 +92,15 @@ def test_all_cells_run_on_the_simulated_gpu_and_faults_spoil_their_own_cells_onl
     for cell in report["cells"]:
         if "variants" in cell:
             padded, packed, shared = cell["variants"][:3]
-            assert shared["tokens"] < packed["tokens"] < padded["tokens"]
+            assert shared["tokens"] <= packed["tokens"] <= padded["tokens"]
             assert padded["loss"] == pytest.approx(shared["loss"], rel=5e-2)
         if "variants" in cell and "compiled" not in cell["name"]:
-            assert shared["tflop"] < packed["tflop"] < padded["tflop"]
+            assert shared["tflop"] <= packed["tflop"] <= padded["tflop"]
             assert packed["launches"] > 0
             assert packed["own_waits"] <= 1  # for the layout
+    padded, packed, shared = next(c["variants"] for c in report["cells"] if c["name"].startswith("DPO"))
+    assert shared["tokens"] < packed["tokens"] < padded["tokens"]
+    assert shared["tflop"] < packed["tflop"] < padded["tflop"]
     compiled = report["cells"][-1]["variants"]
     assert compiled[-1]["name"] == "prefix_sharing_compiled"
     assert compiled[-1]["tokens"] == compiled[-2]["tokens"]
