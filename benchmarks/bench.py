@@ -129,6 +129,7 @@ class Settings:
     steps: int = 10
     warmup: int = 2
     shape: str = "small"
+    model: str | None = None  # a folder or Hub id, in place of a random model of `shape`
     device: str = "cpu"
     dtype: str = "float32"
     max_length: int = 1024
@@ -428,7 +429,9 @@ def _too_few(rows: int, needed: int) -> ValueError:
 
 
 def _tokenizer(data: Dataset | None, settings: Settings) -> Any:
-    """A BPE trained on the text of the data, with a plain chat template."""
+    """The tokenizer of `model`; without one a BPE trained on the text of the data, with a plain chat template."""
+    if settings.model is not None:
+        return transformers.AutoTokenizer.from_pretrained(settings.model)
     texts: Iterable[str] = [""]
     if data is not None and not {"prompt_ids", "input_ids"} & set(data.column_names):
         texts = texts_of(data.select(range(min(len(data), EPOCH))))
@@ -507,7 +510,7 @@ def _build_grpo(data: Dataset | None, settings: Settings, count: int) -> BenchSt
         peft_config=_lora(settings),
     )
     trainer.data_collator = lambda rows: deepcopy(rows[0])  # a row is a whole batch
-    vocab_size = ALL_SHAPES[settings.shape]["vocab_size"]
+    vocab_size = len(tokenizer) if settings.model else ALL_SHAPES[settings.shape]["vocab_size"]
     batches = [_random_completions(part, settings, vocab_size, draw) for part in _in_parts(prompts, settings.pairs)]
     return BenchStep(trainer, batches, settings)
 
@@ -548,6 +551,8 @@ def _model(tokenizer: Any, settings: Settings, seed: int) -> Any:
     shape = dict(ALL_SHAPES[settings.shape])
     shape["vocab_size"] = max(shape["vocab_size"], len(tokenizer))
     options: dict[str, Any] = {"attn_implementation": "sdpa", "dtype": settings.weights_dtype}
+    if settings.model is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(settings.model, **options).to(settings.device)
     with torch.device(settings.device):  # random numbers for a large model take minutes on a CPU
         build = _build_hybrid if settings.shape in HYBRID_SHAPES else build_qwen2
         model: Any = build(tokenizer, **shape, seed=seed, **options)
@@ -1002,6 +1007,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Ar
     )
     add("--max-length", type=_positive, help="tokens of the longest row; by default 1024, of a tree its own")
     add("--shape", choices=ALL_SHAPES, default="small", help="of Qwen2; hybrid: of Qwen3.5")
+    add("--model", help="folder or Hub id of a model, in place of a random one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     add("--dtype", choices=["float32", "bfloat16", "autocast"], default="float32", help="autocast: TRL's default")
     add("--expand-turns", action="store_true", help="with sft: a row for each turn of the assistant in `messages`")
@@ -1034,6 +1040,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         steps=options.steps,
         warmup=options.warmup,
         shape=options.shape,
+        model=options.model,
         device={"auto": "cuda" if has_gpu else "cpu"}.get(options.device, options.device),
         dtype=options.dtype,
         max_length=options.max_length or max(tree.longest if tree else 0, 1024),
@@ -1049,7 +1056,7 @@ def describe(settings: Settings, data: str) -> dict[str, Any]:
     versions = {"trl_padfix": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {
         "data": data,
-        "settings": asdict(settings),
+        "settings": asdict(settings) | {"model": settings.model and Path(settings.model).name},
         "device": device,
         "threads": torch.get_num_threads(),
         "versions": versions | {"trl": trl.__version__, "python": platform.python_version()},
@@ -1060,10 +1067,11 @@ def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]
     """Lines of the tables. Each speed-up is the ratio of the times in its table."""
     settings = Settings(**about["settings"])
     family = "Qwen3.5" if settings.shape in HYBRID_SHAPES else "Qwen2"
+    model = settings.model or f"{family} shape '{settings.shape}'"
     without = " without generation" if settings.trainer == "grpo" else ""
     yield (
-        f"{settings.trainer.upper()} step{without}, {settings.batch_size} of {about['data']}, {family} shape "
-        f"'{settings.shape}', {settings.dtype} on {about['device']}, {about['threads']} threads"
+        f"{settings.trainer.upper()} step{without}, {settings.batch_size} of {about['data']}, {model}, "
+        f"{settings.dtype} on {about['device']}, {about['threads']} threads"
     )
     yield ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     fixed = [result for result in results if result.has_trls_batches]
@@ -1072,13 +1080,13 @@ def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]
         yield f"The same {settings.pairs * settings.steps} rows in other batches, times of all of them:"
         others = [result for result in results if result.name == "trl" or not result.has_trls_batches]
         yield from _table(others, "s, all", lambda r: f"{r.total_seconds:.4g}")
-    yield "s: median step; limit: TRL's padded tokens over those computed; GiB: peak memory; kept: MiB that the graph"
-    yield "of a step keeps for its backward."
+    yield "s: median step; by tokens: TRL's padded tokens over those computed; GiB: peak memory; kept: MiB that"
+    yield "the graph of a step keeps for its backward."
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
 
 
 def _table(results: list[VariantResult], heading: str, seconds: Any) -> Iterator[str]:
-    rows = [("variant", heading, "min-max", "x TRL", "limit", "tok/s", "GiB", "kept")]
+    rows = [("variant", heading, "min-max", "x TRL", "by tokens", "tok/s", "GiB", "kept")]
     for r in results:
         rows.append(
             (
