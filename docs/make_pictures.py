@@ -200,10 +200,31 @@ def draw_house(figure: Any, sources: dict[str, Any]) -> None:
     axes.text(-1.2, 10 * len(sources), "imports", rotation=90, ha="right", va="center", color=ORANGE)
 
 
+def learning_sources() -> dict[str, Any]:
+    """The evaluations of each training of `benchmarks/learning.py`, by name."""
+    trainings = json.loads((FOLDER / "bench/learning-hh-rlhf-cpu.json").read_text())["trainings"]
+    return {training["name"]: training["evaluations"] for training in trainings}
+
+
+def draw_learning(figure: Any, sources: dict[str, Any]) -> None:
+    curves = {"eval_loss": "loss on held-out pairs", "eval_rewards/margins": "margin of the rewards"}
+    styles = {
+        "trl": {"color": GREY, "linewidth": 6, "label": "TRL"},
+        "trl_padfix": {"color": BLUE, "linestyle": "--", "label": "trl_padfix, the same seed"},
+        "another seed": {"color": ORANGE, "label": "trl_padfix, another seed"},
+    }
+    for axes, (key, label) in zip(figure.subplots(1, 2), curves.items(), strict=True):
+        for name, evaluations in sources.items():
+            axes.plot([e["step"] for e in evaluations], [e[key] for e in evaluations], **styles[name])
+        axes.set(xlabel="optimizer steps", ylabel=label)
+    axes.legend(loc="lower right")
+
+
 PICTURES = {
     "speed.png": (speed_sources, draw_speed, (7.5, 7)),
     "memory.png": (memory_sources, draw_memory, (7.5, 4.6)),
     "tree.png": (tree_sources, draw_tree, (7.5, 4)),
+    "learning.png": (learning_sources, draw_learning, (7.5, 3.6)),
     "house.png": (house_sources, draw_house, (7.5, 5)),
 }
 

@@ -37,10 +37,12 @@ pytestmark = [
 
 @cache
 def pairs():
-    """The eight shortest pairs."""
+    """Four pairs of a short question and the first lines of its solutions: bfloat16 is slow on most CPUs."""
     with open_gzip(DATA, "rt") as file:
-        rows = sorted(map(json.loads, file), key=lambda row: len("".join(row.values())))
-    return rows[:8]
+        rows = [{name: text.splitlines()[0] for name, text in json.loads(line).items()} for line in file]
+    return sorted(
+        (row for row in rows if row["chosen"] != row["rejected"]), key=lambda row: len("".join(row.values()))
+    )[:4]
 
 
 def columns(kind):
@@ -50,7 +52,7 @@ def columns(kind):
         return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs()]
     if kind == "KTO":
         answers = [
-            (row["prompt"], row[name], name == "chosen") for row in pairs()[:4] for name in ("chosen", "rejected")
+            (row["prompt"], row[name], name == "chosen") for row in pairs()[:2] for name in ("chosen", "rejected")
         ]
         return [dict(zip(("prompt", "completion", "label"), answer, strict=True)) for answer in answers]
     return [{"prompt": row["prompt"]} for row in pairs()]
@@ -63,8 +65,8 @@ def reward_length(completions, **_):
 def given(kind, folder):
     """What the trainer of a kind needs beside its configuration."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    settings = {"processing_class": tokenizer, "train_dataset": Dataset.from_list(columns(kind)), "max_steps": 2}
-    settings |= {"model": MODEL, "learning_rate": 1e-5, "per_device_train_batch_size": 4}
+    settings = {"processing_class": tokenizer, "train_dataset": Dataset.from_list(columns(kind)), "max_steps": 1}
+    settings |= {"model": MODEL, "learning_rate": 1e-5, "per_device_train_batch_size": 2}
     if kind == "Reward":
         model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=1)
         model.score.weight.data.fill_(0.01)  # the head is drawn anew
@@ -73,9 +75,9 @@ def given(kind, folder):
     if kind in ("DPO", "KTO"):
         settings |= {"ref_model": None}
     if kind in ("GRPO", "RLOO"):
-        settings |= {"reward_funcs": reward_length, "max_completion_length": 12, "num_generations": 4}
+        settings |= {"reward_funcs": reward_length, "max_completion_length": 8, "num_generations": 2}
     if kind == "Distillation":
-        settings |= {"teacher_model": MODEL, "max_completion_length": 12}
+        settings |= {"teacher_model": MODEL, "max_completion_length": 8}
     return settings | {"output_dir": str(folder)}
 
 
@@ -93,7 +95,7 @@ def test_a_real_model_has_trls_losses_at_trls_defaults(kind, tmp_path):
     ours, trainer = losses(trl_padfix, kind, tmp_path / "ours", **PACKED)
     assert trainer.padding.stats.packed_tokens < trainer.padding.stats.padded_tokens
     assert trainer.padding.stats.padded_forwards == 0
-    assert len(theirs) == 2
+    assert len(theirs) == 1
     for (loss, norm), (own_loss, own_norm) in zip(ours, theirs, strict=True):
         assert abs(loss - own_loss) <= 4 * HALF * max(abs(own_loss), 1)
         assert abs(norm - own_norm) <= 16 * HALF * max(own_norm, 1)
@@ -107,7 +109,12 @@ def test_a_layout_that_mixes_rows_stops_the_training_of_a_real_model(tmp_path, m
 
 def test_adapters_generation_and_resuming_on_a_real_model(tmp_path):
     """In float32: two steps, a checkpoint after the first, and texts in the evaluation."""
-    more = {"bf16": False, "peft_config": lora(target_modules=["q_proj", "v_proj"]), "save_strategy": "steps"}
+    more = {
+        "bf16": False,
+        "peft_config": lora(target_modules=["q_proj", "v_proj"]),
+        "save_strategy": "steps",
+        "max_steps": 2,
+    }
     more |= {"save_steps": 1, "eval_dataset": Dataset.from_list(columns("SFT")[:2]), "eval_strategy": "steps"}
     more |= {"eval_steps": 1}
     theirs, _ = losses(trl, "SFT", tmp_path / "theirs", **more)
