@@ -95,7 +95,7 @@ def check_launch(trainer: PaddingFreeTrainer) -> None:
 
 
 def warn_of_launch(accelerator: Accelerator) -> None:
-    """Warn, once, if accelerate runs fewer processes than it was asked for, or shards nothing although it was asked."""
+    """Warn, once, if accelerate runs fewer processes than it was asked for, or shards nothing though asked to."""
     # `accelerate launch` sets the address for several processes, and a rank where it starts them.
     asked_for_several = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys()
     if accelerator.num_processes == 1 and asked_for_several and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
