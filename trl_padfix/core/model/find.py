@@ -49,13 +49,11 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 
 def outermost_pretrained(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in `model`, without those that others contain (a decoder)."""
-    outermost: list[PreTrainedModel] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and id(module) not in inside:
-            outermost.append(module)
-            inside.update(id(m) for m in module.modules())
-    return outermost
+    if isinstance(model, PreTrainedModel):  # as in most steps, which need no walk over all modules
+        return [model]
+    found = list(dict.fromkeys(m for child in model.children() for m in outermost_pretrained(child)))
+    inside = {inner for m in found for inner in m.modules() if inner is not m} if len(found) > 1 else set()
+    return [m for m in found if m not in inside]
 
 
 def is_peft(module: nn.Module) -> bool:
