@@ -2,7 +2,7 @@
 Train TRL's `DPOTrainer` and this package's from one seed, and compare what they learn on held-out pairs.
 
     python recipes/smollm2.py smollm2
-    python benchmarks/learning.py --model smollm2 --json docs/bench/learning-gsm8k-cpu.json
+    python benchmarks/learning.py --model smollm2 --data test.jsonl.gz --json learning.json
 
 Three trainings of one model on the same pairs: TRL, `trl_padfix` with `padding_free` and `prefix_sharing`, and, as a
 negative control, `trl_padfix` with another seed, which draws the pairs in another order. Each runs in a process of its
@@ -155,7 +155,9 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     libraries = {"torch": torch, "transformers": transformers, "trl": trl, "trl_padfix": trl_padfix}
     data, model = Path(options.data), Path(options.model)
     return {
-        "settings": vars(options) | CONFIG | {"data": data.name, "model": model.name},
+        "settings": {k: v for k, v in vars(options).items() if k not in ("json", "only")}
+        | CONFIG
+        | {"data": data.name, "model": model.name},
         "device": platform.processor() or platform.machine(),
         "versions": {name: module.__version__ for name, module in libraries.items()}
         | {"python": platform.python_version()},

@@ -61,6 +61,7 @@ def test_it_is_short_and_its_links_lead_somewhere():
 
 
 FIGURES = {  # rows of the README, and the file and variants of their figures
+    "DPO of SmolLM2": ("dpo-hh-rlhf-4-pairs-smollm2-cpu", ["padding_free", "prefix_sharing"]),
     "DPO, HH-RLHF, 8 pairs": ("dpo-hh-rlhf-8-pairs-auto-cpu", ["padding_free", "prefix_sharing"]),
     "DPO, GSM8K, 8 pairs": ("dpo-gsm8k-8-pairs-cpu", ["padding_free", "prefix_sharing"]),
     "SFT, 32 turns of": ("sft-airline-32-rows-cpu", ["padding_free", "auto", "group_by_prefix"]),
