@@ -20,7 +20,7 @@ from kit.trainer_runs import (
     trajectory,
 )
 from torch.nn import functional
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
 from trl_padfix.core.remove import attachment_of
@@ -162,6 +162,17 @@ def test_rows_have_the_lengths_that_were_asked_for(tmp_path):
     assert all(log["padfix/filler_fraction"] > 0 for log in ours.state.log_history if "loss" in log)
     with pytest.raises(ValueError, match=r"in ascending order.* got \[64, 48\]"):
         PaddingRemovalCallback(packed_multiple_of=[64, 48])
+
+
+def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    train(tmp_path, callbacks=[Reporter(), PaddingRemovalCallback(prefix_sharing=True)])
+    assert sum("padfix/pad_fraction" in log for log in seen) == 5
 
 
 def patches(model) -> list:
