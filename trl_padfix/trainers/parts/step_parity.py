@@ -200,21 +200,24 @@ class _Comparison:
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
         weights = self._weights(batch, items)
+        reference = _Values(math.nan, None)
         try:
             reference = self._padded(batch) if weights is None else self._alone(items, weights)
         except Exception as error:  # a user's loss may need a whole batch
             logger.info(f"The step of a few rows was not compared, since its loss raises {error!r}.")
-            return None
-        if self._on_any_process(not math.isfinite(reference.loss)):
+        if self._on_any_process(not math.isfinite(reference.loss)):  # where one raised, no other may go on alone
             return None
         arbiter = "padded" if weights is None else "rows alone"
         limits, same = _limits(self.dtype), _limits(_dtype_of_weights(self.trainer))
+        packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of a user's loss, of what padding removal gives it
             failed = f"{type(error).__name__}: {error}"
+        if self._on_any_process(bool(failed)):
+            failed = failed or "another process raised an error"
             return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, len(items), arbiter, failed)
         report = StepReport(
             packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, len(items), arbiter
