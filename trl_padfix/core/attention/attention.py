@@ -220,8 +220,8 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
     chunk = getattr(module.config, "attention_chunk_size", None)
     # A module without a mask passes its window as an argument, but not its chunks: rows longer than a chunk cannot be
     # packed exactly then.
-    without_mask = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
-    mask_spec = without_mask if mask is None else mask
+    if (mask_spec := mask) is None:
+        mask_spec = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
         raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
     if not mask_spec.causal or kwargs.get("is_causal") is False or not is_causal(module):
@@ -261,5 +261,7 @@ class ViewPatch(ForwardPatch):
         call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
         if call is None:
             return self.on_view()(*args, **kwargs) if context().attention else self.wrapped(*args, **kwargs)
-        with within(packed=call):
+        if context().packed is call:
+            return self.on_view()(*args, **kwargs)
+        with within(packed=call):  # a recomputation
             return self.on_view()(*args, **kwargs)

@@ -93,8 +93,7 @@ def attend_by_segment(
     segments = zip(
         zip(pad_queries, windows, chunks, strict=True),
         _pad_queries(query, layout, [n or 0 for n in pad_queries]),
-        gather_keys(key, layout).split(layout.keys.lengths, dim=2),
-        gather_keys(value, layout).split(layout.keys.lengths, dim=2),
+        *(states.split(layout.keys.lengths, dim=2) for states in gather_keys(layout, key, value)),
         layout.positions.split(layout.queries.lengths),
         layout.key_positions.split(layout.keys.lengths),
         strict=True,
@@ -268,20 +267,20 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
 
 
-def gather_keys(states: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The keys (or values) of all segments, concatenated: `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
+def gather_keys(layout: Layout, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The keys and values of all segments, concatenated: each `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
     if layout.key_index is None:
         return states
-    order = layout.key_sort_order if states.requires_grad else (None, None)
+    order = layout.key_sort_order if any(x.requires_grad for x in states) else (None, None)
     # Tokens first, the memory layout that variable-length kernels read. `squeeze(0)` instead of `[0]`: its gradient is
     # a view, that of an index a copy of all states.
-    gathered = GatherKeys.apply(states.squeeze(0).transpose(0, 1), layout.key_index, *order)
-    return gathered.transpose(0, 1).unsqueeze(0)
+    gathered = GatherKeys.apply(layout.key_index, *order, *(x.squeeze(0).transpose(0, 1) for x in states))
+    return tuple(x.transpose(0, 1).unsqueeze(0) for x in gathered)
 
 
 class GatherKeys(torch.autograd.Function):
     """
-    The states `(T, K, D)` of the keys of all segments, `(sum of keys.lengths, K, D)`.
+    Keys and values of all segments: each `(T, K, D)` to `(sum of keys.lengths, K, D)`.
 
     The backward of `index_select` adds the gradients of a shared token in the order in which GPU threads arrive, and
     in half precision. This one is a single sum for each token, in float32 and in a fixed order: the same result in
@@ -290,14 +289,14 @@ class GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: torch.Tensor, index: torch.Tensor, order: torch.Tensor | None, offsets: torch.Tensor | None
-    ) -> torch.Tensor:
+        ctx: Any, index: torch.Tensor, order: torch.Tensor | None, offsets: torch.Tensor | None, *states: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.order, ctx.offsets = order, offsets
-        return states.index_select(0, index)
+        return tuple(x.index_select(0, index) for x in states)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return sum_by_token(grads[0], ctx.order, ctx.offsets), None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None, *(sum_by_token(x, ctx.order, ctx.offsets) for x in grads)
 
 
 def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def attend_varlen(
             )
     # `contiguous` on tokens first: partial rotary embeddings return states with heads first in memory, and for such
     # strides flash-attn's Triton backend (2.8.3) computes wrong gradients.
-    states = query, gather_keys(key, layout), gather_keys(value, layout)
+    states = query, *gather_keys(layout, key, value)
     try:
         output, _ = attend(
             module,
@@ -86,8 +86,7 @@ def attend_torch_varlen(
 ) -> torch.Tensor:
     """torch's own variable-length FlashAttention over a layout: `(1, N, T, D)` to `(1, T, N, D)`."""
     # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
-    states = (query, gather_keys(key, layout), gather_keys(value, layout))
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in states)
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, *gather_keys(layout, key, value)))
     segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
     return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 

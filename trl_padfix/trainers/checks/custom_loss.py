@@ -61,10 +61,11 @@ def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
     Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss or step may read what
     the hook keeps; else `None`.
     """
+    if custom_loss_name(trainer) is None and _custom_method(trainer, {"training_step"}) is None:
+        return None
     modules = [*find_pretrained(trainer.model).base_model.modules()][inner:]  # the first is the base model
-    hooks = [name_of(hook) for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook)]
-    reads = hooks and (custom_loss_name(trainer) or _custom_method(trainer, {"training_step"}))
-    return hooks[0] if reads else None
+    hooks = (hook for m in modules for hook in m._forward_hooks.values() if not is_harmless(hook))
+    return next(map(name_of, hooks), None)
 
 
 def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool = False) -> str | None:
