@@ -28,10 +28,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 WHEN = {
     "parity_check": "Set `False` to measure time; `'short'` or `'forward'` if the check takes too much memory.",
     "packed_multiple_of": "Set it if FP8 or compiled kernels need few lengths.",
-    "padding_side": "Set it if the model needs another side than its tokenizer pads.",
-    "group_by_prefix": "Set it if rows of one prompt are far apart in the data.",
     "pool_last_token": "Set it if the pad token also occurs in the text.",
-    "exact_eval_means": "Set it if batches of the evaluation differ in size.",
 }
 """When to set a field, where its help does not say so."""
 

@@ -75,12 +75,14 @@ def verdict(outcomes: dict[str, Any]) -> Any:
 def table(recorded: dict[str, Any]) -> str:
     """The support table, in Markdown."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
-    lines = [*INTRODUCTION.splitlines(), "", "| | exact | refused | not built |", "|---|---|---|---|"]
-    for mode, count in counts.items():
-        assert not count["wrong"], "a wrong family cannot be documented"
-        lines.append(f"| {mode.replace('_', ' ')} | {count['exact']} | {count['refused']} | {count['not built']} |")
+    assert not any(count["wrong"] for count in counts.values()), "a wrong family cannot be documented"
+    free, shared = (
+        f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} not built"
+        for count in counts.values()
+    )
     figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
-    lines += ["", f"The largest difference is {max(figures):.0e}.", ""]
+    largest = f"The largest difference is {max(figures):.0e}."
+    lines = [*INTRODUCTION.splitlines(), "", f"Without `prefix_sharing` {free}; with it {shared}. {largest}", ""]
     groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
         groups.setdefault(_group(outcomes), []).append(family)
