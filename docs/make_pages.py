@@ -26,29 +26,11 @@ ATTENTION = (  # a flag of TRL's model configuration
     'or for a vision model a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 WHEN = {
-    "padding_free": "`True`: rows differ in length",
-    "prefix_sharing": '`True`: rows share a beginning; `"auto"`: you do not know whether model and batches allow it',
-    "parity_check": "`False`: you measure time; `'short'`, `'forward'`: the check takes too much memory",
-    "strict": "`True`: doubtful data or a padded call must stop the run",
-    "packed_multiple_of": "FP8 or compiled kernels need few lengths",
-    "padding_side": "the model needs another side than its tokenizer pads",
-    "group_by_prefix": "`True`: rows of one prompt are far apart in the data",
-    "group_by_prefix_buffer": "you group a streamed dataset",
-    "ref_attn_implementation": "the reference model needs another attention",
-    "expand_turns": "`True`: your rows are conversations or rollouts of agents",
-    "pool_last_token": "`True`: the pad token also occurs in the text",
-    "teacher_attn_implementation": "the teacher needs another attention",
-    "attn_implementation": '`"auto"`: you want the fastest attention that is installed',
-    "max_tokens_per_batch": "one big batch does not fit into memory",
-    "exact_eval_means": "`True`: batches of the evaluation differ in size",
-    "predict_with_generate": "`True`: you want metrics of generated answers",
-    "generation_max_new_tokens": "answers are longer or shorter",
-    "generation_kwargs": "you sample, or change another argument of `generate`",
-    "eval_generation_samples": "generation takes too long",
-    "activation_checkpointing": "as in transformers 5",
-    "activation_checkpointing_kwargs": "as in transformers 5",
+    "parity_check": "Set `False` to measure time; `'short'` or `'forward'` if the check takes too much memory.",
+    "packed_multiple_of": "Set it if FP8 or compiled kernels need few lengths.",
+    "pool_last_token": "Set it if the pad token also occurs in the text.",
 }
-"""When to set a field."""
+"""When to set a field, where its help does not say so."""
 
 METRICS = """
 ## Logged beside TRL's metrics
@@ -91,25 +73,23 @@ def options() -> str:
     page = "# Options\n\n" + MADE
     page += (
         "This package adds these fields to TRL's. Set them in Python, in a YAML or as a flag (`--padding_free true`). "
-        "Start with `padding_free=True` and one big step: `per_device_train_batch_size=32`, "
-        "`gradient_accumulation_steps=1` ([settings that pay](from_trl.md#settings-that-pay-in-every-method)).\n"
+        "Start with the [settings that pay](from_trl.md#settings-that-pay-in-every-method). "
+        "A field that names no trainers is in all configurations.\n"
     )
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
     first = next(iter(OPTION_GROUPS))
     ordered = sorted(by_name, key=lambda name: [*OPTION_GROUPS].index(group_of.get(name, first)))
-    who = {n: "all" if len(methods[n]) == len(METHODS) else ", ".join(methods[n]) for n in ordered}
-    page += "\n| field | default | trainers | set it if |\n|---|---|---|---|\n"
-    page += "".join(
-        f"| [`{name}`](#{name}) | `{by_name[name][0]}` | {who[name]} | {WHEN[name]} |\n" for name in ordered
-    )
     group = ""
     for name in ordered:
         if group != group_of.get(name, first):
             group = group_of.get(name, first)
             page += f"\n## {group[0].upper()}{group[1:]}\n"
-        page += f"\n### `{name}`\n\n{' '.join(by_name[name][1].split())}\n"
+        default, described = by_name[name]
+        who = "" if len(methods[name]) == len(METHODS) else f" Trainers: {', '.join(methods[name])}."
+        text = " ".join([*described.split(), *WHEN.get(name, "").split()])
+        page += f"\n### `{name}`\n\nDefault: `{default}`.{who} {text}\n"
     page += METRICS
     return page
 

@@ -1,5 +1,5 @@
 """
-Draws the pictures of the site from what is committed: measured figures, tables of pages, shipped data, folders.
+Draws the pictures of the site from what is committed: measured figures, shipped data, folders.
 
     python docs/make_pictures.py              # those that are not what their sources say now
     python docs/make_pictures.py --check      # 1 if there is one; draws nothing
@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import inspect
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,26 +113,6 @@ def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
     axes.legend(loc="lower right")
 
 
-def memory_sources() -> dict[str, list[float]]:
-    """MiB that a step keeps: TRL, padding-free, sharing; from the table of the page."""
-    rows = re.findall(r"^\| ((?:DPO|SFT)[^|]*) \|(.*)\|$", (FOLDER / "speed.md").read_text(), re.MULTILINE)
-    found = {label.split(":")[0]: [float(x) for x in re.findall(r"([\d.]+) MiB", cells)] for label, cells in rows}
-    return {label: numbers for label, numbers in found.items() if numbers}
-
-
-def draw_memory(figure: Any, sources: dict[str, list[float]]) -> None:
-    axes, height = figure.subplots(), 0.27
-    for k, (name, colour) in enumerate([("TRL, padded", GREY), ("padding-free", BLUE), ("and prefix sharing", GREEN)]):
-        places = [i + (k - 1) * height for i in range(len(sources))]
-        share = [100 * values[k] / values[0] for values in sources.values()]
-        bars = axes.barh(places, share, height, color=colour, label=name)
-        axes.bar_label(bars, [f"{values[k]:g} MiB" for values in sources.values()], padding=3)
-    axes.set_yticks(range(len(sources)), [label.replace(", ", ",\n") for label in sources])
-    axes.set(xlabel="activations that a step keeps for its backward, percent of TRL's", xlim=(0, 125))
-    axes.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
-
-
 def tree_sources() -> dict[str, str]:
     """The shipped rollouts, and the task that is drawn."""
     rollouts = ROOT / "recipes/data/airline/rollouts.jsonl.gz"
@@ -222,7 +201,6 @@ def draw_learning(figure: Any, sources: dict[str, Any]) -> None:
 
 PICTURES = {
     "speed.png": (speed_sources, draw_speed, (7.5, 7)),
-    "memory.png": (memory_sources, draw_memory, (7.5, 4.6)),
     "tree.png": (tree_sources, draw_tree, (7.5, 4)),
     "learning.png": (learning_sources, draw_learning, (7.5, 3.6)),
     "house.png": (house_sources, draw_house, (7.5, 5)),

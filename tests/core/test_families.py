@@ -36,20 +36,18 @@ REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", 
 INTRODUCTION = """\
 # Families
 
-Causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of layer, on
-rows longer than every window, both padding sides, common prefixes. "Exact": log-probabilities, gradients (relative),
-router logits and auxiliary loss are within 1e-4 of each row computed alone. [With images](#families-with-images).
+<!-- Made by `python tests/core/test_families.py --write` and `test_vision_families.py --write`; do not edit. -->
 
+We ran the causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of
+layer, on rows longer than every window, with common prefixes and with padding on both sides. "Exact":
+log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
 The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 
-Two modules give a token other numbers in other batches in transformers itself:
+In transformers itself, two modules give a token other numbers in other batches:
 
 - Indexers that select keys (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`): torch does not define which of two
   equal scores `topk` takes.
-- `xlstm`: the output of a token depends on the length of its row (gradients by up to 8e-3).
-
-Made by `python tests/core/test_families.py --write` from `tests/core/families.json`, which has all figures; do not
-edit."""
+- `xlstm`: the output of a token depends on the length of its row (gradients by up to 8e-3)."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
@@ -77,12 +75,14 @@ def verdict(outcomes: dict[str, Any]) -> Any:
 def table(recorded: dict[str, Any]) -> str:
     """The support table, in Markdown."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
-    lines = [*INTRODUCTION.splitlines(), "", "| | exact | refused | not built |", "|---|---|---|---|"]
-    for mode, count in counts.items():
-        assert not count["wrong"], "a wrong family cannot be documented"
-        lines.append(f"| {mode.replace('_', ' ')} | {count['exact']} | {count['refused']} | {count['not built']} |")
+    assert not any(count["wrong"] for count in counts.values()), "a wrong family cannot be documented"
+    free, shared = (
+        f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} not built"
+        for count in counts.values()
+    )
     figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
-    lines += ["", f"The largest difference is {max(figures):.0e}.", ""]
+    largest = f"The largest difference is {max(figures):.0e}."
+    lines = [*INTRODUCTION.splitlines(), "", f"Without `prefix_sharing` {free}; with it {shared}. {largest}", ""]
     groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
         groups.setdefault(_group(outcomes), []).append(family)

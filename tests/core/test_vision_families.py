@@ -30,12 +30,10 @@ NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl"
 
 INTRODUCTION = f"""\
 {WITH_IMAGES}
-Image-text-to-text types of transformers 5.24, on rows with one image, two or none, some with the same ids and another
-image, padded left and right. "Exact" includes the gradients of the vision tower. *As padded*: packed is within 1e-4 of
-the model's own padded batch, which differs from its rows alone. A type that was *not run* is still checked by the
-rules and by the parity check.
-
-Made by `python tests/core/test_vision_families.py --write` from `tests/core/vision_families.json`; do not edit."""
+We ran the image-text-to-text types of transformers 5.24 on rows with two images, one, or none, some with the same ids
+and another image, padded left and right. "Exact" includes the gradients of the vision tower. *As padded*: packed is
+within 1e-4 of the model's own padded batch, which differs from its rows alone. For a type that we did not
+run, the refusals and the parity check of your run still apply."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"

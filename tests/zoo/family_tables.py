@@ -29,13 +29,15 @@ def escaped(text: str) -> str:
 
 
 def general(reason: str) -> str:
-    """A reason without the names of one model's classes and layers."""
+    """A reason without the names of one model's layers, without its consequence and without its remedy."""
     reason = reason.removeprefix("Padding cannot be removed from ")
     reason = reason.partition(" Leave it padded:")[0].rstrip(".")
     reason = re.sub(r"^\w+: ", "", reason)
     reason = re.sub(r"layer `[\w.]+` \(\w+\)", "a layer", reason)
     reason = re.sub(r"^\w+ \(layer \d+\)", "A layer", reason)
     reason = re.sub(r"\(`\w+`, for", "(for", re.sub(r" \(`\w*Conv\w*`\)", "", reason))
+    reason = re.sub(r" \(`config\.[^)]*\)", "", reason)
+    reason = re.split(r", (?:and a|and only|so|which) |\. ", reason)[0]
     return escaped(reason[0].upper() + reason[1:] + ".")
 
 
