@@ -15,7 +15,8 @@ from zoo.families import build as build_family
 from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
-from trl_padfix.core.attention.segments import attend_by_segment
+from trl_padfix.core.attention.segments import attend_by_segment, gather_keys
+from trl_padfix.core.layout.layout import Layout
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
 from trl_padfix.core.parallel.local import LocalLabels
@@ -160,10 +161,14 @@ def test_whole_rows_see_the_keys_that_they_see_in_the_full_row(window):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, EVEN.packed_tokens, 8, generator=draw) for _ in range(3))
     arguments: Any = {"sliding_window": window}
-    full = attend_by_segment(attend, SimpleNamespace(), query, key, value, EVEN, arguments, is_eager=False)
+
+    def attended(layout: Layout, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
+        states = query, *gather_keys(layout, *keys)
+        return attend_by_segment(attend, SimpleNamespace(), *states, layout, arguments, is_eager=False)
+
+    full = attended(EVEN, query, key, value)
     for part in cp_layout_of(EVEN, 3, whole_rows=True):
-        states = [part.local(x, 2) for x in (query, key, value)]
-        own = attend_by_segment(attend, SimpleNamespace(), *states, part.local_layout, arguments, is_eager=False)
+        own = attended(part.local_layout, *(part.local(x, 2) for x in (query, key, value)))
         torch.testing.assert_close(own, part.local(full, 1))
         assert not torch.allclose(own, part.local(full.roll(1, 1), 1))
 
