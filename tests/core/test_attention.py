@@ -379,15 +379,3 @@ def test_flash_attention_refuses_chunks_that_a_row_exceeds():
     with pytest.raises(PaddingRemovalError, match=r"in chunks of 13 tokens and a row of the batch spans 14;.*'sdpa'"):
         attend(module, random_states(layout), layout, PackedMask(chunk=13))
     assert_attends_like_dense(module, layout, mask, PackedMask(chunk=14))
-
-
-def test_what_a_layout_accounts_for_is_accepted():
-    layout, mask = layout_of("right", sharing=False)
-    per_token = torch.zeros(1, layout.packed_tokens)
-    known = {"position_ids": per_token, "cache_position": per_token[0], "position_embeddings": (per_token, per_token)}
-    states = random_states(layout)
-
-    got = attend(attention_module(), states, layout, use_cache=False, is_causal=True, dropout=0.0, **known)
-
-    expected = dense_attention([x.double() for x in states], layout, mask).detach()
-    assert_close(unpack(got.detach(), layout)[mask.bool()], expected, terms=COLUMNS, depth=8)

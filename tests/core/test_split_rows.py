@@ -75,30 +75,6 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     assert not any(report["ok"] for report in reports)
 
 
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "families"), [(2, ["qwen3_vl", "gemma3"]), (4, ["qwen3_vl"])])
-def test_rows_with_images_are_split(processes, families):
-    """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""
-    cases = launched(processes, families, run="split_images")
-    assert len(cases) == 3 * len(families)
-    for case in cases:
-        assert case["logits"] < 2e-5, case
-        assert case["gradients"] < 1e-4, case
-        assert case["padded"] == 0
-        assert sum(case["entered"]) == case["packed"]
-        assert case["packed"] >= processes
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_a_wrong_slice_of_images_is_seen():
-    found = launched(2, ["qwen3_vl"], "cp_layout", run="split_images")
-    cases = [case for case in found if case["case"][1] == "long"]
-    assert min(case["gradients"] for case in cases) > 0.01
-    assert min(case["logits"] for case in cases) > 0.01
-
-
 def layout_of(*rows: list[int]) -> Any:
     length = max(map(len, rows))
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])

@@ -117,25 +117,6 @@ def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precisio
     assert_sees(monkeypatch, caplog, build)
 
 
-def test_a_loss_that_packed_states_end_in_an_error_is_computed_padded(tmp_path, monkeypatch, caplog):
-    """A hook within the model keeps the states of a batch; a loss set on the trainer reads them by the mask."""
-
-    def build(library, **fields):
-        trainer, kept = make(library, "SFT", tmp_path, **DEFAULTS, **fields), {}
-        trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.update(states=output))
-        compute = trainer.compute_loss
-
-        def compute_loss(model, inputs, *args, **kwargs):
-            loss = compute(model, inputs, *args, **kwargs)
-            return loss + kept["states"][inputs["attention_mask"].bool()].float().square().mean()
-
-        trainer.compute_loss = compute_loss
-        return trainer
-
-    theirs = to_the_bit(trained(build(trl)))
-    assert to_the_bit(trained(build(trl_padfix, padding_free=True))) == theirs
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_behind(kind, tmp_path):
     """Metrics, random states and weights of a training are those without a check; all trainers are checked."""
