@@ -14,7 +14,6 @@ from hypothesis import given
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo.models import COLUMNS, batch, build, drawn_batches
 
@@ -195,18 +194,6 @@ def test_a_flash_attention_that_ignores_what_is_asked_is_refused(asked, instead,
 # -- gradients of shared keys, and waiting for the device
 
 
-class Recorded(TorchDispatchMode):
-    """Every operation below autograd, with what it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args))
-        return func(*args, **kwargs or {})
-
-
 def gathered_gradient(layout, select):
     generator = torch.Generator().manual_seed(0)
     states = torch.zeros(1, KV_HEADS, layout.packed_tokens, SIZE, requires_grad=True)
@@ -228,18 +215,6 @@ def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
         ours = gathered_gradient(layout, lambda states: gather_keys(states, layout))
         torch.testing.assert_close(ours, gathered_gradient(layout, lambda states: states.index_select(2, index)))
         assert not torch.allclose(ours, gathered_gradient(layout, forgetting))
-
-
-@pytest.mark.parametrize(("ours", "ordered"), [(True, True), (False, False)])
-def test_no_two_threads_add_to_one_gradient(ours, ordered):
-    layout, _ = layout_of("mixed", sharing=True)
-    select = (lambda s: gather_keys(s, layout)) if ours else (lambda s: s.index_select(2, layout.key_index))
-    with Recorded() as recorded:
-        gathered_gradient(layout, select)
-    scattered = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
-    assert all(index.unique().numel() == index.numel() for index in scattered) is ordered
-    sums = [func for func, _ in recorded.calls if "embedding_bag" in str(func)]
-    assert len(sums) == (1 if ours else 0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

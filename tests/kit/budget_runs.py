@@ -144,7 +144,7 @@ def build_experts(kind: str, seed: int = 0) -> PreTrainedModel:
 
 # -- images
 
-IMAGE_DATA = {"DPO": build_pairs, "SFT": build_captions, "KTO": build_captions}
+IMAGE_DATA = {"DPO": build_pairs, "SFT": build_captions}
 IMAGES, IMAGE_ROWS, IMAGE_BATCH = (2, 0, 1), 12, 6
 """Images of the rows, by turns; rows of the dataset and of a batch."""
 IMAGE_BUDGETS = {"DPO": {"prefix_sharing": True, "max_tokens_per_batch": 79}, "SFT": {"max_tokens_per_batch": 64}}

@@ -9,7 +9,7 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, build_experts, figures_of, make, subclass, train_split
+from kit.budget_runs import BUDGETS, assert_same, figures_of, make, subclass, train_split
 from kit.trainer_runs import build_model, our_warnings
 from transformers import Qwen2ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -91,10 +91,6 @@ def mean_of_rows(logits, labels, vocab_size, **kwargs):
     return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
 
 
-def mean_of_labels(*args, num_items_in_batch=None, **kwargs):
-    return ForCausalLMLoss(*args, **kwargs)
-
-
 class Regularised(Qwen2ForCausalLM):
     """The forward adds a term of its own."""
 
@@ -119,8 +115,6 @@ def regularised():
 
 MODELS = {
     "rows": partial(with_loss, mean_of_rows),
-    "labels": partial(with_loss, mean_of_labels),
-    "experts": partial(build_experts, "mixtral"),
     "term": regularised,
     "classifier": partial(build_model, "reward"),
 }
@@ -137,7 +131,7 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
 
     found = []
     for library in (trl, trl_padfix):
-        given = {"model": MODELS[name]()} | ({"router_aux_loss_coef": 0.5} if name == "experts" else {})
+        given = {"model": MODELS[name]()}
         kind = "Reward" if name == "classifier" else "SFT"
         trainer = make(library, kind, "unused", budget=library is trl_padfix, **given)
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)

@@ -216,8 +216,7 @@ def test_a_training_and_an_evaluation_are_trls(cell, makers, monkeypatch):
     logged = {name for log in theirs.logs for name in log}
     metrics = [metric for metric in method.metrics if metric in logged - left_out]
     assert ours.completions == theirs.completions
-    atol = method.atol.get(cell.case, 0.0)
-    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics), atol)
+    assert_same(ours.trajectory(*metrics), theirs.trajectory(*metrics))
 
     handles = ours.trainer.padding.handles
     if cell.mode == "padded":
@@ -241,7 +240,7 @@ def test_a_training_and_an_evaluation_are_trls(cell, makers, monkeypatch):
     else:
         break_mode(monkeypatch, cell.mode)
         control = train(make, cell, **once)
-    assert_other(control.trajectory(), theirs.trajectory()[:1], atol)
+    assert_other(control.trajectory(), theirs.trajectory()[:1])
 
 
 @LATER
