@@ -26,10 +26,10 @@ FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
 TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 3e-5}
 
 
-def launched(processes: int, models: list[str], broken: str = "", run: str = "split_runs") -> list[dict[str, Any]]:
+def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     script = str(ROOT / "tests/kit/processes.py")
-    done = run_processes([*command, script, f"kit.{run}", *models], {"BROKEN": broken}, timeout=900)
+    done = run_processes([*command, script, "kit.split_runs", *models], {"BROKEN": broken}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
