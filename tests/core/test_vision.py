@@ -207,9 +207,6 @@ def test_a_tower_that_answers_in_one_row_is_left_alone():
     assert patches[-1] == 8 * 16
 
 
-# -- what is between decoder and head
-
-
 # -- refused
 
 

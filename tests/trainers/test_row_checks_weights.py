@@ -33,9 +33,6 @@ def train(library, kind, folder, data, config, **given) -> tuple[Any, torch.Tens
     return trainer, trained(trainer)
 
 
-# Completions that `max_length` cuts off
-
-
 # Rows without a prompt, and without a token
 
 
