@@ -14,36 +14,6 @@ import trl_padfix.core.attention.segments as kernels
 from trl_padfix import prefix_sharing_layout, remove_padding
 
 
-def kept(sharing: bool, shared: int = 1, **config) -> int:
-    """Bytes that the graph of a forward keeps, for rows of nearly one length that share their first tokens."""
-    model = build_model(num_hidden_layers=4, hidden_size=64, **config)
-    ids = torch.randint(2, 38, (8, 40), generator=torch.Generator().manual_seed(0))
-    ids[:, :shared] = 0
-    mask = (torch.arange(40) < torch.tensor([40, 39, 38, 40, 37, 40, 39, 36])[:, None]).long()
-    found, alive = {}, []
-
-    def keep(tensor):
-        alive.append(tensor.untyped_storage())
-        found[alive[-1].data_ptr()] = alive[-1].nbytes()
-        return tensor
-
-    with remove_padding(model, prefix_sharing=sharing):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().mean()
-        loss.backward()
-    return sum(found.values())
-
-
-@pytest.mark.parametrize("config", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
-def test_sharing_one_token_keeps_no_more_than_sharing_none(config, monkeypatch):
-    assert kept(sharing=True, **config) <= kept(sharing=False, **config)
-    # Rows that share most of what they are need masks. As it was: one of booleans for every layer, and keys copied for
-    # every head of their group.
-    now = kept(sharing=True, shared=24, **config)
-    monkeypatch.setattr(kernels, "sdpa_attention_forward", None)
-    assert kept(sharing=True, shared=24, **config) > 1.02 * now
-
-
 @pytest.mark.parametrize("config", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
 def test_behind_a_shared_prefix_no_mask_is_kept(config):
     """Nor probabilities: what is kept grows with the tokens. The eager function shows what would be seen."""
