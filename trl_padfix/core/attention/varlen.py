@@ -46,12 +46,10 @@ def attend_varlen(
                 f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
                 f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
             )
-    # `contiguous` on tokens first: partial rotary embeddings return states with heads first in memory, and for such
-    # strides flash-attn's Triton backend (2.8.3) computes wrong gradients.
     try:
         output, _ = attend(
             module,
-            *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)),
+            *map(_tokens_first, (query, key, value)),
             None,
             cu_seq_lens_q=layout.queries.cu_seqlens,
             cu_seq_lens_k=layout.keys.cu_seqlens,
@@ -71,6 +69,14 @@ def attend_varlen(
             "`attn_implementation='sdpa'`."
         ) from error
     return output
+
+
+def _tokens_first(states: torch.Tensor) -> torch.Tensor:
+    """States `(1, N, T, D)` with tokens first in memory."""
+    # Partial rotary embeddings return states with heads first. For such strides flash-attn's Triton backend (2.8.3)
+    # computes wrong gradients.
+    by_token = states.transpose(1, 2)
+    return states if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 
 
 def _is_triton_backend() -> bool:
