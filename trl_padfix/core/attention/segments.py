@@ -287,23 +287,21 @@ COPIES = 1024
 
 
 @contextmanager
-def gathered_keys(
-    layout: Layout, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def gathered_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """
     A block with the keys and values of all segments, `(1, K, sum of keys.lengths, D)`, for one call of attention.
 
     The graph keeps the states of the row only. Backward gathers again what the call has saved of the copies. Within
     hooks of others (a checkpoint's, offloading) it does not: they decide what is kept.
     """
-    gathered = gather_keys(layout, key, value)
-    copies = 0 if layout.key_index is None else layout.key_index.numel() - key.shape[2]
+    gathered, index = gather_keys(layout, key, value), layout.key_index
+    copies = 0 if index is None else index.numel() - key.shape[2]
     is_plain = type(key) is type(value) is torch.Tensor  # a subclass need not have a storage of its own
-    if copies < COPIES or not (is_plain and gathered[0].requires_grad) or saved_tensor_hooks() != ():
+    if index is None or copies < COPIES or not (is_plain and gathered[0].requires_grad) or saved_tensor_hooks() != ():
         yield gathered
         return
     regathered = {
-        copy.untyped_storage().data_ptr(): _Regathered(states.detach(), layout.key_index, states._version)
+        copy.untyped_storage().data_ptr(): _Regathered(states.detach(), index, states._version)
         for copy, states in zip(gathered, (key, value), strict=True)
     }
 
