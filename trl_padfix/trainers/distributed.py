@@ -114,7 +114,7 @@ def warn_of_launch(accelerator: Accelerator) -> None:
             )
 
 
-# What tensor parallelism gives each process some of, and the projection whose weights say so.
+# Projections that tensor parallelism may split by heads, and the configuration's numbers of these heads.
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -150,27 +150,27 @@ def data_replicas(trainer: TaskTrainer) -> int:
 
 
 def is_zero(stage: int, accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed shards gradients (2) or parameters, too, and gathers those of a module for its call (3)."""
+    """Whether DeepSpeed shards gradients (2), or also parameters, and gathers them for each call of a module (3)."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.zero_stage == stage
 
 
 def _size_at_load(model: torch.nn.Module, name: str) -> int:
-    """A size of the `DistributedConfig` that transformers has loaded a model with; 1 without one."""
+    """A size of the `DistributedConfig` with which transformers has loaded a model; 1 without one."""
     sizes = getattr(config_of(model), "distributed_config", None)
     return getattr(sizes, name, None) or 1
 
 
 def is_fsdp2(trainer: TaskTrainer) -> bool:
-    """Whether FSDP2 shards all models, which accelerate has wrapped or transformers has loaded so."""
+    """Whether FSDP2 shards all models: accelerate has wrapped them, or transformers has loaded them sharded."""
     is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
 def is_sharded(trainer: TaskTrainer) -> bool:
     """
-    Whether processes with other rows meet in every forward, and not only at the end of the step: FSDP, ZeRO-3, and
-    models that transformers has loaded so, with experts of several processes, too.
+    Whether processes with different rows meet in every forward, not only at the end of the step: FSDP, ZeRO-3, and
+    models that transformers has loaded sharded, including expert parallelism.
     """
     is_loaded_so = any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
@@ -195,10 +195,10 @@ def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextMa
 
 def raise_on_all(error: Exception | None) -> None:
     """
-    Raise the `error` of one process on all, each of which must call this; nothing if none has one.
+    Raise the `error` of one process on all processes, if any has one. Every process must call this.
 
     Raises:
-        RuntimeError: On processes without an `error` of their own, with the text of the other's.
+        RuntimeError: On processes without an `error` of their own, with the text of the other process's error.
     """
     texts = gather_object([error and f"{type(error).__name__}: {error}"])
     if error is not None:
@@ -226,7 +226,7 @@ def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last
 
 
 def _no_sync(trainer: TaskTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """`no_sync` of what wraps the model; accelerate has not wrapped one that transformers has sharded."""
+    """`no_sync` of the wrapper of the model; accelerate does not wrap a model that transformers has sharded."""
     is_sharded = _size_at_load(trainer.model, "dp_size") > 1
     return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 

@@ -1,10 +1,10 @@
 """
 Compute each shared prefix once per batch.
 
-A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. Where each part is a
-chunk with a backward of its own, chunks attend to the cached keys, values and final states as detached leaves, which
-accumulate their gradients. The last user of a prefix backpropagates through the graph of the prefix, together with
-its own. Each model (policy, reference) has a schedule of its own.
+A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. If each part is a
+chunk with its own backward, chunks attend to the cached keys, values and final states as detached leaves, which
+accumulate their gradients. The last chunk that uses a prefix backpropagates through the graph of the prefix together
+with its own graph. Each model (policy, reference) has a schedule of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...core.remove import packs_now
 __all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
 
 RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
-"""Runs a prefix forward with this layout behind these states, on ids and mask of the running part."""
+"""Runs a prefix forward with a layout after given states, on the ids and mask of the running part."""
 
 
 class PrefixSchedule:
@@ -53,14 +53,14 @@ class PrefixSchedule:
 
     def __init__(self, plan: PrefixPlan, detaches: bool):
         self.plan, self.detaches, self.index = plan, detaches, -1
-        self.states: dict[int, ForwardStates] = {}  # if it detaches, leaves
-        self.graph_states: dict[int, ForwardStates] = {}  # if it detaches, what the leaves are copies of
+        self.states: dict[int, ForwardStates] = {}  # leaves, if it detaches
+        self.graph_states: dict[int, ForwardStates] = {}  # the originals of the leaves, if it detaches
         self._rng_states: dict[int, Any] = {}
 
     def next_part(self, run: RunPrefix) -> PrefixedLayout:
         """
         Advance to the next part: `run` the prefix forwards that it needs, and return its layout with the prefix
-        states. The states of prefixes whose last user came before are freed.
+        states. The states of prefixes that no later part needs are freed.
         """
         self.index += 1
         ending: list[int] = []
@@ -106,14 +106,14 @@ class PrefixSchedule:
             self.states[n] = states.map(detached_leaf) if self.detaches else states
 
     def _states_for(self, n: int, end: int) -> ForwardStates:
-        """States of a prefix, for a forward that has its backward with that of part `end`."""
+        """States of a prefix, for a forward whose backward runs together with the backward of part `end`."""
         with_graph = n in self.graph_states and self.plan.prefixes[n].last_user == end
         return self.graph_states[n] if with_graph else self.states[n]
 
 
 class ChunkRunner:
     """
-    Runs the forwards of the chunks of a batch, each of which has a backward before the next one.
+    Runs the forwards of the chunks of a batch; the backward of a chunk comes before the next forward.
 
     Args:
         count (`int`):
@@ -121,7 +121,8 @@ class ChunkRunner:
         plan ([`PrefixPlan`], *optional*):
             Their shared prefixes; `None` if they share none.
         with_head (`bool`, *optional*, defaults to `False`):
-            Whether prefixes run through the model and not only its decoder: FSDP2 gathers a head with the last norm.
+            Whether prefixes run through the whole model, not only its decoder: FSDP2 gathers a head with the last
+            norm.
     """
 
     def __init__(self, count: int, plan: PrefixPlan | None = None, with_head: bool = False):
@@ -131,7 +132,7 @@ class ChunkRunner:
         self.calls: Counter[Any] = Counter()
 
     def start(self, index: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Make this chunk, with these ids and mask, the running one."""
+        """Set the running chunk, with its ids and mask."""
         self.index = index
         self.calls.clear()
         self.set_inputs(ids, mask)
@@ -152,7 +153,7 @@ class ChunkRunner:
             return forward(**call)
 
     def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
-        """Does nothing: a chunk is within the budget, also if it is no packed forward."""
+        """Do nothing: a chunk is within the budget, even if its forward is not packed."""
 
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
@@ -163,7 +164,7 @@ class ChunkRunner:
         In each chunk the first call of a model, with or without gradients, belongs to one schedule, the second call to
         another one.
         """
-        # Positions distinguish tokens as well; the plan compared ids only.
+        # The plan compared ids only, but positions distinguish tokens, too.
         is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
         is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model)
         if self.plan is None or not is_chunk:

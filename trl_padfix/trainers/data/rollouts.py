@@ -1,5 +1,5 @@
 """
-Makes training data of recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
+Makes training data from recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
 
 A rollout is a row with `messages` (tool calls and answers of tools included), a reward, and the task that it is a
 trial of.
@@ -206,7 +206,7 @@ class RecordedRollouts:
     ```
     """
 
-    __name__ = "recorded"  # TRL reads it of a `rollout_func`, and an instance has none
+    __name__ = "recorded"  # TRL reads the name of a `rollout_func`; instances have none
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
 
 
 def _as_number(value: Any) -> float:
-    """A value as a number; NaN if it is none."""
+    """A value as a number; NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

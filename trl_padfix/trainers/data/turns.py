@@ -1,5 +1,5 @@
 """
-Makes one training row of each turn of the assistant in a conversation.
+Makes one training row from each turn of the assistant in a conversation.
 
 The prompt of a row is the conversation before the turn, the completion is the turn, both as the chat template renders
 them when the model generates that turn. Templates that drop earlier thinking (Qwen3 and later) render a turn
@@ -108,7 +108,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         return rows
 
     types: Any = dataset.features
-    # Given, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
+    # Passed, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
     features = types and Features(
         {column: types[column] for column in other_columns}
         | dict.fromkeys(("prompt", "completion"), types["messages"])
@@ -156,7 +156,7 @@ _LEFT_OUT = {
     "first": "begin with the assistant; that turn has no prompt and is no row",
     "joined": "have consecutive messages of the assistant; they are one turn",
 }
-"""What is said of conversations that are not used as they are."""
+"""Texts about conversations that are not used unchanged."""
 
 
 def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]], list[str]]:
@@ -173,7 +173,7 @@ def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]
 
 
 def _report(counts: Counter[str], conversations: int, rows: int, name: str) -> None:
-    """Warn about conversations that are not used as they are; raise a `ValueError` if there is no row."""
+    """Warn about conversations that are not used unchanged; raise a `ValueError` if there is no row."""
     if not rows:
         raise ValueError(
             f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "

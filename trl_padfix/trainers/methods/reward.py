@@ -70,7 +70,7 @@ class RewardTask(PairTask):
     def model_for_loss(self, model: torch.nn.Module) -> Any:
         def forward(margin: Any = None, **inputs: Any) -> Any:
             # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which
-            # would receive `margin` beside its mask.
+            # would receive `margin` together with its mask.
             return model(**inputs)
 
         return forward

@@ -134,8 +134,8 @@ def drop_duplicate_rows(
             Number of adjacent processes that have the same batch.
 
     Returns:
-        The batch, and whether any of its rows is no duplicate. A batch of duplicates only is returned as it is: the
-        process must run its forward with the others.
+        The batch, and whether it has a row that is not a duplicate. A batch of duplicates only is returned unchanged:
+        the process must run its forward with the others.
 
     Example: with a remainder of 3 and 2 items per process, process 0 keeps both of its items and process 1 its first.
     """

@@ -60,7 +60,7 @@ class TokenCounter:
 
     def __init__(self) -> None:
         self.sums: dict[torch.device, torch.Tensor] = {}
-        """Sums of counts by their device: a tensor there is read only by the report, which waits for the device."""
+        """Sums of counts by their device: only the report reads them, because reading waits for the device."""
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -157,7 +157,7 @@ class TokenCounts(Part):
 
 
 def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool = True) -> dict[str, float]:
-    """The metrics of a mode since its last report, those of evaluation by names with `eval_`."""
+    """The metrics of a mode since its last report, with names that begin with `eval_` for evaluation."""
     prefix = "eval_" if mode == "eval" else ""
     return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
 
