@@ -186,7 +186,7 @@ BAD = {
     "no text": row_5("SFT", TEXT, "of the train dataset has None in column `text`", text=None),
     "a number": rows("SFT", {"text": 3}, "has 3 in column `text`"),
     "no role": row_5("SFT", CHAT, "without a text `role`", messages=[{"content": "w3"}]),
-    "no content": row_5("SFT", CHAT, "whose `content` is no text", messages=[{"role": "user"}]),
+    "no content": row_5("SFT", CHAT, "whose `content` is not text", messages=[{"role": "user"}]),
     "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
     "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
     "a negative id": row_5("SFT", IDS, "holds -5 in `input_ids`.* 0 to 39", input_ids=[3, -5]),
@@ -219,14 +219,14 @@ BAD = {
     "no trained token": rows(
         "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "8 of 8 rows .* have no token", **STRICT
     ),
-    "nothing but pad tokens": Bad(
+    "only pad tokens": Bad(
         "Reward",
         lambda: (
             SIDED_MODES["padding-free, left"]
             | {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
             | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
         ),
-        "`rejected_ids` of pair 0 of the train dataset is nothing but pad tokens",
+        "`rejected_ids` of pair 0 of the train dataset has only pad tokens",
     ),
     "a prompt without a token": Bad(
         "GRPO",

@@ -56,7 +56,7 @@ def test_a_pipeline_of_stages_is_refused(sizes, is_refused, tmp_path):
         (1, "NO", {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "This run trains on one process."),
         (1, "NO", {"ACCELERATE_USE_CPU": "True"}, None),
         (1, "NO", {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}, None),
-        (2, "MULTI_CPU", {"ACCELERATE_USE_FSDP": "true"}, "FSDP was asked for, and accelerate runs MULTI_CPU"),
+        (2, "MULTI_CPU", {"ACCELERATE_USE_FSDP": "true"}, "FSDP was requested, but accelerate runs MULTI_CPU"),
         (2, "MULTI_CPU", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED was asked for"),
         (2, "FSDP", {"ACCELERATE_USE_FSDP": "true"}, None),
         (2, "MULTI_CPU", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None),

@@ -123,7 +123,7 @@ class PaddingFreeMixin:
             if is_off():
                 logger.warning(
                     f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `group_by_prefix` are "
-                    "off. Steps are TRL's, padded. They need TRL's time and memory."
+                    "off. Steps run padded, as in TRL, and need TRL's time and memory."
                 )
             if padding.settings.are_set:
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
@@ -426,8 +426,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings of rows "
-            "need a trainer of this package."
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings that "
+            "depend on rows need a trainer of this package."
         )
     if issubclass(trainer_class, PaddingFreeMixin):
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")

@@ -89,7 +89,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For an unknown `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`.
+        ValueError: For an invalid `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without
+        `padding_free`.
 
     Example:
 
@@ -120,7 +121,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             All fields of [`~trl.RewardConfig`].
 
     Raises:
-        ValueError: For an unknown `padding_side`, for `prefix_sharing` and for `pool_last_token` without `padding_free`.
+        ValueError: For an invalid `padding_side`, for `prefix_sharing` or `pool_last_token` without `padding_free`.
 
     Example:
 
@@ -149,7 +150,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
             All fields of [`~trl.KTOConfig`].
 
     Raises:
-        ValueError: For an unknown `padding_side`, and for `prefix_sharing` without `padding_free`.
+        ValueError: For an invalid `padding_side`, and for `prefix_sharing` without `padding_free`.
 
     Example:
 

@@ -109,7 +109,7 @@ def warn_of_launch(accelerator: Accelerator) -> None:
         is_asked = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1")
         if is_asked and accelerator.num_processes > 1 and accelerator.distributed_type != kind:
             logger.warning_once(
-                f"{name} was asked for, and accelerate runs {accelerator.distributed_type.value}: it shards nothing "
+                f"{name} was requested, but accelerate runs {accelerator.distributed_type.value}: it shards nothing "
                 "on CPUs. Each process holds the whole model (DDP); the losses are the same, memory is not."
             )
 
@@ -133,7 +133,7 @@ def _check_heads(model: PreTrainedModel) -> None:
         heads = getattr(config, name, None) or size
         if projection in cut and heads % size:
             raise PaddingRemovalError(
-                f"`tp_size={size}` gives each process some of the heads of every layer, and it does not divide "
+                f"`tp_size={size}` splits the heads of every layer over processes, and it does not divide "
                 f"`{name}={heads}` of the model. Use a size that does, or `fsdp_size`."
             )
 
@@ -205,7 +205,7 @@ def raise_on_all(error: Exception | None) -> None:
         raise error
     for rank, text in enumerate(texts):
         if text:
-            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
+            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. Its error: {text}")
 
 
 @contextlib.contextmanager

@@ -244,7 +244,7 @@ def check_packing(settings: Settings) -> None:
     budget = settings.max_tokens_per_batch
     if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(
-            f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
+            f"`max_tokens_per_batch={budget}` is not a {'multiple' if isinstance(multiple, int) else 'length'} of "
             f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
             "budget to that number, or use a smaller multiple."
         )
@@ -285,8 +285,8 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
         return
     if not settings.prefix_sharing:
         raise ValueError(
-            "`group_by_prefix=True` needs `prefix_sharing=True`: without it the prefixes of the rows that it brings "
-            "together are computed for each of them. Set both, or neither."
+            "`group_by_prefix=True` needs `prefix_sharing=True`: without it each row still computes its prefix, "
+            "even next to rows that share it. Set both, or neither."
         )
     if getattr(config, "packing", False):
         raise ValueError(

@@ -69,6 +69,6 @@ def check_balancing_loss(
     if not torch.allclose(loss.to(expected.dtype), expected, rtol=1e-3):
         raise ValueError(
             f"The load-balancing loss of {type(model).__name__} is {expected.item():.6f} for the first rows of the "
-            f"batch, and {loss.item():.6f} by their router logits: `max_tokens_per_batch` cannot compute it from "
+            f"batch, but their router logits give {loss.item():.6f}: `max_tokens_per_batch` cannot compute it from "
             "sub-batches. Leave the budget out, or set `router_aux_loss_coef=0`."
         )

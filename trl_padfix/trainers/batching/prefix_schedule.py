@@ -199,8 +199,8 @@ class ChunkRunner:
 def _missing_chunk() -> PaddingRemovalError:
     return PaddingRemovalError(
         "With `max_tokens_per_batch` and `prefix_sharing` the parts of a batch share the prefixes that they have in "
-        "common. The loss called the model in some of them and not in others, or with tensors that are not "
-        "the batch's, so gradients are missing. "
+        "common. The loss called the model for some parts and not for others, or with tensors that are not "
+        "from the batch, so gradients are missing. "
         "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
@@ -220,7 +220,7 @@ def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
-        said = f"Each part of a batch computes the prefixes that it shares with others again: {reason}."
+        said = f"Each part of a batch recomputes the prefixes that it shares with other parts: {reason}."
         handles[0].say_once(said, level=logging.INFO)
     return reason is None
 
@@ -234,7 +234,7 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     mixers = handle.mixers.mixers
     unserved = (m for m in mixers if m.mode != PACKED and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):
-        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands no state on to other forwards"
+        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) passes no state to other forwards"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(mixers) != layers:
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"

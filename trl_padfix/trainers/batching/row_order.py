@@ -152,8 +152,8 @@ class RowOrder(Part):
         is_stream = data is not None and not isinstance(data, Dataset)
         if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
             raise ValueError(
-                f"`group_by_prefix=True` looks for rows that begin alike, and the training dataset is a "
-                f"`{type(data).__name__}`, which does not show all its rows. Set the number of rows to read ahead "
+                f"`group_by_prefix=True` compares the beginnings of all rows, but the training dataset is a "
+                f"`{type(data).__name__}`, which cannot list its rows. Set the number of rows to read ahead "
                 "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
             )
 
@@ -198,8 +198,8 @@ class RowOrder(Part):
         done = self.trainer.state.global_step
         if self._is_first_epoch and done:
             say(
-                f"Training goes on at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
-                "without it, rows of this epoch come twice, and others not at all."
+                f"Training resumes at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
+                "without it, some rows of this epoch come twice, and others not at all."
             )
         self._is_first_epoch = False
 

@@ -131,7 +131,7 @@ class RowSplitter:
         if (costs.tokens > self.budget).any():
             logger.warning_once(
                 f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
-                f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the "
+                f"{costs.tokens.max()}: each has its own forward, and needs memory for its length. Raise the "
                 "budget, or lower `max_length`. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget

@@ -108,7 +108,7 @@ class SubBatches:
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
         has_images = find_multimodal(model, find_decoder(model)) is not None and bool(image_tensors(other_arguments))
         if has_images or not self.splitter.can_split(call, len(_tokens(call)), self.images):
-            reason = "processes that shard the model meet in its vision tower, and have rows with other images"
+            reason = "processes that shard the model meet in its vision tower, but not all of their rows have images"
             if self.splitter.sync_count is None:
                 reason = "it is unknown which of its images belong to which row"
             self.leave(model, call, f"{reason}. Lower the batch size")
@@ -127,7 +127,7 @@ class SubBatches:
             results = [model_forward.run(*args) for args in recomputed]
         outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
         if not _has_loss_of_logits(model, outputs[0], calls[0]):
-            reason = "it returns a loss that is no known function of its logits. Compute the loss from the logits"
+            reason = "it returns a loss that is not a known function of its logits. Compute the loss from the logits"
             self.leave(model, call, reason)
             return forward(**call)
         output = _concatenated(model, outputs, calls, torch.cat(batch.split.rows))
@@ -148,8 +148,8 @@ class SubBatches:
         ids = call.get("input_ids")
         if ids is None or ids.numel() > self.splitter.budget:
             logger.warning_once(
-                f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which is computed as "
-                f"one: {reason}, or leave the budget out. (Shown once.)"
+                f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which runs "
+                f"unsplit: {reason}, or leave the budget out. (Shown once.)"
             )
 
 
@@ -252,7 +252,7 @@ def _concatenated(
             raise ValueError(
                 f"`max_tokens_per_batch` computes a batch in {len(calls)} sub-batches, and `{name}` of the "
                 f"{type(output).__name__} is a {type(value).__name__} without a row for each row of its sub-batch. "
-                "Leave the budget out, or ask the model for less."
+                "Leave the budget out, or request fewer outputs."
             )
     return output
 

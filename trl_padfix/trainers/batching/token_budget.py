@@ -106,7 +106,7 @@ class TokenBudget(Part):
         if self.settings.max_tokens_per_batch is not None and (alpha := config.neftune_noise_alpha) is not None:
             raise ValueError(
                 f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
-                "`max_tokens_per_batch` makes other batches. Leave one of them out."
+                "`max_tokens_per_batch` changes the batches. Leave one of them out."
             )
 
     def attach(self) -> None:
@@ -121,7 +121,7 @@ class TokenBudget(Part):
         if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
             raise ValueError(
                 f"The model's {kind!r} rotary embedding depends on the longest row of a forward, and "
-                "`max_tokens_per_batch` makes other forwards. Leave the budget out, or lower `max_length`."
+                "`max_tokens_per_batch` splits forwards. Leave the budget out, or lower `max_length`."
             )
 
     def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[None]:
@@ -140,13 +140,13 @@ class TokenBudget(Part):
         trainer, reason = self.trainer, self.why_all_rows()
         if reason and trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{reason}, so `max_tokens_per_batch` would compute forwards again in the backward pass, which "
+                f"{reason}, so `max_tokens_per_batch` would recompute forwards in the backward pass, which "
                 "DeepSpeed does not do. Leave one of them out."
             )
         if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded, and whole
             logger.warning_once(
                 f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
-                "sub-batches of its forward but one are computed again in the backward pass."
+                "sub-batches of its forward except one are recomputed in the backward pass."
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(

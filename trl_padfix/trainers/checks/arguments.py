@@ -93,7 +93,7 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
         with torch.device("meta"):
             return AutoModel.from_config(model_config) if architecture is None else architecture(model_config)
     except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
-        logger.info(f"{model!r} was not looked at before it is loaded ({type(error).__name__}: {error}).")
+        logger.info(f"{model!r} was not checked before it is loaded ({type(error).__name__}: {error}).")
         return None
 
 

@@ -19,14 +19,14 @@ from .data_warnings import count_and_warn, name_rows, warn_or_raise
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
 EMPTY = (
-    "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
+    "completions have no token; their log-probability is always 0. Drop them, or end completions "
     "with an EOS token"
 )
 """Text of the warning about empty completions in a trainer."""
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
-    """Raise a `ValueError` for an unknown `padding_side`; if it is `optional`, `None` stands for the tokenizer's."""
+    """Raise a `ValueError` for an invalid `padding_side`; if it is `optional`, `None` stands for the tokenizer's."""
     if padding_side not in ("left", "right") and not (optional and padding_side is None):
         sides = "'left', 'right' or None (the tokenizer's own)" if optional else "'left' or 'right'"
         raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
@@ -114,7 +114,7 @@ class SidedCollator:
             f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
             "left padding would score it from padding. Give every row a prompt (a BOS token is enough), truncate with "
             "`truncation_mode='keep_start'`, or pad right.",
-            "rows begin with a completion token, which nothing predicts; their batches are padded right, where TRL "
+            "rows begin with a completion token, which nothing predicts. Their batches are padded right: TRL then "
             "does not score it. Give every row a prompt (a BOS token is enough)",
         )
         return batch
@@ -152,8 +152,8 @@ class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreferen
             because they have checked their data before the first step.
 
     Raises:
-        ValueError: For an unknown `padding_side`, for a pair with an empty completion, and for a left-padded row without
-            a prompt token (its first token would be scored from padding).
+        ValueError: For an invalid `padding_side`, for a pair with an empty completion, and for a left-padded row
+            without a prompt token (its first token would be scored from padding).
 
     Example:
 
@@ -186,7 +186,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
             As in [`DataCollatorForPreference`].
 
     Raises:
-        ValueError: For an unknown `padding_side`, and for a pair with an empty sequence.
+        ValueError: For an invalid `padding_side`, and for a pair with an empty sequence.
 
     Example:
 
@@ -233,7 +233,7 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
             The other fields of TRL's collator.
 
     Raises:
-        ValueError: For an unknown `padding_side`, and for an empty row.
+        ValueError: For an invalid `padding_side`, and for an empty row.
 
     Example:
 

@@ -263,7 +263,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
-            f"`{type(dataset).__name__}`. Make one of a stream with `Dataset.from_generator`."
+            f"`{type(dataset).__name__}`. Make one from a stream with `Dataset.from_generator`."
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
@@ -290,7 +290,7 @@ def _as_number(value: Any) -> float:
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
     """The indices of the rows of each task."""
     _require(
-        dataset, task, "Trials are compared within a task: name the column that they have in common with `task=`."
+        dataset, task, "Trials are compared within a task: name the column of the task with `task=`."
     )
     trials: dict[Any, list[int]] = {}
     for i, name in enumerate(dataset[task][:]):

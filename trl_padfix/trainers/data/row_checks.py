@@ -151,7 +151,7 @@ def _defect(message: Any) -> str | None:
         return 'without a text `role` ("user" or "assistant", for instance)'
     content = message.get("content")
     has_replacement = content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT)
-    return None if has_replacement or isinstance(content, (str, list)) else "whose `content` is no text"
+    return None if has_replacement or isinstance(content, (str, list)) else "whose `content` is not text"
 
 
 def _short(value: Any) -> str:

@@ -69,7 +69,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
             f"`expand_turns` takes a dataset of `datasets`, and the {name} dataset is a `{type(dataset).__name__}`. "
-            "Make one of it with `Dataset.from_generator` or `IterableDataset.from_generator`."
+            "Make one from it with `Dataset.from_generator` or `IterableDataset.from_generator`."
         )
     is_stream = isinstance(dataset, IterableDataset)
     columns = sorted(column_names(dataset))
@@ -117,7 +117,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     if is_stream:
         return dataset.map(expand, **how)
     # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
-    how |= {"load_from_cache_file": False, "desc": f"Making a row of each turn of the {name} dataset"}
+    how |= {"load_from_cache_file": False, "desc": f"Making a row from each turn of the {name} dataset"}
     rows: Any = dataset.map(expand, **how)
     _report(counts, len(dataset), len(rows), name)
     return rows
@@ -135,7 +135,7 @@ def check_turn_settings(config: TrainingArguments) -> None:
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
         if getattr(config, field, None) is refused:
             raise ValueError(
-                f"`expand_turns=True` makes a row of each turn and trains on that turn, and `{field}={refused}` asks "
+                f"`expand_turns=True` makes a row of each turn and trains on that turn; `{field}={refused}` asks "
                 f"for other tokens. Leave `{field}` out: each turn of the assistant is trained on, and nothing else."
             )
 
@@ -176,7 +176,7 @@ def _report(counts: Counter[str], conversations: int, rows: int, name: str) -> N
     """Warn about conversations that are not used unchanged; raise a `ValueError` if there is no row."""
     if not rows:
         raise ValueError(
-            f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "
+            f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant after "
             "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
         )
     for kind, text in _LEFT_OUT.items():

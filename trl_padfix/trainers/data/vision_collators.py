@@ -30,7 +30,7 @@ class VisionCollator(SidedCollator):
             images = len(example["images"])
             placeholders = count_placeholders(example, images, self.processor)  # type: ignore[attr-defined]
             if placeholders != images:
-                treatment = "rows have other images than placeholders; they are left to the model"
+                treatment = "rows have more or fewer images than placeholders; the model gets them unchanged"
                 self.raise_or_count(1, misplaced_message(row, images, placeholders, "the batch"), treatment)
         return dict(super().torch_call(examples))  # type: ignore[misc]
 
@@ -41,7 +41,7 @@ class VisionCollator(SidedCollator):
         if not rows:
             return
         within = f"a completion without a token (within `max_length={self.max_length}`)"  # type: ignore[attr-defined]
-        why = "log-probability would be 0 whatever the model does. Drop them, or raise `max_length`"
+        why = "log-probability would always be 0. Drop them, or raise `max_length`"
         error = f"{what.capitalize()} {rows} of the batch have {within}: its {why}."
         self.raise_or_count(len(rows), error, f"{what} have {within}, whose {why}")
 
@@ -65,8 +65,8 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
             The other fields of TRL's.
 
     Raises:
-        ValueError: For an unknown `padding_side`, and for a pair with more or fewer images than placeholders, or with a
-            completion that has no token (left).
+        ValueError: For an invalid `padding_side`, and for a pair with more or fewer images than placeholders, or with
+            a completion that has no token (left).
 
     Example:
 
@@ -117,7 +117,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
             The other fields of TRL's.
 
     Raises:
-        ValueError: For an unknown `padding_side`, and for an example with more or fewer images than placeholders.
+        ValueError: For an invalid `padding_side`, and for an example with more or fewer images than placeholders.
 
     Example:
 

@@ -48,7 +48,7 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
             because they check their data before the first step.
 
     Raises:
-        ValueError: For an unknown `padding_side`, for an empty completion, and for a left-padded row without a prompt
+        ValueError: For an invalid `padding_side`, for an empty completion, and for a left-padded row without a prompt
             token (its first token would be scored from padding).
 
     Example:

@@ -141,7 +141,7 @@ class OnlineTask(Task):
         of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
         if of_user := of_user or gradient_hook_name(trainer):
             logger.warning_once(
-                f"Rows stay in TRL's micro-batches: whether `{of_user}` compares those of a micro-batch is unknown. "
+                f"Rows stay in TRL's micro-batches, because `{of_user}` may compare the rows of a micro-batch. "
                 "With `gradient_accumulation_steps=1` a step shares all prefixes."
             )
         return of_user is None
@@ -271,8 +271,8 @@ def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
         is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
-                f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "
-                f"{len(value)} values belong to a row, and {remedy}"
+                f"`{name}` of a batch does not have one value for each of its {count} rows, so it is unknown which "
+                f"of its {len(value)} values belong to a row, and {remedy}"
             )
 
 

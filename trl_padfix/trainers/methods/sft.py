@@ -47,7 +47,7 @@ class SFTTask(Task):
         side = self.trainer.padding.settings.padding_side
         if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
             raise ValueError(
-                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one behind "
+                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 

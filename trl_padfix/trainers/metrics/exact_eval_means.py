@@ -53,9 +53,9 @@ class ExactMeans(Part):
             if name != "train" and (is_stream or (keeps_duplicates and has_duplicates)):
                 raise NotImplementedError(
                     f"`exact_eval_means=True` counts each row of the {name} dataset once, and {processes} processes "
-                    "repeat some to fill their last batches, which cannot be left out of a stream, of packed "
-                    "rows, of rows with images, or of what `compute_metrics` is given. Set it to False, or choose a "
-                    "`per_device_eval_batch_size` that times the processes divides the rows."
+                    "repeat some to fill their last batches. Repeated rows cannot be dropped from a stream, from "
+                    "packed rows, rows with images, or the inputs of `compute_metrics`. Set it to False, or choose a "
+                    "`per_device_eval_batch_size` whose product with the number of processes divides the rows."
                 )
 
     def acts_in_steps(self) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["PaddingSide"]
 
 logger = get_logger(__name__)
 
-VIRTUAL_TOKENS = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
+VIRTUAL_TOKENS = "PEFT puts its virtual tokens before the padding, farther from the row than without padding"
 
 
 class PaddingSide(Part):
