@@ -73,7 +73,7 @@ def is_missing_path(name: str) -> bool:
 
 
 def refuse_missing(data: str) -> None:
-    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and there is nothing."""
+    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and nothing exists there."""
     if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in DATA_FILES):
         raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
 

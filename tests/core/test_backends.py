@@ -152,7 +152,7 @@ OBSTACLES = [
     ("sdpa", CONFIGS["gemma2"](), "transformers has no sdpa path for Gemma2ForCausalLM"),
     ("sdpa", CONFIGS["gemma2"](), "it has no softcap, and this model was trained with one"),
     ("flash_attention_2", Qwen2Config(hidden_size=1024, num_attention_heads=2), "and this model's have 512"),
-    ("flash_attention_2", CONFIGS["gpt_oss"](), "of FlashAttention this model only runs with kernels-community/"),
+    ("flash_attention_2", CONFIGS["gpt_oss"](), "this model runs only with the FlashAttention of kernels-community/"),
     ("flex_attention", CONFIGS["gpt2"](), "transformers has no flex_attn path for GPT2LMHeadModel"),
 ]
 

@@ -28,7 +28,7 @@ ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
 FREE = {"padding_free": True}
 GROUPED = FREE | {"prefix_sharing": True, "group_by_prefix": True}
 GENERATING = {"predict_with_generate": True}
-TURNS = "trains on that turn, and .* Leave `{}` out"
+TURNS = "trains on that turn; .* Leave `{}` out"
 
 
 # -- configurations

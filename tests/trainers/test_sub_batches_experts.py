@@ -128,5 +128,5 @@ def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items
 def test_a_loss_of_another_kind_is_an_error(monkeypatch):
     model = build_experts("mixtral").train()
     monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
-    with pytest.raises(ValueError, match=r"load-balancing loss of MixtralForCausalLM is .* by their router logits"):
+    with pytest.raises(ValueError, match=r"load-balancing loss of MixtralForCausalLM is .* but their router logits"):
         gradients(model, 14, False)

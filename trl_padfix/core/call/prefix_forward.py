@@ -35,8 +35,8 @@ def run_prefix_forward(
         forward (`Callable`):
             A decoder; with `head_arguments` its model.
         call (`dict`):
-            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the outputs
-            that are wanted.
+            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the requested
+            outputs.
         layout ([`PrefixedLayout`]):
             The layout of the prefix in that batch.
         reads (`list` of [`ForwardStates`]):

@@ -25,7 +25,7 @@ class PackedMask:
     """Which keys of its own row a token sees."""
 
     causal: bool = True
-    window: int | None = None  # keys that a token sees at most, its own included
+    window: int | None = None  # maximum number of keys that a token sees, its own included
     chunk: int | None = None  # rows are cut into chunks of this many columns; a token sees its own chunk only
     custom: bool = False  # the model adds another condition, which is not described here
     kind: str | None = None  # type of the layers that a prepared mask is for
@@ -44,7 +44,7 @@ class PackedMask:
 def describe_mask(
     *args: Any, config: PretrainedConfig | None = None, local_size: int | None = None, **kwargs: Any
 ) -> PackedMask:
-    """A mask function of transformers' interface. It receives windows and chunks alike as `local_size`."""
+    """A mask function of transformers' interface. It receives both windows and chunks as `local_size`."""
     is_empty = local_size is not None and local_size < 1
     sizes = (getattr(config, name, None) for name in ("attention_chunk_size", "sliding_window"))
     is_chunk, is_window = (local_size is not None and local_size == size for size in sizes)

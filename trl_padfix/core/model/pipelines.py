@@ -1,7 +1,7 @@
 """
 Models of sentence-transformers: a transformers model, followed by modules that pool its states.
 
-They are recognised without an import of sentence-transformers, by the table of modalities of their first module.
+They are recognized without an import of sentence-transformers, by the table of modalities of their first module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def by_name(model: nn.Module) -> Callable[..., Any]:
 
 def padding_reader(model: nn.Module) -> str | None:
     """
-    What reads the states of padding in a pipeline, in words; `None` if nothing does. A packed forward has zeros there.
+    The reader of the states of padding in a pipeline, in words; `None` if there is none. A packed forward has zeros
+    there.
 
     Runs the modules after the transformer on states of two short rows, with and without the states of padding: in
     evaluation and in training, and for each task that a module knows. Buffers, modes and random state stay.

@@ -2,8 +2,8 @@
 The gradient of a forward with respect to its embeddings, for the parity check.
 
 This gradient passes the backward of every layer, so an error in any of them changes it. It is summed for each token
-id: the sums of a packed batch equal those of the padded one. No gradient of a parameter is computed: frozen, quantised
-and adapted weights make no difference, and `.grad` is left as it was.
+id: the sums of a packed batch equal the sums of the padded one. No gradient of a parameter is computed: frozen,
+quantized and adapted weights make no difference, and `.grad` stays unchanged.
 """
 
 from __future__ import annotations

@@ -18,10 +18,7 @@ from .data_warnings import count_and_warn, name_rows, warn_or_raise
 
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
-EMPTY = (
-    "completions have no token; their log-probability is always 0. Drop them, or end completions "
-    "with an EOS token"
-)
+EMPTY = "completions have no token; their log-probability is always 0. Drop them, or end completions with an EOS token"
 """Text of the warning about empty completions in a trainer."""
 
 

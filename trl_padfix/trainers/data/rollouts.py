@@ -289,9 +289,7 @@ def _as_number(value: Any) -> float:
 
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
     """The indices of the rows of each task."""
-    _require(
-        dataset, task, "Trials are compared within a task: name the column of the task with `task=`."
-    )
+    _require(dataset, task, "Trials are compared within a task: name the column of the task with `task=`.")
     trials: dict[Any, list[int]] = {}
     for i, name in enumerate(dataset[task][:]):
         trials.setdefault(name, []).append(i)
