@@ -28,7 +28,7 @@ _WHY = {
 }
 
 _REFUSED = {
-    errno.ENOENT: "there is no folder {!r} that takes files. Make it, or write elsewhere",
+    errno.ENOENT: "there is no folder {!r} that takes files. Create it, or write elsewhere",
     errno.ENOTDIR: "{!r} is a file, not a folder. Write elsewhere",
     errno.EISDIR: "it is a folder. Name a file in it",
     errno.ENAMETOOLONG: "its name is too long. Choose a shorter one",

@@ -106,7 +106,7 @@ def require_stack(package: str) -> None:
     Check that another stack is installed in a version that its plug-in supports.
 
     Raises:
-        RuntimeError: If it is not. No `ImportError`, because axolotl prints that of a plug-in and trains without it.
+        RuntimeError: If it is not. No `ImportError`, because axolotl prints a plug-in's and trains without it.
     """
     tested, installed = OTHER_STACKS[package], installed_version(package)
     if installed is None or not SpecifierSet(f"~={tested}").contains(installed, prereleases=True):

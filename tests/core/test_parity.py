@@ -237,7 +237,7 @@ def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
     found = check_parity(model, inputs(), prefix_sharing=sharing)
 
     found.raise_if_failed()
-    assert found.fault.startswith("The padded forward of this model is wrong, and the packed one is right")
+    assert found.fault.startswith("The padded forward of this model is wrong, and packed is right")
     assert found.maximum > 2 * found.maximum_tolerance
     assert found.packed_from_alone.ok
     assert not found.padded_from_alone.ok

@@ -151,7 +151,7 @@ def change_of_earlier_states(decoder: Any) -> float:
     """
     Measure how far the states of a few tokens change when the token after them is replaced by another one.
 
-    Runs one forward in evaluation mode, and leaves the random state as it is. Returns the largest change of a state
+    Runs one forward in evaluation mode, and does not change the random state. Returns the largest change of a state
     before the last one, divided by the change of the last state.
 
     Returns 0 for a change within rounding, as in a causal decoder. Returns 0 as well if the decoder cannot run: its
@@ -198,7 +198,7 @@ def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
     """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
     for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
         value = getattr(config, name, causal)
-        # A field that the code never reads is no cause.
+        # A field that the code never reads is not the cause.
         if value not in (causal, None, "vision") and is_in_source(decoder, name):
             return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""

@@ -1,4 +1,4 @@
-"""TRL's experimental trainers: the table, the tasks, and the steps that differ from those of other trainers."""
+"""TRL's experimental trainers: the table, the tasks, and the steps that differ from other trainers."""
 
 from __future__ import annotations
 

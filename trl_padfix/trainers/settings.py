@@ -185,7 +185,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
 
 def trls_configuration(config: TrainingArguments) -> Any:
-    """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
+    """A copy of a configuration of this package as TRL's class, without our fields; any other one unchanged."""
     package = __name__.partition(".")[0]
     theirs = next(c for c in type(config).__mro__ if c.__module__.partition(".")[0] != package)
     if theirs is type(config):  # also a user's subclass of ours

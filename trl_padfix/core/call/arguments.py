@@ -54,7 +54,7 @@ def pack_arguments(
             Numbers the tokens if the call has no `position_ids`.
 
     Returns:
-        `dict`: the arguments for the packed row. Prepared masks are described by their kinds; there are no others.
+        `dict`: the arguments for the packed row. Prepared masks are described by their kinds; it has no other masks.
 
     Raises:
         UnpackableCallError: If a tensor among the arguments is not one value per token.

@@ -137,7 +137,7 @@ class RowsCall:
 
 def model_call(decoder: nn.Module) -> ModelCall:
     """The running call of the model around `decoder`; if there is none, a call without arguments."""
-    # The running call may be that of another attached model.
+    # The running call may belong to another attached model.
     call = context().model
     return call if isinstance(call, ModelCall) and call.decoder is decoder else ModelCall(decoder)
 

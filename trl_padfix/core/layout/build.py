@@ -156,7 +156,7 @@ def packed_layout(
     index = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
     lengths = first.diff(append=torch.tensor([B * L]))
-    # Counted from 0 in each sequence, whatever number its positions start with.
+    # Counted from 0 in each sequence, for any number that its positions start with.
     position = index - first.repeat_interleave(lengths)
     keys = [] if input_ids is None else [x.flatten() for x in keys_BL]
     return lay_out((B, L), index, position, lengths.tolist(), keys).to(position_ids.device)

@@ -105,7 +105,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     paths = [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
-    # Without keys a token is identified by its place in the row: the tree is kept as it is.
+    # Without keys a token is identified by its place in the row: the tree is kept unchanged.
     keys_R = [key[token_R] for key in on_host[len(names) :]] or [token_R]
     path_layout = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
     assert path_layout.source is not None

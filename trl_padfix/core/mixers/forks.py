@@ -174,7 +174,7 @@ class NodeTree:
         A convolution over each token and the `width` tokens before it on its path, `(1, C, T)` to `(1, C, T)`.
 
         `run` convolves one row. `key` names the call: under it, the last `width` inputs before each fork are recorded
-        for other forwards, and those of other forwards are read.
+        for other forwards, and inputs of other forwards are read.
         """
         index, segment_index, fork_index = self.with_left_context(width)
         x = with_zero(x[0].transpose(0, 1))

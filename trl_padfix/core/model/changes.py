@@ -116,8 +116,9 @@ class ModuleChanges:
 
     def _forwards(self) -> set[Any]:
         """The forwards that were set on modules themselves, and the forwards of their classes."""
-        # Types are read anew, because code may set the class of a module.
-        # And from the modules: a deep copy of this object has dictionaries that are not those of the copied modules.
+        # Types are read again, because code may set the class of a module.
+        # And from the modules: a deep copy of this object has dictionaries that differ from the copied modules'
+        # dictionaries.
         return {vars(m).get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:

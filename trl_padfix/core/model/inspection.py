@@ -97,7 +97,7 @@ def global_of_file(module: nn.Module, name: str) -> Any:
 
 
 def loaded_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
+    """The globals that the forward of a module loads, by name, without the globals of its attributes' functions."""
     forward = forward_of(module)
     names = {argument for name, argument in _instructions(forward) if name == "LOAD_GLOBAL"}
     return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
@@ -121,7 +121,7 @@ def package_of(thing: Any) -> str:
 
 
 def is_of(function: Callable[..., Any], packages: set[str]) -> bool:
-    """Whether a function is of one of `packages` by its own word and by its globals, which no decorator copies."""
+    """Whether a function is of one of `packages`, by `__module__` and by its globals, which no decorator copies."""
     return {package_of(function), module_of(_without_partial(function)).partition(".")[0]} <= packages
 
 

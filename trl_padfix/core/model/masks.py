@@ -3,7 +3,7 @@ Description of the mask that a decoder makes, in place of a tensor.
 
 Models with `sdpa` and `eager` attention have windows and chunks in their masks; some attention modules receive them in
 no other way. In a packed forward transformers' mask interface returns a [`PackedMask`] instead of a mask. It passes
-through the layers like the tensor would, and says which keys a token leaves out within its row. No tensor of size
+through the layers like the tensor would, and describes which keys a token leaves out within its row. No tensor of size
 `(T, T)` is made.
 """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange", "exchange_around"]
 
 AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
-"""Sends the parts of a flat tensor, and returns those of all processes: `(sent, send_sizes, receive_sizes)`."""
+"""Sends the parts of a flat tensor, and returns the parts of all processes: `(sent, send_sizes, receive_sizes)`."""
 
 
 def even_split(total: int, parts: int) -> list[int]:

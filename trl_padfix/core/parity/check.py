@@ -133,7 +133,7 @@ def check_parity(
 
 def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityReport) -> Distance:
     """
-    Compare the longest row of a batch, packed behind another one, with that row alone: log-probabilities of up to
+    Compare the longest row of a batch, packed after another one, with that row alone: log-probabilities of up to
     `MAX_COLUMNS` columns, without gradients. In half precision the limits come from an earlier `report`.
 
     No forward hook runs, dropout is off, nothing is counted, and no state of the model changes.

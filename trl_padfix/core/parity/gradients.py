@@ -58,7 +58,7 @@ def with_gradient(
     dtype = torch.promote_types(scores.dtype, torch.float32)
     total = distinct.new_zeros(len(distinct), gradients[0].shape[-1], dtype=dtype)
     for (embedded_ids, _), gradient in zip(embedded, gradients, strict=True):
-        # `clamp`: the insertion point of an id above all others, such as that of an image token, is beyond the end.
+        # `clamp`: the insertion point of an id above all others, such as an image token's, is beyond the end.
         index = torch.searchsorted(distinct, embedded_ids.flatten()).clamp(max=len(distinct) - 1)
         total.index_add_(0, index, gradient.flatten(0, -2).to(total.dtype))
     return scores.detach(), total

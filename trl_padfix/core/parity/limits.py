@@ -28,7 +28,7 @@ def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = t
     The largest difference that rounding explains between two computations of one number.
 
     One operation on numbers of `size` rounds by at most `u * size`, with `u = eps / 2` of the dtype. Errors of a sum
-    are as often up as down, so that those of `terms` summands add up to `sqrt(terms) * u * size` (Higham and Mary,
+    are as often up as down, so that errors of `terms` summands add up to `sqrt(terms) * u * size` (Higham and Mary,
     "A new approach to probabilistic rounding error analysis", 2019), and errors of `depth` such sums in sequence
     (layers, steps) to `sqrt(depth)` times as much. [`DEVIATIONS`] times that is allowed. Kernel, order of summation,
     number of threads and fused multiplication do not matter: they only choose another order.

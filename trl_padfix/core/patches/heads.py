@@ -119,7 +119,7 @@ class LMHeadPatch(BatchPatch):
         return ids is not None and ids.shape == labels.shape and not has_cache(call)
 
     def _layout_of(self, call: dict[str, Any]) -> Layout | None:
-        """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
+        """The layout of the decoder's call, if the decoder packs it and has the model's arguments."""
         if self.attachment.multimodal is not None:
             return None
         inputs = DecoderInputs.read(call, self.attachment)
@@ -157,7 +157,7 @@ class HeadPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
         layout = None if call.selects_columns else call.layout
-        # An integer `logits_to_keep` slices columns off the states, so their shape is no longer that of the batch.
+        # An integer `logits_to_keep` slices columns off the states, so their shape no longer matches the batch.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
         return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)

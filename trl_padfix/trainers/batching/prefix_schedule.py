@@ -95,7 +95,8 @@ class PrefixSchedule:
         reads = [self._states_for(m, prefix.last_user) for m in layout.prefixes]
         is_first = n not in self.states
         if is_first and prefix.recompute and self.detaches:
-            # Dropout of the recomputed prefix must equal that of the first forward. `real_index` names the device.
+            # Dropout of the recomputed prefix must equal the dropout of the first forward. `real_index` names the
+            # device.
             self._rng_states[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._rng_states.pop(n))
         with rng, torch.set_grad_enabled(with_graph):

@@ -72,7 +72,7 @@ class _SplitBatch:
 @dataclass
 class SubBatches:
     """
-    Runs the forwards of a batch in sub-batches; forwards on the same tensors are split alike.
+    Runs the forwards of a batch in sub-batches; forwards on the same tensors are split the same way.
 
     Args:
         make_splitter (`Callable`):

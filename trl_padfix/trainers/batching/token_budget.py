@@ -219,7 +219,7 @@ class TokenBudget(Part):
         A block whose forwards are run in sub-batches, if there is a budget.
 
         Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
-        concatenates them into new tensors. `images`: images of the rows, by default those of the running step.
+        concatenates them into new tensors. `images`: images of the rows, by default the images of the running step.
         """
         if self._chunks is not None:
             if concatenated:

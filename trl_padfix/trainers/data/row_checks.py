@@ -34,7 +34,7 @@ class EmptyTextError(DoubtfulRowError):
 
 def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterable[str], strict: bool = True) -> Any:
     """
-    Check that every row of the dataset `name` has text, or messages with text, in those of `columns` that exist.
+    Check that every row of the dataset `name` has text, or messages with text, in each existing column of `columns`.
 
     Returns the dataset. Warns about doubtful rows, which a chat template may render. Rows of a stream are checked when
     they are read: invalid ones are left out and counted in a warning, doubtful ones are kept.

@@ -153,7 +153,7 @@ def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 _LEFT_OUT = {
     "without": "have no turn of the assistant to train on and are left out",
-    "first": "begin with the assistant; that turn has no prompt and is no row",
+    "first": "begin with the assistant; that turn has no prompt and gives no row",
     "joined": "have consecutive messages of the assistant; they are one turn",
 }
 """Texts about conversations that are not used unchanged."""

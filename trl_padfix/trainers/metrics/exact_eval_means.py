@@ -129,7 +129,7 @@ def drop_duplicate_rows(
         batch (`dict`):
             The batch of this process.
         rows_per_item (`int`):
-            Rows of an item: 2 for a pair, whose rejected row is `items` rows behind the chosen one.
+            Rows of an item: 2 for a pair, whose rejected row is `items` rows after the chosen one.
         replicas (`int`, *optional*, defaults to `1`):
             Number of adjacent processes that have the same batch.
 

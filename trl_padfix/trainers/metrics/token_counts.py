@@ -179,7 +179,7 @@ def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) 
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
-    """Show real tokens per second, and the fraction of the batch that is not computed, behind the progress bar."""
+    """Show real tokens per second, and the fraction of the batch that is not computed, after the progress bar."""
     text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     if "padfix/pad_fraction" in metrics:
         # The second fraction is of real tokens, so the computed parts are multiplied.

@@ -91,7 +91,7 @@ class ContextParallel(Part):
 
     def check_batch(self, batch: dict[str, Any]) -> None:
         """
-        Compare the batch with those of the other processes of the group: collectives would hang if they differ.
+        Compare the batch with the batches of the other processes of the group: collectives would hang if they differ.
 
         This costs one small reduction in each step, for which the host waits.
 

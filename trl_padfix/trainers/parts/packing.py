@@ -147,7 +147,7 @@ class RemovePadding(Part):
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def _check_images(self, name: str, dataset: Dataset | IterableDataset) -> None:
-        """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
+        """Refuse images if the model takes text only, or if their number differs from the number of placeholders."""
         if not (images := image_columns(dataset)):
             return
         if trains_on_images(self.trainer) is False:

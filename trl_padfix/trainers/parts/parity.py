@@ -136,7 +136,7 @@ class Parity(Part):
         except UnpackableCallError:  # such rows are computed padded in training, too
             return
         said = (
-            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed behind "
+            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed after "
             "another row against alone:"
         )
         if not distance.ok:
@@ -270,7 +270,7 @@ class Parity(Part):
                 del trainer.padding.parity[mode]
 
     def print_reports(self, mode: str) -> None:
-        """Print the reports of training, which include gradients; those of evaluation only if nothing is trained."""
+        """Print the training reports, which include gradients; evaluation reports only if nothing is trained."""
         trainer, parity = self.trainer, self.trainer.padding.parity
         if trainer.padding.is_dry_run:  # its table has them
             return

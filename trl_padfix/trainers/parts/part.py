@@ -52,7 +52,7 @@ class Step:
         padded_batches (`Callable`): `Task.padded_batches`.
         arguments (`dict`): The other arguments of `compute_loss` by name.
         why_padded (`str`, *optional*): Why its forwards run padded ("The call has ...").
-        has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
+        has_rows (`bool`): Whether any row of the batch counts; otherwise all rows repeat rows of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has.
     """
 
