@@ -119,7 +119,7 @@ def test_a_missing_package_is_an_import_error_and_the_rest_a_value_error(install
     message = (
         r"`attn_implementation='flash_attention_2'` cannot run on this H100 in bfloat16: flash-attn is not instal"
     )
-    with pytest.raises(ImportError, match=message + r".*What can: 'sdpa', 'flex_attention', 'eager', or 'auto'"):
+    with pytest.raises(ImportError, match=message + r".*Usable: 'sdpa', 'flex_attention', 'eager', or 'auto'"):
         require_usable("flash_attention_2", half(H100), "attn_implementation")
     with pytest.raises(ValueError, match="it needs a CUDA GPU, and this is CPU") as refused:
         require_usable("flash_attention_2", half(CPU), "attn_implementation")

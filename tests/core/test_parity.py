@@ -252,8 +252,8 @@ def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (False, "The packed forward of this model is wrong: padded is each row alone, and packed is not"),
-        (True, "The packed forward of this model is wrong, and so is the padded one: neither is each row alone"),
+        (False, "The packed forward of this model is wrong: padded equals each row alone, and packed does not"),
+        (True, "The packed forward of this model is wrong, as is the padded one: neither equals each row alone"),
     ],
 )
 def test_a_leak_stops_whatever_the_padded_forward_gives(spoilt, said, monkeypatch):

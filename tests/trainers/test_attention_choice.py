@@ -163,7 +163,7 @@ BEFORE_WEIGHTS = [
     ({"ref_attn_implementation": "flash_attention_3"}, "`ref_attn_implementation='flash_attention_3'` cannot run"),
     (
         {"attn_implementation": "flex_attention", "padding_free": True},
-        "padding cannot be removed with it.*Usable here: ",
+        "padding cannot be removed with it.*Usable: ",
     ),
     (
         {"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}},

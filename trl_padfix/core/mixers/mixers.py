@@ -104,7 +104,7 @@ class Mixers:
         for mixer in self.mixers:
             modules = list(mixer.module.modules())
             if _has_indexer(modules):  # sparse attention of DeepSeek V3.2
-                reason = "its indexer may select other keys among those with equal scores if a row has other padding"
+                reason = "among keys with equal scores its indexer may select others if a row has different padding"
             elif any({"chunkwise_kernel_fn", "sequence_kernel_fn"} <= vars(m).keys() for m in modules):  # xLSTM
                 reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
             else:

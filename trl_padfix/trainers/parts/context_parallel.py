@@ -164,8 +164,8 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
     for size, generates in {"cp_size": task.generates_rows is not False, "tp_size": task.generates_rows}.items():
         if generates and splitting_parallelism(accelerator, size):
             return (
-                f"{type(trainer).__name__} generates different rows on every process, but with `{size}` some must "
-                f"share theirs. Train with `{size}=1`; `dp_shard_size` (FSDP2) shards the model."
+                f"{type(trainer).__name__} generates rows on every process, and with `{size}` some must share "
+                f"their rows. Train with `{size}=1`; `dp_shard_size` (FSDP2) shards the model."
             )
     if not splitting_parallelism(accelerator, "cp_size"):
         return None
