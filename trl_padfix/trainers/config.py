@@ -70,8 +70,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
             override the model's generation config; its `num_return_sequences` is ignored.
         eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: number of rows of each evaluation set, from the first on, to generate for. By
-            default all.
+            With `predict_with_generate`: generate only for this many rows at the beginning of each evaluation set. By
+            default for all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
             another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`:

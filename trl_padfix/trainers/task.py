@@ -176,7 +176,7 @@ class Task:
     # -- metrics
 
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
-        """Logits and labels for `compute_metrics`, made of those that TRL returns for a batch."""
+        """Logits and labels for `compute_metrics`, made from TRL's logits and labels for a batch."""
         return logits, labels
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:

@@ -133,7 +133,7 @@ def cached_layout(
     key: Hashable, tensors: list[torch.Tensor | None], device: torch.device, build: Callable[..., Layout]
 ) -> Layout:
     """
-    The layout that `build` makes of the values of these tensors on the host, moved to `device`.
+    The layout that `build` makes from the values of these tensors on the host, moved to `device`.
 
     It is built once for the same tensors with the same settings `key`.
     """

@@ -167,7 +167,7 @@ def _weights(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _one_rounding_away(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """`x` with each number one rounding larger or smaller, as drawn."""
+    """`x` with each number one rounding larger or smaller, at random."""
     up = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < 0.5
     return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
 

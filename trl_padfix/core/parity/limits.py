@@ -62,7 +62,7 @@ def score_limits(
     Largest allowed mean difference and largest allowed single difference of scores.
 
     `rounding`, `(n,)`, are the differences of two computations that are right, or zeros where none is measured:
-    [`TIMES_ROUNDING`] times their mean is allowed, and twice as many times their maximum. The limits have a floor:
+    The limits are [`TIMES_ROUNDING`] times their mean and twice [`TIMES_ROUNDING`] times their maximum, with a floor:
 
     - In float64 and float32 [`tolerance`] of float32, in which layers of any dtype compute norms and angles, and at
       most [`WIDEST_SCORE`]. Recurrent layers amplify rounding beyond it; where that cannot be measured the floor is

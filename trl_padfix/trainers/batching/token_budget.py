@@ -143,7 +143,7 @@ class TokenBudget(Part):
                 f"{reason}, so `max_tokens_per_batch` would recompute forwards in the backward pass, which "
                 "DeepSpeed does not do. Leave one of them out."
             )
-        if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded, and whole
+        if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded and unsplit
             logger.warning_once(
                 f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
                 "sub-batches of its forward except one are recomputed in the backward pass."

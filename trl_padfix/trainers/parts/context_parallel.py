@@ -96,7 +96,7 @@ class ContextParallel(Part):
         This costs one small reduction in each step, for which the host waits.
 
         Raises:
-            ValueError: If the processes of the group have different ids, masks or labels; on each of them.
+            ValueError: If the processes of the group have different ids, masks or labels; raised on each of them.
         """
         group = self.group
         if group is not None and not group.all_equal(_checksums(batch), self.trainer.accelerator.device):

@@ -73,7 +73,7 @@ class Parity(Part):
         """Modes whose first step was not compared as a whole."""
 
     def _is_due(self, mode: str) -> bool:
-        """Whether the next forwards of a mode are compared, as far as is known before them."""
+        """Whether the next forwards of a mode are compared, as far as this is known before they run."""
         padding = self.trainer.padding
         if mode in padding.parity or not (padding.handles and self.settings.parity_check):
             return False

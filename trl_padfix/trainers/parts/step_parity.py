@@ -159,7 +159,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
 
 def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
     """Whether a step can be computed several times, with padding removal and without it."""
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as asked for
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
     return not (pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"))
 
 
@@ -224,7 +224,7 @@ class _Comparison:
         )
         if weights is not None and not self._on_any_process(not report.ok):
             return report
-        # Rounding may hide how rows depend on one another. What stands at padding changes no real token at all, unless
+        # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
@@ -340,6 +340,6 @@ def _other_padding(
 
 
 def _one_rounding_away(dtype: torch.dtype, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, as drawn."""
+    """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, at random."""
     signs = torch.randint(0, 2, output.shape, device=output.device, dtype=torch.int8) * 2 - 1
     return output + output.detach() * signs * (torch.finfo(dtype).eps / 2)
