@@ -72,7 +72,7 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _message(error: Exception) -> str | None:
-    """The text of an error that a package which checks its input raised by `raise`; `None` for other errors."""
+    """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
     if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # the cause has the reason
         return f"{error} ({error.__cause__})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
