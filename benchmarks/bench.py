@@ -669,12 +669,13 @@ class BenchStep:
         return self.trainer.training_step(self.trainer.model, batch, None)
 
     def kept_mib(self, rows: list[int], variant: Variant) -> float:
-        """MiB that the graph of a step saves for its backward; weights and the batch are left out."""
+        """MiB that live between the forward of a step and its backward on CPU, beyond those before it."""
         batch = self.to_device(self.collate(rows, variant))
-        weights = [p for model in self.models for p in model.parameters()]
-        with _saved_storages([*batch.values(), *weights]) as saved, self.trainer.compute_loss_context_manager():
-            self.trainer.compute_loss(self.trainer.model, batch)
-        return sum(storage.nbytes() for storage in saved.values()) / 2**20
+        options = {"activities": [torch.profiler.ProfilerActivity.CPU], "profile_memory": True}
+        with profiled(**options) as profile, self.trainer.compute_loss_context_manager():
+            loss = self.trainer.compute_loss(self.trainer.model, batch)
+        del loss  # lives until here, and its graph with it
+        return live_bytes(profile)[-1] / 2**20
 
     def peak_gib(self, rows: list[int], variant: Variant) -> float:
         """Peak memory of a step on CPU, in GiB: models, optimizer state, and the largest sum of live allocations."""
@@ -682,7 +683,7 @@ class BenchStep:
             self.run(rows, variant)
         state = [v for s in self.trainer.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
         permanent = [*state, *(p for model in self.models for p in model.parameters())]
-        return (most_live_bytes(profile) + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
+        return (max(live_bytes(profile)) + sum(t.numel() * t.element_size() for t in permanent)) / 2**30
 
 
 def wait(device: str) -> None:
@@ -697,36 +698,11 @@ def profiled(**options: Any) -> Any:
     return torch.profiler.profile(**options)
 
 
-def most_live_bytes(profile: Any) -> int:
-    """Largest sum of the allocations of a profile that live at one time."""
-    live = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":  # positive: an allocation; negative: a release
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
-@contextlib.contextmanager
-def _saved_storages(exclude: Iterable[Any]) -> Iterator[dict[int, torch.UntypedStorage]]:
-    """
-    Collect the storages that autograd saves for backward within the block, each once, without those of `exclude`.
-
-    Yields:
-        `dict`: Storages by address; complete at the end of the block.
-    """
-    excluded = {tensor.untyped_storage().data_ptr() for tensor in exclude if isinstance(tensor, torch.Tensor)}
-    saved: dict[int, torch.UntypedStorage] = {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in excluded:
-            # The storage itself, not its size: while it lives, no other storage gets its address.
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        yield saved
+def live_bytes(profile: Any) -> list[int]:
+    """Sum of the allocations of a profile that live after each event."""
+    # A positive number of bytes is an allocation, a negative one a release.
+    changes = (event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    return [0, *accumulate(changes)]
 
 
 def _projected(gradient: torch.Tensor) -> float:
@@ -840,7 +816,7 @@ class VariantResult:
     grad_norm: float  # mean over steps
     step_seconds: list[float] = field(repr=False)
     peak_gib: float | None = None  # peak memory of the largest step
-    kept_mib: float | None = None  # saved by the graph of the largest step for its backward; on CPU only
+    kept_mib: float | None = None  # live after the forward of the largest step; on CPU only
 
 
 def measure(step: BenchStep, deadline: float | None = None) -> list[VariantResult]:
@@ -1081,7 +1057,7 @@ def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]
         others = [result for result in results if result.name == "trl" or not result.has_trls_batches]
         yield from _table(others, "s, all", lambda r: f"{r.total_seconds:.4g}")
     yield "s: median step; by tokens: TRL's padded tokens over those computed; GiB: peak memory; kept: MiB that"
-    yield "the graph of a step keeps for its backward."
+    yield "live between forward and backward."
     yield f"loss {results[0].loss:.6f}, gradient norm {results[0].grad_norm:.6f}: equal in all variants"
 
 

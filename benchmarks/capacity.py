@@ -7,8 +7,7 @@ Memory of a training step of some size: TRL, padding-free, sharing, sharing unde
 A size N is, with `grpo`, the tokens of each row of a group of 8 (7/8 of them the common prompt); with `dpo`, the pairs
 (prompts of 64 to 448 tokens, answers of 32 to 224); with `sft`, the tokens of the longest of 8 rows, beside 7 of 256.
 
-kept: the most bytes that autograd's hooks see kept for backward at one time. peak: the largest sum of live allocations
-of the step, which decides what fits into memory. Both with weights, gradients, AdamW's state and the reference;
+The peak is the largest sum of live allocations of the step, with weights, gradients, AdamW's state and the reference:
 float32 on a CPU, without gradient checkpointing.
 """
 
@@ -16,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import weakref
-from collections import Counter
 from typing import Any
 
 import bench
@@ -35,42 +32,6 @@ VARIANTS = ("trl", "padding-free", "sharing", "budget")
 METHODS = ("grpo", "dpo", "sft")
 
 GROUP = 8
-
-
-class LiveBytes:
-    """Bytes of the storages that autograd keeps for backward, now and at most; each storage counts once."""
-
-    def __init__(self, permanent: list[torch.Tensor]):
-        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in permanent}
-        self.users: Counter[int] = Counter()
-        self.now = self.most = 0
-
-    def __enter__(self) -> LiveBytes:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.hooks.__exit__(*error)
-
-    def _keep(self, tensor: torch.Tensor) -> _Kept:
-        kept, storage = _Kept(tensor), tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self.excluded:
-            self.now += size if not self.users[address] else 0
-            self.most = max(self.most, self.now)
-            self.users[address] += 1
-            weakref.finalize(kept, self._free, address, size)  # autograd drops it when its node has run backward
-        return kept
-
-    def _free(self, address: int, size: int) -> None:
-        self.users[address] -= 1
-        self.now -= size if not self.users[address] else 0
-
-
-class _Kept:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor
 
 
 # -- a step
@@ -168,8 +129,8 @@ def build_trainer(method: str, variant: str, budget: int, rows: int, shape: str)
     return trainer
 
 
-def gib_of_step(method: str, variant: str, size: int, shape: str) -> tuple[float, float]:
-    """GiB of a step as they are counted, and its peak."""
+def peak_gib(method: str, variant: str, size: int, shape: str) -> float:
+    """GiB of a step at its peak."""
     # A budget of one row, and for DPO the page's: a part cannot be smaller than a row.
     budget = {"grpo": size, "dpo": 4096, "sft": size}[method]
     trainer = build_trainer(method, variant, budget, size if method == "dpo" else GROUP, shape)
@@ -180,12 +141,9 @@ def gib_of_step(method: str, variant: str, size: int, shape: str) -> tuple[float
         permanent += sum(p.numel() * p.element_size() for p in trainer.ref_model.parameters())
     for p in weights:  # they are permanent, and no allocation of the step
         p.grad = torch.zeros_like(p)
-    with (
-        bench.profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
-        LiveBytes([*weights, *batch.values()]) as kept,
-    ):
+    with bench.profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trainer.training_step(trainer.model, batch, None)
-    return (permanent + kept.most) / 2**30, (permanent + bench.most_live_bytes(profile)) / 2**30
+    return (permanent + max(bench.live_bytes(profile))) / 2**30
 
 
 def main() -> None:
@@ -197,8 +155,8 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     for variant in [options.variant] if options.variant else VARIANTS:
-        figures = gib_of_step(options.method, variant, options.size, options.shape)
-        print("{:12} kept {:6.2f} GiB  peak {:6.2f} GiB".format(variant, *figures), flush=True)
+        gib = peak_gib(options.method, variant, options.size, options.shape)
+        print(f"{variant:12} peak {gib:6.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

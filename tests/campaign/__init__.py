@@ -8,83 +8,47 @@ error in words, which is as good), or raises what it broke on.
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 
-__all__ = ["HELD", "PARTS", "REFUSED", "Outcome", "run_part"]
+__all__ = ["HELD", "PARTS", "REFUSED", "Part", "run_part"]
 
 HELD, REFUSED = "held", "refused"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the campaign: what is tried, how often in a whole campaign and in every run of the tests."""
+class Part(NamedTuple):
+    """A part of the campaign, with its draws in a whole campaign and in every run of the tests."""
 
     module: str
-    what: str
     full: int
     short: int
 
 
-PARTS = [
-    Part("layouts", "layouts against a brute-force oracle", 2_000, 40),
-    Part("calls", "model x configuration x call against the padded computation", 100, 3),
-    Part("kills", "SIGKILLs, half of them while saving, resumed to the same trajectory", 3, 0),
-]
-
-
-@dataclass
-class Outcome:
-    """Results of the draws of a part."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    broken: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def tried(self) -> int:
-        return sum(self.counts.values())
+PARTS = [Part("layouts", 2_000, 40), Part("calls", 100, 3), Part("kills", 3, 0)]
 
 
 def run_part(
-    part: Part, count: int, seed: int, folder: Path, say: Callable[[str], object] = print, limit: float | None = None
-) -> Outcome:
-    """
-    Draw and attempt.
-
-    Args:
-        part (`Part`):
-            Which.
-        count (`int`):
-            Number of draws.
-        seed (`int`):
-            Seed of the first draw; each draw adds one.
-        folder (`Path`):
-            Each draw has a folder in it.
-        say (`Callable`):
-            Receives what each draw that breaks says: its seed, its error and its case.
-        limit (`float`, *optional*):
-            Seconds after which no draw is begun.
-    """
-    module = import_module(f"campaign.{part.module}")
-    outcome, begin = Outcome(), time.perf_counter()
+    part: Part, count: int, seed: int, folder: Path, limit: float = math.inf
+) -> tuple[Counter[str], list[str]]:
+    """Outcomes of `count` draws, begun within `limit` seconds; and the seed, error and case of each one that broke."""
+    module, begin = import_module(f"campaign.{part.module}"), time.perf_counter()
+    counts: Counter[str] = Counter()
+    broken: list[str] = []
     for number in range(seed, seed + count):
-        if limit is not None and time.perf_counter() - begin > limit:
+        if time.perf_counter() - begin > limit:
             break
         case = json.loads(json.dumps(module.draw(random.Random(number))))
-        place = folder / f"{part.module}-{number}"
+        place = folder / f"{part.module}-{number}"  # each draw has a folder
         place.mkdir(parents=True)
         try:
-            outcome.counts[module.attempt(case, place)] += 1
+            counts[module.attempt(case, place)] += 1
         except Exception as error:
-            outcome.counts["broke"] += 1
-            outcome.broken.append(f"Draw {number} of {part.module} broke: {type(error).__name__}: {error}\n{case}")
-            say(outcome.broken[-1])
-    outcome.seconds = time.perf_counter() - begin
-    return outcome
+            broken.append(f"Draw {number} of {part.module} broke: {type(error).__name__}: {error}\n{case}")
+            print(broken[-1], flush=True)
+    return counts, broken

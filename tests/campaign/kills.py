@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from campaign import HELD
 from kit import processes
+from kit.budget_runs import build_data
+from kit.methods import make_trainer
+from kit.trainer_runs import build_model
 from safetensors.torch import load_file
+
+import trl_padfix
 
 
 STEPS, EPOCH = 10, 3
@@ -73,7 +78,7 @@ def outcome(run: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tenso
 
 
 def launch(set_up: str, run: Path, resume: str = "none") -> subprocess.Popen:
-    target = ["campaign.killed_run", str(run), resume, json.dumps(SET_UPS[set_up])]
+    target = ["campaign.kills", str(run), resume, json.dumps(SET_UPS[set_up])]
     command = [sys.executable, processes.__file__, *target]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
@@ -100,3 +105,16 @@ def kill(process: subprocess.Popen) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+
+
+def main(run: str, resume: str, config: str) -> None:
+    """The training that is killed."""
+    own = json.loads(config)
+    data = build_data("DPO").select(range(4 * EPOCH))
+    settings = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 3, "max_length": 26}
+    settings |= {"per_device_train_batch_size": 4, "padding_free": True, "prefix_sharing": True}
+    settings |= {"disable_dropout": False}
+    given = settings | own | {"model": build_model(attention_dropout=0.1), "train_dataset": data}
+    trainer = make_trainer(trl_padfix, "DPO", run, **given)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(run)

@@ -156,27 +156,18 @@ def test_the_comparison_notices_rows_that_attend_across(implementation):
 
 def test_flash_attention_is_one_call_of_the_layouts_segments(flash_calls):
     layout, _ = layout_of("mixed", sharing=True)
-    module = attention_module("mistral", "flash_attention_2")
+    states = random_states(layout)
+    assert states[0].is_contiguous()  # head by head, as partial rotary embeddings leave them
 
     flash_calls.clear()
-    attend(module, random_states(layout), layout, sliding_window=4)
+    attend(attention_module("mistral", "flash_attention_2"), states, layout, sliding_window=4)
 
     (call,) = flash_calls
     assert (call.total_q, call.total_k) == (layout.packed_tokens, layout.key_index.numel())
     assert call.segments == len(layout.queries.lengths)
     assert call.causal
     assert call.window_size[0] == 3
-
-
-def test_flash_attention_is_given_states_token_by_token(flash_calls):
-    layout, _ = layout_of("mixed", sharing=True)
-    states = random_states(layout)
-    assert states[0].is_contiguous()  # head by head, as partial rotary embeddings leave them
-
-    flash_calls.clear()
-    attend(attention_module("qwen2", "flash_attention_2"), states, layout)
-
-    assert flash_calls[0].token_by_token  # flash-attn's Triton backend gets gradients wrong otherwise
+    assert call.token_by_token  # flash-attn's Triton backend gets gradients wrong otherwise
 
 
 @pytest.mark.parametrize(("asked", "instead"), [({"sliding_window": 4}, "sdpa"), ({"softcap": 5.0}, "eager")], ids=str)
@@ -379,15 +370,3 @@ def test_flash_attention_refuses_chunks_that_a_row_exceeds():
     with pytest.raises(PaddingRemovalError, match=r"in chunks of 13 tokens and a row of the batch spans 14;.*'sdpa'"):
         attend(module, random_states(layout), layout, PackedMask(chunk=13))
     assert_attends_like_dense(module, layout, mask, PackedMask(chunk=14))
-
-
-def test_what_a_layout_accounts_for_is_accepted():
-    layout, mask = layout_of("right", sharing=False)
-    per_token = torch.zeros(1, layout.packed_tokens)
-    known = {"position_ids": per_token, "cache_position": per_token[0], "position_embeddings": (per_token, per_token)}
-    states = random_states(layout)
-
-    got = attend(attention_module(), states, layout, use_cache=False, is_causal=True, dropout=0.0, **known)
-
-    expected = dense_attention([x.double() for x in states], layout, mask).detach()
-    assert_close(unpack(got.detach(), layout)[mask.bool()], expected, terms=COLUMNS, depth=8)

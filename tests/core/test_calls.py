@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 
 import pytest
 import torch
 import transformers
-from kit.cells import MATRIX
 from kit.tolerance import rounding
 from zoo.models import CONFIGS, batch, build
 
@@ -30,102 +28,60 @@ def models_of(sharing: str) -> list[transformers.PreTrainedModel]:
     return pair
 
 
-def wrong_calls(models: list[transformers.PreTrainedModel], times: int) -> tuple[int, list[BaseException]]:
-    """Calls of two threads at once that give other logits than a padded call, and what they raise."""
-    wrong, errors, begin = [], [], threading.Barrier(2)
-    work = []
-    for model, side in zip(models, ("left", "right"), strict=True):
-        ids, mask = batch(side)
-        rows = slice(0, 3) if side == "left" else slice(2, 7)
-        ids, mask = ids[rows], mask[rows]
-        with torch.no_grad():
-            work.append((model, ids, mask, model(ids, attention_mask=mask, use_cache=False).logits))
-
-    def run(model, ids, mask, expected) -> None:
-        begin.wait()
-        for _ in range(times):
-            try:
-                with torch.no_grad():
-                    found = model(ids, attention_mask=mask).logits
-                if (found - expected)[mask.bool()].abs().max() > rounding(expected):
-                    wrong.append(1)
-            except Exception as error:
-                errors.append(error)
-
-    with contextlib.ExitStack() as stack:
-        for model in dict.fromkeys(models):
-            stack.enter_context(remove_padding(model, prefix_sharing=True))
-        threads = [threading.Thread(target=run, args=given) for given in work]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return len(wrong), errors
-
-
-@pytest.fixture
-def _eager_switching():
-    """Threads that take turns within a forward, and not after many."""
-    saved = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(saved)
-
-
-@pytest.mark.usefixtures("_eager_switching")
-@pytest.mark.parametrize(
-    ("sharing", "times"),
-    [("one model", 30), ("two models", 30), ("a shared config", 30), pytest.param("one model", 500, marks=MATRIX)],
-)
-def test_two_threads_give_the_numbers_of_one(sharing, times):
-    models = models_of(sharing)
-    configs = [dict(vars(model.config)) for model in models]
-    search = transformers.masking_utils.find_packed_sequence_indices
-
-    assert wrong_calls(models, times) == (0, [])
-
-    for model, config in zip(models, configs, strict=True):
-        assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
-        assert dict(vars(model.config)) == config
-    found = transformers.masking_utils.find_packed_sequence_indices
-    # An attachment of a test before this one may have gone in between, and put the original back.
-    assert found is search or found.__module__ == "transformers.masking_utils"
-
-
-def disturbs_a_padded_forward(models: list[transformers.PreTrainedModel]) -> bool:
-    """Whether a padded forward fails, or gives other logits, while another thread is within a packed one."""
+def disturbs(models: list[transformers.PreTrainedModel], other_packs: bool, here_packs: bool) -> bool:
+    """
+    Whether a forward fails, gives other logits or is computed in another mode, while another thread is in the middle
+    of one; each is packed, or padded within `disabled()`.
+    """
+    there, here = models
     ids, mask = batch("left")
-    packing, padded = models
+    own_ids, own_mask = batch("right")
     with torch.no_grad():
-        expected = padded(ids, attention_mask=mask).logits
-    inside, done, here = threading.Event(), threading.Event(), threading.current_thread()
+        expected = here(own_ids, attention_mask=own_mask, use_cache=False).logits
+    inside, done, thread_here = threading.Event(), threading.Event(), threading.current_thread()
 
     def pause(module, args) -> None:
-        if threading.current_thread() is not here:
+        if threading.current_thread() is not thread_here:
             inside.set()
             done.wait()
 
-    hook = packing.model.layers[0].self_attn.q_proj.register_forward_pre_hook(pause)
-    with remove_padding(packing) as handle:
-        thread = threading.Thread(target=packing, args=(ids, mask))
+    hook = there.model.layers[0].self_attn.q_proj.register_forward_pre_hook(pause)
+    with contextlib.ExitStack() as stack:
+        handles = {model: stack.enter_context(remove_padding(model, prefix_sharing=True)) for model in {there, here}}
+
+        def run(model, packs, ids, mask) -> torch.Tensor:
+            with contextlib.nullcontext() if packs else handles[model].disabled(), torch.no_grad():
+                return model(ids, attention_mask=mask).logits
+
+        thread = threading.Thread(target=run, args=(there, other_packs, ids, mask))
         thread.start()
         inside.wait()
+        before = handles[here].stats.forwards
         try:
-            with handle.disabled(), torch.no_grad():
-                found = padded(ids, attention_mask=mask).logits
+            found = run(here, here_packs, own_ids, own_mask)
         except Exception:
             return True
         finally:
+            packed = handles[here].stats.forwards - before
             done.set()
             thread.join()
             hook.remove()
-    return bool((found - expected)[mask.bool()].abs().max() > rounding(expected))
+    return packed != here_packs or bool((found - expected)[own_mask.bool()].abs().max() > rounding(expected))
+
+
+@pytest.mark.parametrize("sharing", ["one model", "two models", "a shared config"])
+def test_a_forward_beside_another_one_is_as_alone(sharing):
+    for other_packs, here_packs in ((True, True), (True, False), (False, True)):
+        models = models_of(sharing)
+        configs = [dict(vars(model.config)) for model in models]
+        assert not disturbs(models, other_packs, here_packs)
+        assert [dict(vars(model.config)) for model in models] == configs
+        assert not [name for model in models for name, module in model.named_modules() if "forward" in vars(module)]
 
 
 @pytest.mark.parametrize("sharing", ["one model", "a shared config"])
-def test_a_padded_forward_beside_a_packed_one_is_as_alone(sharing, monkeypatch):
-    assert not disturbs_a_padded_forward(models_of(sharing))
-    # The negative control: what this package did before, an implementation swapped in the config for the forward.
+def test_an_implementation_swapped_in_the_config_for_the_forward_disturbs(sharing, monkeypatch):
+    """The control: what this package did before."""
     bound = views.bound_to_view
 
     def swapping(module, forward, **overrides):
@@ -143,25 +99,4 @@ def test_a_padded_forward_beside_a_packed_one_is_as_alone(sharing, monkeypatch):
         return call
 
     monkeypatch.setattr(patching, "bound_to_view", swapping)
-    assert disturbs_a_padded_forward(models_of(sharing))
-
-
-def test_a_thread_that_switches_removal_off_switches_it_off_for_itself():
-    model = build("qwen2")
-    ids, mask = batch("right")
-    inside, done = threading.Event(), threading.Event()
-    with remove_padding(model) as attached:
-
-        def padded() -> None:
-            with attached.disabled():
-                inside.set()
-                done.wait()
-
-        thread = threading.Thread(target=padded)
-        thread.start()
-        inside.wait()
-        with torch.no_grad():
-            model(ids, attention_mask=mask)
-        assert attached.stats.packed_tokens == mask.sum()
-        done.set()
-        thread.join()
+    assert disturbs(models_of(sharing), True, False)

@@ -101,10 +101,8 @@ def test_a_batch_is_continued_as_each_prompt_alone(name, implementation, side):
     assert len(set(map(tuple, expected.tolist()))) > 3  # the prompts matter
 
 
-@pytest.mark.parametrize(("name", "implementation"), SUPPORTED[:1])
-def test_right_padded_generation_without_the_package_gives_other_tokens(name, implementation):
-    # Router logits are for a balancing loss, on which a batch in generation fails; `generate` leaves them out.
-    model = build(name, implementation, **({"output_router_logits": False} if name == "qwen3_moe" else {}))
+def test_right_padded_generation_without_the_package_gives_other_tokens():
+    model = build("qwen2")
     ids, mask = batch("right")
     plain = model.generate(ids, attention_mask=mask, **SETTINGS)
     assert not torch.equal(new_tokens(plain, ids.shape[1]), alone(model, ids, mask))
@@ -114,7 +112,7 @@ def test_right_padded_generation_without_the_package_gives_other_tokens(name, im
     ("name", "use_cache", "sharing"), [("qwen2", True, True), ("qwen2", False, True), ("gpt2", False, False)]
 )
 def test_attached_padding_removal_changes_nothing_and_stays(name, use_cache, sharing):
-    model = build(name, "eager" if name == "gemma2" else "sdpa")
+    model = build(name, "sdpa")
     ids, mask = batch("right")
     expected = alone(model, ids, mask)
     with remove_padding(model, prefix_sharing=sharing) as handle:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import by_turns
-from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo.model_numbers import assert_same_numbers, gradients, padded_numbers, weighted_sum
 from zoo.models import SUPPORTED, batch, build, real_logps
@@ -126,18 +125,6 @@ def test_the_equality_can_fail(monkeypatch):
         assert_same_numbers(got, expected)
     with remove_padding(model):
         assert_same_numbers(numbers(model, packed(ids, mask), ids, mask), expected)
-
-
-def test_several_packed_rows_in_a_batch_are_kept_apart():
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15, 16]])
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
-    model = build("qwen2")
-    with torch.no_grad(), remove_padding(model):
-        got = model(ids, position_ids=positions).logits
-    with torch.no_grad():
-        for row, column in ((0, slice(0, 3)), (0, slice(3, 6)), (1, slice(0, 2)), (1, slice(2, 6))):
-            alone = model(ids[row : row + 1, column]).logits[0]
-            assert_close(got[row, column], alone, terms=64, depth=24)
 
 
 def test_a_mask_beside_bounds_is_left_to_the_model():

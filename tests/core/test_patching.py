@@ -18,7 +18,7 @@ from zoo.models import PAD, batch, build
 
 from trl_padfix import remove_padding
 from trl_padfix.core.model import patching
-from trl_padfix.core.model.patching import ForwardPatch, patches_on
+from trl_padfix.core.model.patching import patches_on
 from trl_padfix.core.remove import attachment_of
 
 
@@ -49,26 +49,6 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["decoder", "tokens"])
-def test_each_patch_runs_as_often_in_mixed_precision(kind, monkeypatch):
-    """Of language models and classifiers, with adapters too, `trainers/test_base_defaults.py` counts the calls."""
-
-    def runs(precision):
-        counted, own = [], ForwardPatch.__call__
-
-        def counting(patch, *args, **kwargs):
-            counted.append(type(patch).__name__)
-            return own(patch, *args, **kwargs)
-
-        model = build("qwen2", **KINDS[kind])
-        with monkeypatch.context() as patch, remove_padding(model, prefix_sharing=True):
-            patch.setattr(ForwardPatch, "__call__", counting)
-            call(prepare(model, precision))
-        return counted
-
-    assert runs("bf16") == runs("no") != []
-
-
 def test_a_classifier_scores_the_last_token_as_asked_for():
     """Rows that end in the pad token; each row alone, by the last token of its mask."""
     ids = IDS.clone()
@@ -86,17 +66,6 @@ def test_a_classifier_scores_the_last_token_as_asked_for():
     limit = torch.finfo(torch.bfloat16).eps * 8 * want.abs().max()
     assert (found - want).abs().max() <= limit
     assert (padded - want).abs().max() > 10 * limit
-
-
-def test_labels_that_follow_padding_are_computed_padded():
-    ids, mask = batch("left")
-    labels = ids.masked_fill(mask == 0, -100)  # the first token of each row, too
-    given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    want = prepare(build("qwen2"), "bf16")(**given).loss
-    model = build("qwen2")
-    handle = remove_padding(model)
-    assert torch.equal(prepare(model, "bf16")(**given).loss, want)
-    assert handle.stats.padded_forwards == 1
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("causal", "bf16"), ("decoder", "no")])

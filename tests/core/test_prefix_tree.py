@@ -2,12 +2,10 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_padfix import prefix_sharing_layout
 from trl_padfix.core.layout.prefix_tree import sort_by_keys
 
 
@@ -32,13 +30,3 @@ def test_several_keys_tell_tokens_apart():
     ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
     assert sort_by_keys([ids], [2, 2]).shared == [0, 2]
     assert sort_by_keys([places, ids], [2, 2]).shared == [0, 1]
-
-
-@pytest.mark.parametrize("rows", [64, 256])
-def test_a_large_tree_has_each_prefix_once(rows):
-    """Rows of many levels: every prefix once, and every key in its place."""
-    ids = torch.arange(rows)[:, None] // torch.tensor([rows, 32, 16, 8, 8, 4, 2, 1]) + 3
-    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
-    assert layout.packed_tokens == len({tuple(row[: i + 1]) for row in ids.tolist() for i in range(8)})
-    keys = torch.cat([layout.source.view(rows, 8)[row] for row in range(rows)])
-    assert torch.equal(layout.key_index, keys)

@@ -96,16 +96,6 @@ def test_a_batch_with_nothing_to_pack_is_given_its_masks():
         assert handle.stats.packed_tokens == handle.stats.padded_tokens
 
 
-def test_other_images_at_the_same_place_are_other_prefixes():
-    vision = build_vision("gemma3")
-    rows = [Row((3, -1, 4, 5)), Row((3, -7, 4, 6)), Row((3, -1, 4, 7, 8))]
-    batch = collate(vision, rows)
-    expected = alone(vision, rows)[0]
-    with remove_padding(vision.model, prefix_sharing=True) as handle, torch.no_grad():
-        assert_close(logps(vision.model, batch), expected, terms=64, depth=24)
-        assert handle.stats.packed_tokens == batch.distinct
-
-
 def test_an_attention_that_knows_no_such_mask_is_refused(monkeypatch):
     vision = build_vision("gemma3")
     monkeypatch.setattr("trl_padfix.core.attention.attention._is_flash", lambda name: True)

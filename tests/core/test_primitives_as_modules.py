@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import MethodType
 
 import pytest
 from torch import nn
@@ -46,18 +45,6 @@ def test_the_arguments_of_a_kernel_are_read_through_its_module(rule):
 
 def of_the_hub(self, q, k, v, g, beta, initial_state=None, output_final_state=False, seq_bounds=None):
     raise AssertionError("never called")
-
-
-def test_a_kernel_that_is_put_into_the_module_later_is_read_too(rule):
-    """As `kernelize` does, whatever was known of the module before."""
-    before = kernel_parameters(rule)
-    rule.forward = MethodType(of_the_hub, rule)
-    assert "seq_bounds" in kernel_parameters(rule)
-    # Of a function of the Hub, `kernels` makes a module as well.
-    rule.forward = MethodType(kernels._create_func_module(chunk_gated_delta_rule).forward, rule)
-    assert kernel_parameters(rule) == set(inspect.signature(chunk_gated_delta_rule).parameters)
-    rule.forward = MethodType(type(rule).forward, rule)  # its fallback
-    assert kernel_parameters(rule) == before
 
 
 @pytest.mark.parametrize("signature", [None, inspect.signature(of_the_hub)])

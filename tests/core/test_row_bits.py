@@ -2,14 +2,15 @@
 The bits of a row: its log-probabilities are the same to the last bit beside other rows and alone.
 
 This is promised where a product does not depend on its number of rows: with AVX-512 on one thread, and with
-`MKL_CBWR=AVX512,STRICT` or `AVX2,STRICT`. `products_have_one_order` tries it; elsewhere the tests are skipped.
+`MKL_CBWR=AVX512,STRICT` or `AVX2,STRICT`. `kit.row_bits` tries it; elsewhere the tests are skipped.
 """
 
+import os
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as functional
+from kit.row_bits import SIZE, skip_without_one_order
 from kit.trainer_runs import build_model
 from torch.nn.utils.rnn import pad_sequence
 
@@ -17,13 +18,15 @@ import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
 
 
+# The weights, and what autocast computes in.
 PRECISIONS = {
-    "float32": (torch.float32, False),
-    "bf16": (torch.float32, True),  # TRL's default: autocast
-    "bf16 weights": (torch.bfloat16, False),
+    "float32": (torch.float32, None),
+    "bf16": (torch.float32, torch.bfloat16),  # TRL's default
+    "bf16 weights": (torch.bfloat16, None),
+    "fp16": (torch.float32, torch.float16),
+    "fp16 weights": (torch.float16, None),
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 150, "max_window_layers": 0}
-SIZE = 64
 # Tokens before and after the end of the shared prefix. The prefixes are nested: few new tokens, ends within 16 keys of
 # the prefix, and lengths on both sides of 192, 384 and 512 keys.
 LENGTHS = [(101, 7), (101, 103), (60, 400), (190, 1), (190, 2), (190, 430), (400, 50), (400, 230), (540, 90)]
@@ -35,22 +38,9 @@ def rows() -> list[torch.Tensor]:
     return [torch.cat([prefix[:n], torch.randint(2, 38, (own,), generator=draw)]) for n, own in LENGTHS]
 
 
-def products_have_one_order() -> bool:
-    """Whether products of the sizes of the model and of its attention give a row the same bits in every batch."""
-    draw = torch.Generator().manual_seed(0)
-    for inputs, outputs in ((SIZE, SIZE), (SIZE, 2 * SIZE), (2 * SIZE, SIZE), (SIZE, 40), (16, 192), (192, 16)):
-        weight = torch.randn(outputs, inputs, generator=draw)
-        states = torch.randn(700, inputs, generator=draw)
-        expected = functional.linear(states, weight)
-        if not all(torch.equal(functional.linear(states[:n], weight), expected[:n]) for n in range(16, 700, 13)):
-            return False
-    return True
-
-
 @pytest.fixture(autouse=True)
 def machine():
-    if not products_have_one_order():
-        pytest.skip("this machine's float32 products depend on their number of rows; try MKL_CBWR=AVX2,STRICT")
+    skip_without_one_order()
 
 
 def model_of(precision: str, **config) -> torch.nn.Module:
@@ -58,13 +48,14 @@ def model_of(precision: str, **config) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def log_probs(model, batches: list[list[int]], precision: str, **settings) -> dict[int, torch.Tensor]:
+def log_probs(model, batches: list[list[int]], precision: str, all_rows=None, **settings) -> dict[int, torch.Tensor]:
     """The log-probabilities of the tokens of each row, computed in these batches of rows; plain without settings."""
+    all_rows = rows() if all_rows is None else all_rows
     attached = remove_padding(model, **settings) if settings else nullcontext()
-    found = {}
-    with attached, torch.autocast("cpu", torch.bfloat16, enabled=PRECISIONS[precision][1]):
+    found, dtype = {}, PRECISIONS[precision][1]
+    with attached, torch.autocast("cpu", dtype, enabled=dtype is not None):
         for batch in batches:
-            chosen = [rows()[i] for i in batch]
+            chosen = [all_rows[i] for i in batch]
             ids = pad_sequence(chosen, batch_first=True)
             mask = pad_sequence([torch.ones_like(row) for row in chosen], batch_first=True)
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -126,3 +117,23 @@ def test_without_the_filled_keys_bits_are_lost(monkeypatch):
     monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
     alone = log_probs(model, ALONE, "float32", prefix_sharing=True)
     assert unequal(log_probs(model, BATCHES["all"], "float32", prefix_sharing=True), alone)
+
+
+SHORT = [5, 16, 2, 9, 30, 3]
+"""Lengths of rows of which most have fewer than 16 tokens; they begin alike."""
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+def test_short_rows_keep_their_bits_in_packed_rows_of_a_multiple_of_16(sharing):
+    model = model_of("float32")
+    short = [torch.cat([rows()[0][: length // 2], rows()[-1][-length + length // 2 :]]) for length in SHORT]
+    lone, batches = [[i] for i in range(len(short))], [[*range(len(short))], [4, 0], [2, 5, 1], [3]]
+
+    def bits(batches, **settings):
+        return log_probs(model, batches, "float32", short, prefix_sharing=sharing, **settings)
+
+    alone = bits(lone, packed_multiple_of=16)
+    for chosen in (batches[:1], batches[1:]):
+        assert unequal(bits(chosen, packed_multiple_of=16), alone) == {}
+    if not os.environ.get("MKL_CBWR"):  # the control: rows of fewer than 16 tokens
+        assert unequal(bits(lone), alone)

@@ -1,43 +1,17 @@
 """Attention segment by segment: what its graph keeps on a CPU, and the precision of the gradients of shared keys."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as functional
 from kit.trainer_runs import build_model
+from torch.multiprocessing.reductions import StorageWeakRef
 from zoo.gpu_models import pairs
 
 import trl_padfix.core.attention.segments as kernels
 from trl_padfix import prefix_sharing_layout, remove_padding
-
-
-def kept(sharing: bool, shared: int = 1, **config) -> int:
-    """Bytes that the graph of a forward keeps, for rows of nearly one length that share their first tokens."""
-    model = build_model(num_hidden_layers=4, hidden_size=64, **config)
-    ids = torch.randint(2, 38, (8, 40), generator=torch.Generator().manual_seed(0))
-    ids[:, :shared] = 0
-    mask = (torch.arange(40) < torch.tensor([40, 39, 38, 40, 37, 40, 39, 36])[:, None]).long()
-    found, alive = {}, []
-
-    def keep(tensor):
-        alive.append(tensor.untyped_storage())
-        found[alive[-1].data_ptr()] = alive[-1].nbytes()
-        return tensor
-
-    with remove_padding(model, prefix_sharing=sharing):
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.square().mean()
-        loss.backward()
-    return sum(found.values())
-
-
-@pytest.mark.parametrize("config", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
-def test_sharing_one_token_keeps_no_more_than_sharing_none(config, monkeypatch):
-    assert kept(sharing=True, **config) <= kept(sharing=False, **config)
-    # Rows that share most of what they are need masks. As it was: one of booleans for every layer, and keys copied for
-    # every head of their group.
-    now = kept(sharing=True, shared=24, **config)
-    monkeypatch.setattr(kernels, "sdpa_attention_forward", None)
-    assert kept(sharing=True, shared=24, **config) > 1.02 * now
 
 
 @pytest.mark.parametrize("config", [{}, {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}])
@@ -98,3 +72,62 @@ def test_gradients_of_shared_keys_are_one_sum_in_float32():
     for token, row in zip(layout.key_index.tolist(), upstream, strict=True):
         running[token] += row
     assert relative_error(running) > 1e-2
+
+
+# -- copies of keys
+
+
+def shared_step(
+    monkeypatch: pytest.MonkeyPatch, copies: int, *, before_backward: Callable = lambda keys: None, **config: Any
+) -> tuple[torch.Tensor, int]:
+    """The gradients of a batch with a shared prompt, and how many gathered copies live after its forward."""
+    monkeypatch.setattr(kernels, "COPIES", copies)
+    gathered, keys, original = [], [], kernels.gather_keys
+
+    def gather(layout, *states):
+        keys.extend(states)
+        found = original(layout, *states)
+        gathered.extend(StorageWeakRef(x.untyped_storage()) for x in found)
+        return found
+
+    monkeypatch.setattr(kernels, "gather_keys", gather)
+    model = build_model(num_hidden_layers=2, **config).to(torch.bfloat16)
+    ids = torch.randint(2, 38, (4, 47), generator=torch.Generator().manual_seed(0))
+    ids[:, :36] = ids[0, :36]
+    with remove_padding(model, prefix_sharing=True):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        alive = sum(not copy.expired() for copy in gathered)
+        before_backward(keys)
+        logits.float().square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()]), alive
+
+
+@pytest.mark.parametrize("config", [{}, {"attn_implementation": "eager"}, {"sliding_window": 7}])
+def test_backward_gathers_copied_keys_again_with_the_same_bits(config, monkeypatch):
+    if "sliding_window" in config:
+        config = config | {"use_sliding_window": True, "max_window_layers": 0}
+    gradients, alive = shared_step(monkeypatch, 0, **config)
+    with_copies, copies = shared_step(monkeypatch, 10**6, **config)
+    assert torch.equal(gradients, with_copies)
+    # Keys and values of two layers; the eager function keeps copies of its own, one for each head.
+    assert (alive, copies) == (0, 0 if "attn_implementation" in config else 4)
+
+
+def test_hooks_of_others_decide_what_is_kept(monkeypatch):
+    """A checkpoint, or offloading, sees all tensors that it would see without this package's hooks."""
+    with torch.autograd.graph.save_on_cpu():
+        gradients, _ = shared_step(monkeypatch, 0)
+    model = []
+    monkeypatch.setattr(kernels, "_Regathered", lambda *args: model.append(args))
+    with torch.autograd.graph.save_on_cpu():
+        torch.testing.assert_close(shared_step(monkeypatch, 0)[0], gradients, rtol=0, atol=0)
+    assert not model
+
+
+def test_keys_that_were_modified_before_backward_are_an_error(monkeypatch):
+    def modify(keys: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            keys[0].mul_(2)
+
+    with pytest.raises(RuntimeError, match="modified in place"):
+        shared_step(monkeypatch, 0, before_backward=modify)

@@ -15,7 +15,8 @@ from zoo.families import build as build_family
 from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding, split_rows
-from trl_padfix.core.attention.segments import attend_by_segment
+from trl_padfix.core.attention.segments import attend_by_segment, gather_keys
+from trl_padfix.core.layout.layout import Layout
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
 from trl_padfix.core.parallel.local import LocalLabels
@@ -26,10 +27,10 @@ FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]
 TOLERANCE = {"loss": 2e-6, "values": 3e-5, "gradients": 3e-5}
 
 
-def launched(processes: int, models: list[str], broken: str = "", run: str = "split_runs") -> list[dict[str, Any]]:
+def launched(processes: int, models: list[str], broken: str = "") -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     script = str(ROOT / "tests/kit/processes.py")
-    done = run_processes([*command, script, f"kit.{run}", *models], {"BROKEN": broken}, timeout=900)
+    done = run_processes([*command, script, "kit.split_runs", *models], {"BROKEN": broken}, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -73,30 +74,6 @@ def test_a_missing_factor_and_a_wrong_slice_are_seen(broken):
     cases, reports = ([c for c in found if c["case"][1] == "pairs"], [c["parity"] for c in found if c["parity"]])
     assert all(misses(case) for case in cases)
     assert not any(report["ok"] for report in reports)
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "families"), [(2, ["qwen3_vl", "gemma3"]), (4, ["qwen3_vl"])])
-def test_rows_with_images_are_split(processes, families):
-    """Towers run whole on each process; features of all layers go with their tokens (Qwen3-VL)."""
-    cases = launched(processes, families, run="split_images")
-    assert len(cases) == 3 * len(families)
-    for case in cases:
-        assert case["logits"] < 2e-5, case
-        assert case["gradients"] < 1e-4, case
-        assert case["padded"] == 0
-        assert sum(case["entered"]) == case["packed"]
-        assert case["packed"] >= processes
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_a_wrong_slice_of_images_is_seen():
-    found = launched(2, ["qwen3_vl"], "cp_layout", run="split_images")
-    cases = [case for case in found if case["case"][1] == "long"]
-    assert min(case["gradients"] for case in cases) > 0.01
-    assert min(case["logits"] for case in cases) > 0.01
 
 
 def layout_of(*rows: list[int]) -> Any:
@@ -160,10 +137,14 @@ def test_whole_rows_see_the_keys_that_they_see_in_the_full_row(window):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, EVEN.packed_tokens, 8, generator=draw) for _ in range(3))
     arguments: Any = {"sliding_window": window}
-    full = attend_by_segment(attend, SimpleNamespace(), query, key, value, EVEN, arguments, is_eager=False)
+
+    def attended(layout: Layout, query: torch.Tensor, *keys: torch.Tensor) -> torch.Tensor:
+        states = query, *gather_keys(layout, *keys)
+        return attend_by_segment(attend, SimpleNamespace(), *states, layout, arguments, is_eager=False)
+
+    full = attended(EVEN, query, key, value)
     for part in cp_layout_of(EVEN, 3, whole_rows=True):
-        states = [part.local(x, 2) for x in (query, key, value)]
-        own = attend_by_segment(attend, SimpleNamespace(), *states, part.local_layout, arguments, is_eager=False)
+        own = attended(part.local_layout, *(part.local(x, 2) for x in (query, key, value)))
         torch.testing.assert_close(own, part.local(full, 1))
         assert not torch.allclose(own, part.local(full.roll(1, 1), 1))
 

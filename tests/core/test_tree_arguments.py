@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kit.cells import by_turns, slow_but
 from kit.rollouts import (
-    VOCABULARY,
     build_samples,
     distinct_tokens,
     loss_of_rows,
@@ -18,9 +16,7 @@ from kit.rollouts import (
     tree_loss,
     tree_row,
 )
-from kit.tolerance import assert_close, tolerance
-from simulated_gpu.reference_flash_attn import flash_attn_varlen_func
-from trl.experimental.async_grpo import packing
+from kit.tolerance import tolerance
 from trl.trainer.utils import add_fused_lm_head
 from zoo.families import build as build_family
 from zoo.model_numbers import gradients
@@ -182,24 +178,3 @@ def test_a_layout_gives_its_tree_and_reads_it_again():
     assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
     assert torch.equal(again.positions, layout.positions[again.packed_index])
     assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == (layout.queries.longest, layout.keys.longest)
-
-
-def test_trl_attention_computes_a_layout_of_ours(monkeypatch):
-    model, samples = policy("qwen2"), build_samples()
-    width = max(len(sample["input_ids"]) for sample in samples)
-    ids, mask = torch.zeros(2, len(samples), width, dtype=torch.long)
-    for row, sample in enumerate(samples):
-        length = len(sample["input_ids"])
-        ids[row, :length], mask[row, :length] = torch.tensor(sample["input_ids"]), 1
-    layout = prefix_sharing_layout(ids, mask)
-    row = ids.flatten()[layout.packed_index][None]
-    with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask).logits.flatten(0, 1)[layout.packed_index]
-        monkeypatch.setattr(
-            packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-        )
-        packing.register_tree_attention()
-        model.set_attn_implementation(packing.TREE_ATTENTION)
-        logits = model(input_ids=row, position_ids=layout.positions[None], **layout.tree_arguments()).logits[0]
-    assert_close(logits, expected, terms=64, depth=24)
-    assert logits.shape[1] == VOCABULARY

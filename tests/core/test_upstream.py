@@ -46,9 +46,9 @@ GONE = [
 
 def test_a_name_that_is_gone_or_another_is_said_with_its_place():
     for place, name in GONE:
-        (said,) = unmet([Upstream("", place, name, "", "reduces gradients")])
+        (said,) = unmet([Upstream(place, name, "", "reduces gradients")])
         assert said == f"`{name}` of `{place}` is not there or not what it was (reduces gradients)."
-        assert unmet([Upstream("", place, name, "transformers>=6", "")]) == []
+        assert unmet([Upstream(place, name, "transformers>=6", "")]) == []
 
 
 def own_methods(trainer: type) -> set[str]:

@@ -6,7 +6,6 @@ said of what does not.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections import Counter
 from typing import Any
@@ -19,9 +18,7 @@ from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.attention.varlen as kernels
-import trl_padfix.core.call.layout_of as batches
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
-from trl_padfix.core.layout.flat_maps import SegmentLengths
 
 
 # -- the precision that attention computes in
@@ -183,38 +180,6 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu):
         found = raised(error, autocast)
         assert type(found) is expected
         assert expected is not PaddingRemovalError or "bfloat16" in str(found)  # the remedy
-
-
-# -- cuDNN, which torch 2.15 prefers on Hopper, takes causal calls only where both bounds are one object
-
-
-def cudnn_takes_the_bounds(monkeypatch) -> None:
-    model, given = to_simulated(build()), []
-
-    def varlen_attn(query, key, value, cu_seqlens_q, cu_seqlens_k, *args, **kwargs):
-        given.append(cu_seqlens_q is cu_seqlens_k)
-        return query
-
-    with monkeypatch.context() as patch:
-        patch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-        with remove_padding(model), torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-            ids, mask = map(to_simulated, pairs(8))
-            model(ids, attention_mask=mask, use_cache=False)
-    assert given == [True] * model.config.num_hidden_layers
-
-
-def test_bounds_that_are_equal_and_two_objects_are_noticed(gpu, monkeypatch):
-    assert kernels.torch_varlen_is_complete()
-    cudnn_takes_the_bounds(monkeypatch)
-    build = batches.padding_free_layout
-
-    def two_objects(mask: torch.Tensor) -> Any:
-        layout = build(mask)
-        return dataclasses.replace(layout, keys=SegmentLengths.of(layout.keys.lengths))
-
-    monkeypatch.setattr(batches, "padding_free_layout", two_objects)
-    with pytest.raises(AssertionError):
-        cudnn_takes_the_bounds(monkeypatch)
 
 
 def test_an_error_under_autocast_that_is_renamed_is_noticed(gpu, monkeypatch):

@@ -19,7 +19,6 @@ from kit.trainer_runs import BROKEN
 from torch import nn
 from transformers import Gemma3ForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
-from trl.trainer.utils import _ChunkedLogProbFunction, add_fused_lm_head
 from zoo.family_outcomes import gradients_of, weighted
 from zoo.vision_families import IMAGE, Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import ROWS, TEXT, alone, logps
@@ -206,30 +205,6 @@ def test_a_tower_that_answers_in_one_row_is_left_alone():
         for _ in range(2):
             assert_same(numbers(vision, ROWS, "right"), expected)
     assert patches[-1] == 8 * 16
-
-
-# -- what is between decoder and head
-
-
-@pytest.mark.parametrize(("family", "sharing"), [("qwen2_5_vl", True), ("llava", False)])
-def test_the_fused_head_scores_the_labels_and_nothing_else(family, sharing, monkeypatch):
-    vision = build_vision(family)
-    add_fused_lm_head(vision.model, outputs=("log_probs", "entropy"))
-    batch = collate(vision, ROWS, "left")
-    labels = batch.ids.masked_fill((batch.mask.cumsum(1) < 4) | (batch.ids == IMAGE), -100)
-
-    def fused() -> tuple[torch.Tensor, dict]:
-        output = vision.model(**batch.call(), labels=labels, fused_lm_head=True)
-        return output.log_probs, gradients_of(vision.model, weighted(output.log_probs.flatten()) + output.loss)
-
-    expected = fused()
-    scored, forward = [], _ChunkedLogProbFunction.forward
-    watched = lambda ctx, hidden, *args: (scored.append(len(hidden)), forward(ctx, hidden, *args))[1]  # noqa: E731
-    monkeypatch.setattr(_ChunkedLogProbFunction, "forward", staticmethod(watched))
-    with remove_padding(vision.model, prefix_sharing=sharing) as handle:
-        assert_same(fused(), (expected[0].detach(), expected[1]))
-    assert scored == [(labels[:, 1:] != -100).sum().item()]
-    assert handle.stats.packed_tokens == (batch.distinct if sharing else batch.mask.sum())
 
 
 # -- refused

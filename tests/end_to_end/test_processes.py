@@ -21,10 +21,9 @@ from typing import Any
 
 import pytest
 import torch
-from kit.cells import MATRIX, slow_but
+from kit.cells import MATRIX
 from kit.commands import as_flags, logs_of
 from kit.processes import launched, trained
-from kit.split_runs import assert_split
 from kit.tolerance import tolerance
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
@@ -225,21 +224,6 @@ def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, 
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "sft"]))
-def test_processes_that_share_packed_rows_give_the_trajectory_of_one(method, together, one_process, tmp_path):
-    """Each has half the tokens of every row, and FSDP2's shards; resumed in the middle, too."""
-    rows = ("--per_device_eval_batch_size", "16" if method == "sft" else "3")
-    args, theirs = (*SPLIT, *rows), one_process(method, *rows)
-    ours = together(method, "fsdp2", *args, flags=CONTEXT, env={"TOKENS": str(tmp_path)})
-    assert_same(ours, theirs, *METRICS[method])
-    assert_packed(ours)
-    assert_split([json.loads((tmp_path / f"tokens-{rank}.json").read_text()) for rank in range(2)])
-    shutil.rmtree(tmp_path / "run" / f"checkpoint-{STEPS}")
-    checkpoint = str(tmp_path / "run" / "checkpoint-2")
-    assert_same(together(method, "fsdp2", *args, "--resume_from_checkpoint", checkpoint, flags=CONTEXT), theirs)
 
 
 def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(together):

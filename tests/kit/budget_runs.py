@@ -20,7 +20,7 @@ from kit.observe import accept_hooks, entered_tokens, has_cache
 from kit.processes import on_gpus
 from kit.rows import build_rows
 from kit.tolerance import tolerance
-from kit.trainer_runs import ELSEWHERE, SETTINGS, build_model, build_tokenizer, words
+from kit.trainer_runs import ELSEWHERE, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -144,7 +144,7 @@ def build_experts(kind: str, seed: int = 0) -> PreTrainedModel:
 
 # -- images
 
-IMAGE_DATA = {"DPO": build_pairs, "SFT": build_captions, "KTO": build_captions}
+IMAGE_DATA = {"DPO": build_pairs, "SFT": build_captions}
 IMAGES, IMAGE_ROWS, IMAGE_BATCH = (2, 0, 1), 12, 6
 """Images of the rows, by turns; rows of the dataset and of a batch."""
 IMAGE_BUDGETS = {"DPO": {"prefix_sharing": True, "max_tokens_per_batch": 79}, "SFT": {"max_tokens_per_batch": 64}}
@@ -155,34 +155,6 @@ def make_on_images(library: Any, kind: str, family: str, folder: Any, **given: A
     settings = {"max_steps": STEPS, "per_device_train_batch_size": IMAGE_BATCH, "optim": "sgd", "learning_rate": 3e-3}
     rows = {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, IMAGES)}
     return make_vision_trainer(library, kind, family, folder, **rows | settings | given)
-
-
-# -- recorded rollouts
-
-TEMPLATE = (
-    "{% for m in messages %}{{ 'w5 ' if m.role == 'assistant' else '' }}{{ m.content }} <eos> {% endfor %}"
-    "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
-)
-
-
-def make_recorded(folder: Any, rows: int, *, ours: bool = True, **config: Any) -> Any:
-    """GRPO on two recorded tasks of three trials, both of them in each step of six rows."""
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    trials = [
-        {"task": task, "reward": float(i == task), "messages": [
-            {"role": "user", "content": f"w{3 + task} " * 6},
-            {"role": "assistant", "content": f"w{10 + 3 * task + i} " * (i + 1)},
-        ]}
-        for task in range(2) for i in range(3)
-    ]  # fmt: skip
-    tokenizer = build_tokenizer(chat_template=TEMPLATE)
-    recorded = trl_padfix.RecordedRollouts(Dataset.from_list(trials), tokenizer)
-    given = SETTINGS | {"num_generations": 3, "per_device_train_batch_size": rows, "learning_rate": 1e-2, "beta": 0.0}
-    given |= {"max_steps": 4, "num_iterations": 2, "epsilon": 0.01, "max_completion_length": 14}
-    given |= {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 14} if ours else {}
-    given |= {"model": build_model(), "reward_funcs": recorded.rewards, "train_dataset": recorded.prompts}
-    given |= {"processing_class": tokenizer, "rollout_func": recorded}
-    return make_trainer(trl_padfix if ours else trl, "GRPO", folder, **given | config)
 
 
 # -- several processes

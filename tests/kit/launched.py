@@ -2,9 +2,9 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `READS_PADDING=1` adds to the loss what the model computes at padding. `GRAPHS`,
-`PREFIXES` or `TOKENS` names a folder, into which each process writes what it has compiled, how many shared prefixes of
-any length its steps had, or how many tokens of packed rows it has computed.
+that share batches different ones. `READS_PADDING=1` adds to the loss what the model computes at padding. `GRAPHS` or
+`PREFIXES` names a folder, into which each process writes what it has compiled, or how many shared prefixes of any
+length its steps had.
 """
 
 import json
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.split_runs import counted
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli import launch
@@ -51,7 +50,7 @@ def prefixes() -> Iterator[dict[str, int]]:
     yield found
 
 
-WATCHED = {"GRAPHS": graphs, "PREFIXES": prefixes, "TOKENS": counted}
+WATCHED = {"GRAPHS": graphs, "PREFIXES": prefixes}
 
 
 def count_from_another_id() -> None:

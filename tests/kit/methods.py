@@ -126,7 +126,6 @@ class Method:
         side (`bool`): Whether it has a collator, which pads on either side.
         uncounted (`tuple[str, ...]`): Cases in which the layers do not run once for each batch.
         means (`set[str]`): Metrics that are means over micro-batches, which differ where these hold other rows.
-        atol (`dict[str, float]`): Tolerances of cases with gradients that nearly cancel.
     """
 
     name: str
@@ -137,7 +136,6 @@ class Method:
     side: bool = True
     uncounted: tuple[str, ...] = ("checkpointing",)
     means: frozenset[str] = frozenset()
-    atol: dict[str, float] = field(default_factory=dict)
 
     @property
     def defaults(self) -> dict[str, Callable[[], Any]]:

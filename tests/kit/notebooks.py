@@ -30,7 +30,8 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     )
     client.create_kernel_manager()
     client.km.kernel_spec.argv[0] = sys.executable
-    client.execute(env=os.environ | {"OMP_NUM_THREADS": "1"})  # tiny models; the other cores have tests of their own
+    threads = os.environ.get("OMP_NUM_THREADS", "1")  # the other cores have tests of their own
+    client.execute(env=os.environ | {"OMP_NUM_THREADS": threads})
 
 
 def clear(notebook: nbformat.NotebookNode) -> None:

@@ -10,8 +10,6 @@ from peft import TaskType
 STEPS = 20
 NEWEST = hasattr(trl.trainer.utils, "add_fused_lm_head")
 """Whether TRL counts entropy over trained tokens, and transformers labels that are predicted."""
-LABELS_IN_DATA = not hasattr(trl.trainer.sft_trainer.DataCollatorForLanguageModeling, "completion_only_loss")
-"""Whether TRL makes labels and truncates before training, and not in its collator."""
 
 
 def rows_of(kind: str):

@@ -214,10 +214,10 @@ def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: A
     return Run(trainer, trainer.state.log_history, sum(entered), batches, forwards=entered)
 
 
-def build_ids(count: int, seed: int = 0, begin: str = "", low: int = 1, high: int = 14) -> Dataset:
+def build_ids(count: int, seed: int = 0, begin: str = "") -> Dataset:
     """Ragged rows of ids for a `transformers.Trainer`, which begin with the words `begin`; labels are the ids."""
     draw, tokenizer = random.Random(seed), build_tokenizer()
-    ids = [tokenizer(begin + words(draw, low, high))["input_ids"] for _ in range(count)]
+    ids = [tokenizer(begin + words(draw, 1, 14))["input_ids"] for _ in range(count)]
     return Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids])
 
 

@@ -28,7 +28,6 @@ PACKAGES = {"trl", "transformers", "accelerate", "peft", "torch"}
 class Upstream(NamedTuple):
     """A name of another package."""
 
-    section: str
     place: str  # `module:object`
     name: str  # an attribute, a signature, or a text of the source in quotation marks
     needs: str  # versions that have it; empty: all that are supported
@@ -45,14 +44,12 @@ class Upstream(NamedTuple):
 @cache
 def contract() -> tuple[Upstream, ...]:
     """The names of `upstream.md`, in its order."""
-    section, names = "", []
+    names = []
     for line in Path(__file__).with_suffix(".md").read_text().splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ")
-        elif line.startswith("| `"):
+        if line.startswith("| `"):
             places, listed, needs, why = (cell.strip() for cell in line[1:-1].split("|"))
             quoted = re.compile("`(.+?)`").findall
-            names += [Upstream(section, p, name, needs, why) for p in quoted(places) for name in quoted(listed)]
+            names += [Upstream(p, name, needs, why) for p in quoted(places) for name in quoted(listed)]
     return tuple(names)
 
 

@@ -107,9 +107,7 @@ def of_operator(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | No
 of_operator.asked = {"scale"}
 
 
-def conform(
-    kernel: Callable, case: Case, device: str, dtype: torch.dtype, tolerance: float, *, head_major: bool = True
-) -> None:
+def conform(kernel: Callable, case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Output and gradients of a kernel are those of attention written out, and of no other question."""
     if missing := case.asked.keys() - kernel.asked:
         pytest.skip(f"it has no {', '.join(missing)}")
@@ -120,7 +118,7 @@ def conform(
 
     drawn = [draw(sum(case.queries), case.heads[0]), *(draw(sum(case.keys), case.heads[1]) for _ in range(2))]
     # Keys and values come as views of `(heads, tokens, size)`, as the layers of a model make them.
-    states = [x.transpose(0, 1).contiguous().transpose(0, 1) if head_major else x for x in drawn]
+    states = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in drawn]
     states = [x.requires_grad_() for x in states]
     doubles = [x.detach().double().requires_grad_() for x in drawn]
     sinks = torch.randn(case.heads[0], generator=generator).to(device, dtype) if "sinks" in case.asked else None

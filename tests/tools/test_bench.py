@@ -146,6 +146,3 @@ def test_memory_is_that_of_a_step():
     padded, _, shared = measure(step_of("lengths:96/8", memory=True))
     assert padded.kept_mib > 1.5 * shared.kept_mib > 0
     assert padded.peak_gib > shared.peak_gib > 0
-
-
-# -- rows

@@ -1,23 +1,30 @@
-"""`padding_free_trainer`: any trainer class, without padding."""
+"""`padding_free_trainer`, or the callback: any trainer class, on batches and models of a user's own."""
 
 from typing import Any
 
 import pytest
 import torch
+from kit.cells import by_turns
 from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
     build_ids,
+    build_model,
     build_tokenizer,
     make_plain_trainer,
+    train_beside_plain,
     trained,
-    trajectory,
 )
-from transformers import DataCollatorForSeq2Seq, Trainer
+from torch import nn
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
+
+
+PAD = 39
+BEGIN = "w1 w2 w3 w4 w5 w6 "
 
 
 class Weighted(Trainer):
@@ -46,39 +53,83 @@ class Renamed(Weighted):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
 
-CLASSES = {"transformers'": Trainer, "a loss of its own": Weighted, "names of its own": Renamed}
+class OnStates(Trainer):
+    """A loss on the states of a decoder without a head, whose batch it reads by attributes."""
 
-BEGIN = "w1 w2 w3 w4 w5 w6 "
-
-
-def train(folder, trainer_class: type[Trainer], **config) -> tuple[Any, int]:
-    """The trainer after training and evaluation, and the tokens that entered the policy's first layer meanwhile."""
-    given = {"train_dataset": build_ids(24, begin=BEGIN), "eval_dataset": build_ids(10, 1, BEGIN)}
-    if issubclass(trainer_class, Renamed):
-        collate = DataCollatorForSeq2Seq(build_tokenizer())
-        given["data_collator"] = lambda rows: {f"my_{k}": v for k, v in collate(rows).items()}
-        given["remove_unused_columns"] = False
-    trainer = make_plain_trainer(folder, trainer_class, **given | config)
-    computed = entered_tokens(trainer.model)
-    trained(trainer)
-    return trainer, sum(computed)
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        states = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).last_hidden_state
+        loss = (states * inputs.attention_mask[..., None]).square().mean()
+        return (loss, {"states": states}) if return_outputs else loss
 
 
-@pytest.mark.parametrize(("kind", "sharing"), list(zip(CLASSES, [False, True, False], strict=True)))
-def test_any_trainer_runs_without_padding_on_its_own_trajectory(kind, sharing, tmp_path):
-    theirs, padded = train(tmp_path / "theirs", CLASSES[kind])
-    checked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing)
-    assert issubclass(checked, CLASSES[kind])
-    ours, _ = train(tmp_path / "checked", checked)
-    assert_same(trajectory(ours), trajectory(theirs))
-    reports = ours.padding.parity
-    assert {mode: [report.ok for report in reports[mode]] for mode in reports} == {"train": [True], "eval": [True]}
-    unchecked = padding_free_trainer(CLASSES[kind], prefix_sharing=sharing, parity_check=False)
-    ours, entered = train(tmp_path / "ours", unchecked)
-    stats = ours.padding.stats
-    assert stats.packed_tokens == entered < stats.padded_tokens == padded
-    assert (entered < stats.real_tokens) is sharing
-    logs = ours.state.log_history
+class NeedsLabels(nn.Module):
+    """
+    A module around a decoder that takes no `use_cache`, whose forward has labels without a default, and whose output
+    is a dictionary without logits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = build_model().model
+        self.head = nn.Linear(self.inner.config.hidden_size, 2)
+
+    def forward(self, input_ids, attention_mask, labels):
+        states = self.inner(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return {"loss": self.head(states[labels != -100]).square().mean(), "states": states}
+
+
+def renamed(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {f"my_{k}": v for k, v in DataCollatorForSeq2Seq(build_tokenizer())(rows).items()}
+
+
+def classes(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    labels = torch.tensor([len(row["input_ids"]) % 2 for row in rows])
+    return dict(DataCollatorForSeq2Seq(build_tokenizer())(rows)) | {"labels": labels}
+
+
+def unlabelled(rows: list[dict[str, Any]]) -> Any:
+    return DataCollatorWithPadding(build_tokenizer())([{"input_ids": row["input_ids"]} for row in rows])
+
+
+CASES = {
+    "transformers'": {},
+    "a loss of its own": {"trainer_class": Weighted},
+    "names of its own": {"trainer_class": Renamed, "data_collator": renamed},
+    "classes": {"model": lambda: build_model("reward", num_labels=2, pad_token_id=PAD), "data_collator": classes},
+    "states of a decoder": {
+        "trainer_class": OnStates, "model": lambda: build_model().model, "data_collator": unlabelled,
+    },
+    "a forward that needs labels": {"model": NeedsLabels},
+}  # fmt: skip
+
+
+def make(case: str, folder: Any, **more: Any) -> Trainer:
+    given = {
+        "train_dataset": build_ids(24, begin=BEGIN),
+        "eval_dataset": build_ids(10, 1, BEGIN),
+        "model": build_model,
+    }
+    given |= {"trainer_class": Trainer, "remove_unused_columns": False} | CASES[case] | more
+    return make_plain_trainer(folder, **given | {"model": given["model"]()})
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [*by_turns(CASES, ["trainer", "callback"]), ("a forward that needs labels", "trainer")]
+)
+def test_any_trainer_trains_without_padding_as_it_does_padded(case, way, tmp_path, monkeypatch):
+    train_beside_plain(way, lambda **given: make(case, tmp_path, **given), monkeypatch)
+
+
+def test_what_is_computed_is_counted_and_logged(tmp_path):
+    padded, ours = (
+        make("a loss of its own", tmp_path, trainer_class=kind)
+        for kind in (Weighted, padding_free_trainer(Weighted, prefix_sharing=True, parity_check=False))
+    )
+    counts = [entered_tokens(trainer.model) for trainer in (padded, ours)]
+    assert_same(trained(ours), trained(padded))
+    stats, logs = ours.padding.stats, ours.state.log_history
+    assert stats.packed_tokens == sum(counts[1]) < stats.real_tokens < stats.padded_tokens == sum(counts[0])
     assert all(0 < log["padfix/pad_fraction"] < 1 for log in logs if "loss" in log)
     assert logs[-1]["eval_perf/tokens_per_second"] > 0
     ours.padding.restore()
@@ -86,22 +137,19 @@ def test_any_trainer_runs_without_padding_on_its_own_trajectory(kind, sharing, t
     assert "forward" not in vars(ours.model.model)
 
 
-@pytest.mark.parametrize("kind", ["a loss of its own", "names of its own"])
-def test_a_leaking_layout_is_seen(kind, tmp_path, monkeypatch):
-    theirs, _ = train(tmp_path / "theirs", CLASSES[kind])
+def test_a_leaking_layout_is_seen(tmp_path, monkeypatch):
+    theirs = trained(make("names of its own", tmp_path))
     break_mode(monkeypatch, "padding-free")
+    checked, unchecked = (padding_free_trainer(Renamed, parity_check=check) for check in (True, False))
     with pytest.raises(ParityError):
-        train(tmp_path / "checked", padding_free_trainer(CLASSES[kind]))
-    ours, _ = train(tmp_path / "ours", padding_free_trainer(CLASSES[kind], parity_check=False))
+        make("names of its own", tmp_path, trainer_class=checked).train()
     with pytest.raises(AssertionError, match="not close"):
-        assert_same(trajectory(ours), trajectory(theirs))
+        assert_same(trained(make("names of its own", tmp_path, trainer_class=unchecked)), theirs)
 
 
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
-    theirs, padded = train(tmp_path / "theirs", Weighted)
-    ours, entered = train(tmp_path / "ours", padding_free_trainer(Weighted, padding_free=False))
-    assert trajectory(ours).tolist() == trajectory(theirs).tolist()
-    assert entered == padded
+    ours = make("a loss of its own", tmp_path, trainer_class=padding_free_trainer(Weighted, padding_free=False))
+    assert trained(ours).tolist() == trained(make("a loss of its own", tmp_path)).tolist()
     assert ours.padding.handle is None
 
 
@@ -112,3 +160,60 @@ def test_what_needs_to_know_the_rows_is_refused():
         padding_free_trainer(trl_padfix.DPOTrainer)
     with pytest.raises(TypeError, match=r"takes a class: .* For a model there is `remove_padding\(model\)`"):
         padding_free_trainer(torch.nn.Linear(2, 2))
+
+
+class OwnStep:
+    """A step that never calls `compute_loss`."""
+
+    def training_step(self, model, inputs, *args):
+        loss = model(**self._prepare_inputs(inputs))["loss"]
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def test_a_step_that_never_calls_compute_loss_is_compared_before_the_weights_change(tmp_path):
+    """On its first call of the model: a hook that goes by token passes, and one that goes by column is found."""
+
+    def make_with(change: Any) -> Any:
+        kind = padding_free_trainer(type("Own", (OwnStep, Trainer), {}))
+        trainer = make("transformers'", tmp_path, trainer_class=kind, max_steps=2)
+        trainer.model.model.layers[0].register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+        return trainer
+
+    trainer = make_with(lambda states: states * 1.1)
+    trainer.train()
+    (report,) = trainer.padding.parity["train"]
+    assert report.ok
+    assert trainer.padding.stats.packed_tokens > 0
+
+    trainer = make_with(lambda states: states * (1 + 0.02 * torch.arange(states.shape[-2]))[:, None])
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(ParityError, match="parity FAILED"):
+        trainer.train()
+    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), weights, strict=True))
+
+
+class EmptyRows:
+    """A collator whose every other batch, from the first on, has a row without a real token."""
+
+    def __init__(self):
+        self.batches, self.collator = 0, DataCollatorForSeq2Seq(build_tokenizer())
+
+    def __call__(self, rows):
+        batch, self.batches = self.collator(rows), self.batches + 1
+        if self.batches % 2:
+            batch["attention_mask"][0], batch["labels"][0] = 0, -100
+        return batch
+
+
+def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(tmp_path, monkeypatch):
+    def build(kind: type) -> Trainer:
+        return make("transformers'", tmp_path, trainer_class=kind, data_collator=EmptyRows(), eval_dataset=None)
+
+    ours = build(padding_free_trainer(Trainer, prefix_sharing=True))
+    assert_same(trained(ours), trained(build(Trainer)))
+    fractions = [log.get("padfix/pad_fraction") for log in ours.state.log_history if "loss" in log]
+    assert [fraction is not None for fraction in fractions] == [False, True, False, True, False]
+    break_mode(monkeypatch, "prefix sharing")
+    with pytest.raises(ParityError):  # in the second batch, the first one that is compared
+        build(padding_free_trainer(Trainer, prefix_sharing=True)).train()

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from kit.methods import DEFAULTS, make_trainer
-from kit.vision_runs import build_captions, make_vision_trainer
 from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
 
 import trl_padfix
-from trl_padfix.trainers.metrics.token_counts import TokenCounts
 
 
 def make(kind: str, tmp_path, package: Any = trl_padfix, **given: Any) -> Any:
@@ -69,34 +67,3 @@ def test_each_step_of_a_generation_waits_once(gpu, tmp_path):
     step(trainer, batches[0])
     waits, _ = waits_and_losses(gpu, trainer, *batches)
     assert [sum(w.values()) for w in waits] == [1, 1]
-
-
-def test_a_forward_on_images_waits_for_what_it_compares(gpu, tmp_path):
-    """The batch; whether its images repeat, and with sharing what its embeddings are."""
-    given = {"per_device_train_batch_size": 4, "padding_free": True, "train_dataset": build_captions(4)}
-    trainer = make_vision_trainer(trl_padfix, "SFT", "llava", tmp_path / "run", prefix_sharing=True, **given)
-    assert waits_of_step(gpu, trainer) == 4
-
-
-# -- TRL's waits
-
-
-def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tmp_path, monkeypatch):
-    trainer = make("SFT", tmp_path)
-    batch = first_batch(trainer)
-    counter = trainer.padding.part(TokenCounts).counters["train"]
-    alone = counter.report(True)
-    accelerator = trainer.accelerator
-    monkeypatch.setattr(type(accelerator), "num_processes", 2)
-    monkeypatch.setattr(type(accelerator), "device", torch.device("cuda:0"))
-    monkeypatch.setattr(accelerator, "reduce", lambda counts: counts * 2)
-    for name in ("gather", "gather_for_metrics"):
-        monkeypatch.setattr(accelerator, name, lambda x: x)
-    gpu.reset()
-    trainer.state.global_step = 1  # the first step, with the parity check, waits
-    step(trainer, batch)
-    assert sum(gpu.ours().values()) == 1  # for the batch
-    gpu.reset()
-    two = counter.report(True)
-    assert sum(gpu.ours().values()) == 1
-    assert two["padfix/pad_fraction"] == alone["padfix/pad_fraction"]

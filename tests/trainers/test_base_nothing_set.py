@@ -1,6 +1,5 @@
 """With none of our fields set no code of ours checks, moves, refuses or writes: every function that runs is listed."""
 
-import random
 import sys
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from kit.experimental_runs import build
 from kit.methods import DEFAULTS, make_trainer
 from kit.online_runs import save_policy
 from kit.rows import build_prompts, build_rows
-from kit.trainer_runs import SETTINGS, build_model, build_pairs, build_tokenizer, to_the_bit
-from torch import nn
+from kit.trainer_runs import SETTINGS, build_pairs, build_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorForSeq2Seq, TrainerCallback
 
 import trl_padfix
@@ -139,30 +137,6 @@ def test_images_that_are_none_or_not_read_are_no_images(fields, tmp_path):
         assert trainer.state.global_step == 1
 
 
-class Two(nn.Module):
-    """Two transformers models in one module."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = build_model(), build_model(seed=1)
-
-    def __getattr__(self, name):  # all that TRL reads of a model
-        return super().__getattr__(name) if name in ("first", "second") else getattr(self.first, name)
-
-    def forward(self, **batch):
-        return self.first(**batch)
-
-
-def test_a_module_with_two_models_trains_as_in_trl(tmp_path):
-    logs = []
-    for library in (trl, trl_padfix):
-        given = {"model": Two(), "loss_type": "nll", "train_dataset": build_rows(8, kind="texts"), "max_steps": 1}
-        trainer = make_trainer(library, "SFT", tmp_path, **given)
-        trainer.train()
-        logs.append(to_the_bit(trainer.state.log_history))
-    assert logs[0] == logs[1]
-
-
 @pytest.mark.parametrize("fields", [{}, {"padding_free": True}])
 def test_an_evaluation_without_rows_is_what_trl_returns(fields, tmp_path):
     found = []
@@ -209,11 +183,3 @@ def test_the_side_that_a_callback_sets_stays(tmp_path):
         assert trainer.processing_class.padding_side == "right"
         trainer.train()
         assert trainer.processing_class.padding_side == "left"
-
-
-def test_making_a_trainer_draws_no_random_numbers(tmp_path):
-    states = []
-    for trainers in (trl, trl_padfix):
-        make_trainer(trainers, "SFT", tmp_path, args=trl.SFTConfig(str(tmp_path), **SETTINGS))
-        states.append((torch.get_rng_state().tolist(), random.getstate()))
-    assert states[0] == states[1]

@@ -122,21 +122,3 @@ def test_batches_with_labels_of_first_tokens_are_computed_padded(way, tmp_path):
     with pytest.raises(AssertionError):  # the figures of right padding are others
         assert_same(got, right[: len(got)])
     assert stats.padded_forwards > 0 == stats.forwards
-
-
-class Masked(DataCollatorForLanguageModeling):
-    """Labels of first tokens are -100."""
-
-    def __call__(self, examples: list[dict[str, Any]]) -> Any:
-        batch = super().__call__(examples)
-        batch["labels"][batch["attention_mask"].cumsum(1) == 1] = -100
-        return batch
-
-
-def test_without_labels_of_first_tokens_they_are_packed(tmp_path):
-    collator = Masked(build_tokenizer(padding_side="left"), mlm=False)
-    given = {"max_steps": 3, "data_collator": collator, "train_dataset": token_rows()}
-    expected = trained(make_plain_trainer(tmp_path / "theirs", Trainer, **given))
-    trainer = make_plain_trainer(tmp_path / "ours", padding_free_trainer(Trainer, prefix_sharing=True), **given)
-    assert_same(trained(trainer), expected)
-    assert trainer.padding.stats.forwards > 0 == trainer.padding.stats.padded_forwards

@@ -34,7 +34,7 @@ TURNS = "trains on that turn; .* Leave `{}` out"
 # -- configurations
 
 PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "max_tokens_per_batch": 4096, "pool_last_token": True}
-LENGTHS = "`max_tokens_per_batch={}` is no {} of `packed_multiple_of={}`: .* lengthened to {}"
+LENGTHS = "`max_tokens_per_batch={}` is not a {} of `packed_multiple_of={}`: .* lengthened to {}"
 BUDGET = "max_tokens_per_batch"
 KINDS = ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO")
 CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [

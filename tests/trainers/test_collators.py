@@ -3,7 +3,6 @@
 import pytest
 import torch
 import trl.trainer.dpo_trainer as trl_dpo
-import trl.trainer.kto_trainer as trl_kto
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,14 +48,6 @@ def test_a_left_padded_text_has_no_label_that_only_padding_predicts():
         "attention_mask": [[1, 1, 1], [0, 1, 1]],
         "labels": [[1, 2, 3], [-100, -100, 5]],
     }
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_reference_log_probabilities_are_kept_in_the_order_of_the_pairs(side):
-    pairs = [pair | {"ref_chosen_logps": -1.5 - i, "ref_rejected_logps": -2.5 - i} for i, pair in enumerate(PAIRS)]
-    batch = literals(collate(pairs, padding_side=side))
-    assert batch["ref_chosen_logps"] == [-1.5, -2.5]
-    assert batch["ref_rejected_logps"] == [-2.5, -3.5]
 
 
 ids = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -107,11 +98,6 @@ def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row
         collate(promptless, padding_side="left")
 
 
-def test_a_right_padded_row_without_a_prompt_token_is_trls():
-    promptless = [{"prompt_ids": [], "chosen_ids": [4, 5], "rejected_ids": [6]}]
-    assert literals(collate(promptless))["input_ids"] == [[4, 5], [6, 0]]
-
-
 # -- KTO
 
 
@@ -126,16 +112,3 @@ def test_left_padding_moves_each_batch_by_its_own_mask():
         "KL_completion_mask": [[0, 0, 0, 1], [0, 1, 1, 1]],
         "label": [True, False],
     }
-
-
-def test_right_padding_of_single_answers_is_trls():
-    for max_length in (None, 3):
-        settings = {"pad_token_id": 0, "max_length": max_length, "pad_to_multiple_of": 8}
-        theirs = trl_kto.DataCollatorForUnpairedPreference(**settings)(EXAMPLES)
-        assert literals(DataCollatorForUnpairedPreference(**settings)(EXAMPLES)) == literals(theirs)
-
-
-def test_an_answer_without_a_prompt_cannot_be_padded_left():
-    rows = [{**row, "prompt_ids": []} for row in EXAMPLES]
-    with pytest.raises(ValueError, match=r"begin with a completion token.*Give every row a prompt"):
-        DataCollatorForUnpairedPreference(pad_token_id=0, padding_side="left")(rows)

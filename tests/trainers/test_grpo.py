@@ -20,17 +20,6 @@ def test_rows_stay_where_their_micro_batch_counts(make):
         assert not make(config=settings | MODES["prefix sharing"]).padding.task.may_regroup()
 
 
-class OverTokens:
-    """The loss of a user: a mean over the tokens of a micro-batch."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        ids, mask = (torch.cat([inputs[f"{x}_{y}"] for x in ("prompt", "completion")], 1) for y in ("ids", "mask"))
-        kept = inputs["completion_ids"].shape[1]
-        scores = self._get_per_token_logps_and_entropies(model, ids, mask, kept)[0] * inputs["completion_mask"]
-        advantages = inputs["advantages"].view(len(ids), -1) + 1
-        return -(scores * advantages).sum() / inputs["completion_mask"].sum() / self.args.gradient_accumulation_steps
-
-
 class Advantages:
     """An inner method of a user's: advantages in units of the largest of their micro-batch."""
 
@@ -52,7 +41,7 @@ def clamp(trainer):
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("of_user", [OverTokens, Advantages, Clipped, clamp], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("of_user", [Advantages, Clipped, clamp], ids=lambda x: x.__name__)
 def test_rows_stay_where_code_of_a_user_acts_on_a_micro_batch(makers, method, of_user, monkeypatch, caplog):
     make = makers(method)
     MultiProcessAdapter.warning_once.cache_clear()  # said once, also of trainers of earlier tests

@@ -61,28 +61,6 @@ def test_a_tokenizer_that_pads_left_gives_the_losses_of_each_row_alone(kind, ada
     assert_other(losses(trl_padfix, kind, adapter, tmp_path), alone)
 
 
-@pytest.mark.parametrize("kind", ["KTO", "Reward"])
-def test_other_trainers_have_the_figures_of_trl_which_pads_right(kind, tmp_path):
-    task = "SEQ_CLS" if kind == "Reward" else "CAUSAL_LM"
-    found = []
-    for library, fields in ((trl, {}), *((trl_padfix, fields) for fields in MODES.values())):
-        model = get_peft_model(
-            build_model("reward" if kind == "Reward" else "causal"),
-            PromptTuningConfig(num_virtual_tokens=5, task_type=task),
-        )
-        torch.nn.init.normal_(
-            model.prompt_encoder.default.embedding.weight, std=0.5, generator=torch.Generator().manual_seed(1)
-        )
-        given = {"model": model, "processing_class": build_tokenizer(padding_side="left"), "max_steps": 1}
-        trainer = make_trainer(
-            library, kind, tmp_path, **given, **fields | ({"ref_model": None} if kind == "KTO" else {})
-        )
-        trainer.train()
-        found.append(trainer.state.log_history[0]["grad_norm"])
-    assert found[1] == found[0]
-    assert found[2:] == pytest.approx(found[:1] * 2, rel=1e-4)
-
-
 def test_prompts_of_several_lengths_are_not_continued_together():
     model, settings = tuned(), {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 39}
     ids = torch.tensor([[39, 5, 6], [7, 8, 9]])

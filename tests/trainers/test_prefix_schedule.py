@@ -172,7 +172,7 @@ def in_one_forward(model, ids, mask, budget, across=True):
     ("name", "implementation"),
     slow_but([("qwen3_moe", "sdpa"), ("lfm2", None)], [*dict(reversed(SUPPORTED)).items(), *STATES]),
 )
-def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation):
+def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole(name, implementation, monkeypatch):
     ids, mask = batch("both")
     flash = flash_attention_stand_in() if str(implementation).startswith("flash") else contextlib.nullcontext()
     with flash:
@@ -184,6 +184,9 @@ def test_sub_batches_of_a_forward_have_the_outputs_and_the_gradient_of_the_whole
             assert_close(found, rows, terms=64, depth=24, size=LOGITS)
             assert_same_gradients(grads, expected)
             assert distinct < tokens < 2 * distinct  # all but the last sub-batch twice
+        monkeypatch.setattr(torch.Tensor, "argsort", lambda x: torch.arange(len(x)))  # the control: in a wrong order
+        with pytest.raises(AssertionError, match="off by"):
+            assert_same_gradients(in_one_forward(model, ids, mask, 20)[1], expected)
 
 
 KINDS = {"keys": torch.nn.Module, "states": tuple, "hidden": int}

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import trl
-from kit.budget_runs import assert_same, build_branching, make, make_recorded, train_split
+from kit.budget_runs import assert_same, build_branching, make, train_split
 from kit.cells import slow_but
 from kit.trainer_runs import figures
 from transformers import TrainerCallback
@@ -100,16 +100,6 @@ def test_chunks_compute_the_distinct_tokens_of_their_batch(case, tmp_path):
     assert min(ours.chunks) > 1
     if not config.get("gradient_checkpointing"):
         assert sum(ours.forwards) - counts.again == counts.distinct
-
-
-@pytest.mark.parametrize("rows", [3, 6])
-def test_recorded_rollouts_compute_their_distinct_tokens(rows, tmp_path):
-    with Counts() as counts:
-        ours = train_split(make_recorded(tmp_path / "ours", rows, optim="sgd", max_steps=3))
-    assert sum(ours.forwards) - counts.again >= counts.distinct
-    theirs = make_recorded(tmp_path / "trl", rows, ours=False, optim="sgd", max_steps=3)
-    theirs.train()
-    assert_same_trajectory(ours, theirs)
 
 
 def test_a_kl_term_of_each_chunk_is_another_loss(tmp_path, monkeypatch):

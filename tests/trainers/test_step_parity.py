@@ -8,14 +8,11 @@ import trl
 from kit.budget_runs import BUDGETS
 from kit.methods import make_trainer
 from kit.trainer_runs import build_model, our_warnings, to_the_bit
-from peft import PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 import trl_padfix
-from trl_padfix.core.patches.heads import PoolingPatch
 from trl_padfix.trainers.parts import parity, step_parity
-from trl_padfix.trainers.parts.padding_side import PaddingSide
 
 
 DEFAULTS = {"bf16": True, "gradient_checkpointing": True}
@@ -117,25 +114,6 @@ def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precisio
     assert_sees(monkeypatch, caplog, build)
 
 
-def test_a_loss_that_packed_states_end_in_an_error_is_computed_padded(tmp_path, monkeypatch, caplog):
-    """A hook within the model keeps the states of a batch; a loss set on the trainer reads them by the mask."""
-
-    def build(library, **fields):
-        trainer, kept = make(library, "SFT", tmp_path, **DEFAULTS, **fields), {}
-        trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.update(states=output))
-        compute = trainer.compute_loss
-
-        def compute_loss(model, inputs, *args, **kwargs):
-            loss = compute(model, inputs, *args, **kwargs)
-            return loss + kept["states"][inputs["attention_mask"].bool()].float().square().mean()
-
-        trainer.compute_loss = compute_loss
-        return trainer
-
-    theirs = to_the_bit(trained(build(trl)))
-    assert to_the_bit(trained(build(trl_padfix, padding_free=True))) == theirs
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_left_behind(kind, tmp_path):
     """Metrics, random states and weights of a training are those without a check; all trainers are checked."""
@@ -193,31 +171,3 @@ def test_a_hook_from_before_the_training_leaves_it_packed(checks, tmp_path):
     trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: None)  # the control: after the first step
     trainer.train()
     assert trainer.padding.stats.padded_forwards > 0
-
-
-# -- faults that were silent: the check sees them where their mend is taken out
-
-
-def test_it_sees_virtual_tokens_before_left_padding(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(PaddingSide, "_padding_side", lambda self: "left")
-    monkeypatch.setattr(PaddingSide, "_has_virtual_tokens", lambda self: False)
-    tuned = PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM")
-    model = get_peft_model(build_model(initializer_range=0.2), tuned)
-    torch.nn.init.normal_(model.prompt_encoder.default.embedding.weight, std=0.5)
-    make(trl_padfix, "SFT", tmp_path, model=model, padding_free=True, **DEFAULTS).train()
-    assert any("depends on padding" in line for line in our_warnings(caplog))
-
-
-def test_it_sees_that_the_patch_of_the_outermost_model_is_gone(tmp_path, monkeypatch):
-    """As mixed precision took it off: a classifier that is padded with another token scores zeros."""
-
-    def train(library, **fields):
-        trainer = make(library, "Reward", tmp_path, model=build_model("reward"), **DEFAULTS, **fields)
-        trainer.data_collator.pad_token_id = 5
-        return to_the_bit(trained(trainer))
-
-    theirs = train(trl)
-    monkeypatch.setattr(PoolingPatch, "packed", lambda self, *args, **kwargs: self.wrapped(*args, **kwargs))
-    assert train(trl_padfix, padding_free=True) == theirs
-    monkeypatch.setattr(parity, "check_step", lambda *args, **kwargs: None)
-    assert train(trl_padfix, padding_free=True)[0]["loss"] != pytest.approx(theirs[0]["loss"], rel=1e-3)

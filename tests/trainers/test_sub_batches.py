@@ -8,7 +8,7 @@ import trl
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens
 from kit.rows import build_prompts
-from kit.tolerance import assert_close, assert_gradients_close
+from kit.tolerance import assert_close
 from kit.trainer_runs import assert_same, build_model, run
 
 import trl_padfix
@@ -39,35 +39,6 @@ def batch():
     return ids, mask
 
 
-def gradients(model, budget, sharing=True):
-    """Logits, gradients of a loss that compares all rows, and the tokens of each forward."""
-    ids, mask = batch()
-    model.zero_grad()
-    with remove_padding(model, prefix_sharing=sharing), attach_runner_patch(model), entered_tokens(model) as entered:
-        with within(runner=budget and SubBatches(partial(RowSplitter, budget, sharing))):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        logps = (logits.log_softmax(-1)[..., 3] * mask).sum(1)
-        (logps.sort().values * torch.arange(6.0)).sum().backward()
-    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, entered
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_sub_batches_have_the_outputs_and_gradients_of_the_whole_forward(checkpointing):
-    model = build_model().train()
-    whole = gradients(model, None)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for budget in (14, 24, 40):
-        logits, grads, entered = gradients(model, budget)
-        assert_close(logits, whole[0], terms=64, depth=16)
-        assert_gradients_close(grads, whole[1], terms=64, depth=32)
-        assert len(entered) > 2
-        assert max(entered) <= budget
-    assert len(whole[2]) == 1
-    # Rows of a prompt are in one sub-batch: 14 + 9 + 8 tokens and what their companions have of their own.
-    assert sum(gradients(model, 24)[2][:3]) == whole[2][0]
-
-
 def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
     model, (ids, mask) = build_model().train(), batch()
     follows_real = torch.cat([mask[:, :1], mask[:, :-1]], dim=1) * mask
@@ -83,14 +54,6 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
             split = model(**call).loss
     assert handle.stats.padded_forwards == 0
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
-
-
-def test_sub_batches_in_a_wrong_order_are_another_gradient(monkeypatch):
-    model = build_model().train()
-    whole = gradients(model, None)
-    monkeypatch.setattr(torch.Tensor, "argsort", lambda x: torch.arange(len(x)))
-    wrong = gradients(model, 24)[1]
-    assert_gradients_close(whole[1], whole[1], terms=64, depth=32, control=wrong)
 
 
 def test_outside_of_the_block_and_after_removal_nothing_is_split():

@@ -152,34 +152,6 @@ def test_a_call_that_cannot_be_split_is_named_once(caplog):
     assert "`use_cache=True`" in said
 
 
-class Maskless:
-    """A collator whose batches have no mask, with which TRL's own loss cannot compute."""
-
-    def __init__(self, collator):
-        self.collator = collator
-
-    def __call__(self, examples):
-        batch = dict(self.collator(examples))
-        del batch["attention_mask"]
-        return batch
-
-
-def run_maskless(ours, **config):
-    trainer = make(trl_padfix if ours else trl, "SFT", "unused", budget=ours, **config)
-    trainer.data_collator = Maskless(trainer.data_collator)
-    return train_split(subclass(trainer, compute_loss=calling(without_mask))).figures
-
-
-@pytest.mark.parametrize(("sharing", "budget"), [(True, None), (False, 60)])
-def test_a_collator_without_a_mask_has_trls_figures(sharing, budget, monkeypatch):
-    theirs, given = run_maskless(False), {"max_tokens_per_batch": budget, "prefix_sharing": sharing}
-    assert_same(run_maskless(True, parity_check=True, **given), theirs)
-    if sharing and budget is None:  # the control: tokens are taken for others
-        wrong = run_maskless(True, **given | break_mode(monkeypatch, "prefix sharing"))
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(wrong, theirs)
-
-
 class Prepared:
     """A collator whose masks say which token attends to which, `(B, 1, L, L)`."""
 

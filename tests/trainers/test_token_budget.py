@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
-from capacity import LiveBytes
 from kit.budget_runs import (
     BUDGETS,
     FREE,
@@ -28,6 +27,7 @@ from kit.budget_runs import (
     train_split,
 )
 from kit.cells import slow_but
+from kit.observe import LiveBytes
 from kit.processes import logged
 from kit.rows import build_pairs
 from kit.trainer_runs import figures, lora

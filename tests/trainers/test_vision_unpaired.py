@@ -84,11 +84,8 @@ def test_training_on_images_is_trls(family, kind, mode, tmp_path):
     assert_same(trajectory(trainer), expected, atol=1e-4)
     assert (expected[:, 1] > 0).all()
     log = next(log for log in trainer.state.log_history if "loss" in log)
-    if mode == "padded":
-        assert "padfix/pad_fraction" not in log
-    else:
-        assert log["padfix/pad_fraction"] > 0
-        assert (log["padfix/shared_fraction"] > 0) == (mode == "prefix sharing")
+    assert log["padfix/pad_fraction"] > 0
+    assert (log["padfix/shared_fraction"] > 0) == (mode == "prefix sharing")
 
 
 @pytest.mark.parametrize(("kind", "mode"), [("GRPO", "prefix sharing"), ("KTO", "padding-free")])

@@ -171,7 +171,7 @@ class Batch:
         return {"input_ids": self.ids, "attention_mask": self.mask, **self.inputs}
 
 
-def collate(vision: VisionModel, rows: list[Row], side: str = "right", extra: int = 0) -> Batch:
+def collate(vision: VisionModel, rows: list[Row], side: str = "right") -> Batch:
     """A padded batch of `rows`; `side` as in `models.batch`."""
     flat, prefixes = [], set()
     for row in rows:
@@ -182,7 +182,7 @@ def collate(vision: VisionModel, rows: list[Row], side: str = "right", extra: in
             content += [START, *((part, i) for i in range(n)), END] if part < 0 else [part]
         flat.append(ids)
         prefixes |= {tuple(content[: i + 1]) for i in range(len(content))}
-    length = max(map(len, flat)) + extra
+    length = max(map(len, flat))
     ids, mask = torch.zeros(2, len(flat), length, dtype=torch.int64)
     for i, row in enumerate(flat):
         room = length - len(row)

@@ -175,26 +175,6 @@ def test_inference_mode_gives_the_same_numbers():
     assert handle.stats.packed_tokens == 3 * DISTINCT
 
 
-@pytest.mark.parametrize("inner", [{}, {"use_cache": True}], ids=["padded", "cached"])
-def test_a_model_may_be_called_while_it_runs(inner):
-    ids, mask = batch("mixed")
-    inner_ids, inner_mask = batch("left")
-    model = build("qwen2")
-    expected, inner_expected = logits_of(model, ids, mask), logits_of(model, inner_ids, inner_mask)
-    nested = []
-
-    def call_again(*_: Any) -> None:
-        hook.remove()
-        nested.append(logits_of(model, inner_ids, inner_mask, **inner))
-
-    hook = model.model.layers[1].register_forward_pre_hook(call_again)
-    with remove_padding(model, prefix_sharing=True):
-        got = logits_of(model, ids, mask)
-
-    assert_equal_where_real(got, expected, mask)
-    assert_equal_where_real(nested[0], inner_expected, inner_mask)
-
-
 @pytest.mark.parametrize("name", ["shift_labels", "loss_weights"])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_tensors_for_a_loss_that_reach_the_attention_leave_a_call_packed(name, checkpoints):

@@ -109,27 +109,6 @@ def test_code_of_a_user_behind_the_decoder_gets_the_padded_batch(change, sharing
         assert_same_fused_numbers(wrong, expected)
 
 
-def test_the_head_is_on_a_model_whose_forward_takes_no_more_arguments():
-    """TRL's head wraps the forward, and shows its parameters."""
-
-    class Narrow(transformers.Qwen2ForCausalLM):
-        def forward(self, input_ids=None, attention_mask=None, labels=None, use_cache=None):
-            return super().forward(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
-
-    model = build("qwen2")
-    model.__class__ = Narrow
-    add_fused_lm_head(model, temperature=0.9, outputs=FUSED)
-    ids, mask = batch("right")
-    labels = answers(ids, mask)
-    expected = fused_numbers(model, ids, mask, labels)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
-        other = fused_numbers(model, ids, mask, answers(ids, mask, prompt=0))
-    with pytest.raises(AssertionError):
-        assert_same_fused_numbers(other, expected)
-    assert handle.stats.packed_tokens < handle.stats.padded_tokens
-
-
 @pytest.mark.parametrize("side", ["left", "holes"])
 def test_labels_behind_a_hidden_token_are_scored_padded(side):
     ids, mask = batch(side)

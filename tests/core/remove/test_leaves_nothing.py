@@ -15,13 +15,11 @@ import accelerate
 import pytest
 import torch
 import transformers
-from kit.observe import entered_tokens
-from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, attached_parts, logits_of
+from zoo.model_numbers import DISTINCT, REAL, assert_equal_where_real, logits_of
 from zoo.models import batch, build
 
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.call.calls import packed_call
-from trl_padfix.core.remove import attachment_of
 
 
 # -- nothing stays behind
@@ -171,28 +169,6 @@ def test_a_forward_that_was_replaced_before_goes_along(hook):
 
 
 # -- copies, checkpoints
-
-
-def test_a_deep_copy_is_attached_on_its_own():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    handle = remove_padding(model)
-    twin = copy.deepcopy(model)
-    expected = logits_of(model, ids, mask)
-    entered = entered_tokens(twin)
-    attachment_of(twin).accept_hooks()
-
-    assert torch.equal(logits_of(twin, ids, mask), expected)
-    assert handle.stats.packed_tokens == REAL  # of one forward
-    handle.remove()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-
-    assert not attached_parts(model)
-    assert torch.equal(logits_of(twin, ids, mask), expected)
-    assert entered == [REAL, REAL]
-    assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in model.modules())
 
 
 def test_a_model_that_is_saved_whole_has_no_patches(mixed):

@@ -12,7 +12,7 @@ from kit.processes import logged
 from kit.rows import build_pairs, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated
 from kit.tolerance import CONTROL, tolerance
-from kit.trainer_runs import MODES, SIDED_MODES, run, watch_inputs
+from kit.trainer_runs import MODES, SIDED_MODES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -71,14 +71,6 @@ def test_an_evaluation_of_the_loss_makes_no_logits(make):
     with LogitsSized() as logits, torch.no_grad():
         trainer.model(torch.tensor([[1, 2]]))
     assert logits.seen
-
-
-@pytest.mark.skipif(not NEWEST, reason="older transformers have another name for the strategy")
-def test_the_longest_batch_is_first_where_transformers_sorts_by_length(make):
-    config = {"train_sampling_strategy": "group_by_length", "auto_find_batch_size": True, "padding_free": True}
-    ours = run(make(config=config), watch_inputs(""))
-    lengths = [mask.sum(1).max().item() for _, mask in ours.batches]
-    assert lengths[0] == max(lengths)
 
 
 @pytest.mark.matrix

@@ -35,7 +35,7 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
-from .segments import attend_by_segment, in_attention_dtype
+from .segments import attend_by_segment, gathered_keys, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 
@@ -185,15 +185,17 @@ def _attend(
     attend = _function_of(viewed_module(module), implementation)
     if call.prefix_states is not None:  # with context parallelism those of the local heads, after the exchange
         key, value = call.prefix_states.prepend_kv(viewed_module(module), key, value)
-    if _is_flash(implementation):
-        return attend_varlen(attend, module, query, key, value, layout, kwargs)
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-        if masks is None and torch_varlen_applies(query, value, layout, kwargs):
-            return attend_torch_varlen(query, key, value, layout, kwargs)
-    options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
-    return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
+    with gathered_keys(layout, key, value) as (key, value):
+        states = query, key, value, layout, kwargs
+        if _is_flash(implementation):
+            return attend_varlen(attend, module, *states)
+        if not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
+            return attend_torch_varlen(*states)
+        options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
+        return attend_by_segment(attend, module, *states, **options)
 
 
 def _unpackable(reason: str) -> PaddingRemovalError:

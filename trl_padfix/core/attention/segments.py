@@ -2,13 +2,15 @@
 Attention over the segments of a layout, one segment at a time.
 
 [`attend_by_segment`] calls a model's `sdpa` or `eager` function on one block of queries of one segment at a time. The
-functions of `varlen.py` compute all segments in one call. All of them first gather the keys of each segment, one copy
-for each segment that reads them.
+functions of `varlen.py` compute all segments in one call. Both take the keys of each segment from [`gathered_keys`],
+one copy for each segment that reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..layout.layout import Layout
+from ..model.patching import saved_tensor_hooks
 
 
 __all__ = [
-    "GatherKeys", "attend_by_segment", "gather_keys", "in_attention_dtype", "query_blocks", "sum_by_token",
-    "visible_keys",
+    "GatherKeys", "attend_by_segment", "gather_keys", "gathered_keys", "in_attention_dtype", "query_blocks",
+    "sum_by_token", "visible_keys",
 ]  # fmt: skip
 
 QUERIES_PER_BLOCK = 1024
@@ -52,10 +55,10 @@ def attend_by_segment(
             The attention module, or a view of it.
         query (`torch.Tensor` of shape `(1, N, T, D)`):
             Queries of the packed row.
-        key (`torch.Tensor` of shape `(1, K, T, D)`):
-            Its keys; with prefix states those of the prefixes come first.
-        value (`torch.Tensor` of shape `(1, K, T, D)`):
-            Its values, likewise.
+        key (`torch.Tensor` of shape `(1, K, sum of keys.lengths, D)`):
+            Keys of the segments, from [`gathered_keys`].
+        value (`torch.Tensor` of shape `(1, K, sum of keys.lengths, D)`):
+            Their values.
         layout ([`Layout`]):
             The segments.
         kwargs (`dict[str, Any]`):
@@ -93,7 +96,8 @@ def attend_by_segment(
     segments = zip(
         zip(pad_queries, windows, chunks, strict=True),
         _pad_queries(query, layout, [n or 0 for n in pad_queries]),
-        *(states.split(layout.keys.lengths, dim=2) for states in gather_keys(layout, key, value)),
+        key.split(layout.keys.lengths, dim=2),
+        value.split(layout.keys.lengths, dim=2),
         layout.positions.split(layout.queries.lengths),
         layout.key_positions.split(layout.keys.lengths),
         strict=True,
@@ -276,6 +280,71 @@ def gather_keys(layout: Layout, *states: torch.Tensor) -> tuple[torch.Tensor, ..
     # a view, that of an index a copy of all states.
     gathered = GatherKeys.apply(layout.key_index, *order, *(x.squeeze(0).transpose(0, 1) for x in states))
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in gathered)
+
+
+COPIES = 1024
+"""Copies of fewer keys than this beyond those of the row stay in the graph: hooks cost time on the host."""
+
+
+@contextmanager
+def gathered_keys(
+    layout: Layout, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """
+    A block with the keys and values of all segments, `(1, K, sum of keys.lengths, D)`, for one call of attention.
+
+    The graph keeps the states of the row only. Backward gathers again what the call has saved of the copies. Within
+    hooks of others (a checkpoint's, offloading) it does not: they decide what is kept.
+    """
+    gathered = gather_keys(layout, key, value)
+    copies = 0 if layout.key_index is None else layout.key_index.numel() - key.shape[2]
+    is_plain = type(key) is type(value) is torch.Tensor  # a subclass need not have a storage of its own
+    if copies < COPIES or not (is_plain and gathered[0].requires_grad) or saved_tensor_hooks() != ():
+        yield gathered
+        return
+    regathered = {
+        copy.untyped_storage().data_ptr(): _Regathered(states.detach(), layout.key_index, states._version)
+        for copy, states in zip(gathered, (key, value), strict=True)
+    }
+
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        source = regathered.get(tensor.untyped_storage().data_ptr())
+        if source is None:
+            saved = tensor.detach()  # the tensor itself would be a cycle where it is an output
+            return lambda: saved
+        return source.part(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part()):
+        yield gathered
+
+
+@dataclass(eq=False)
+class _Regathered:
+    """Keys or values `(1, K, T, D)` that backward gathers again; the copy lives until all its parts were read."""
+
+    states: torch.Tensor
+    index: torch.Tensor
+    version: int
+    parts: int = 0
+    unread: int = 0
+    copy: torch.Tensor | None = None
+
+    def part(self, saved: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A function that returns what `saved`, a view of the copy, has now."""
+        self.parts += 1
+        place = saved.shape, saved.stride(), saved.storage_offset()
+
+        def read() -> torch.Tensor:
+            if self.states._version != self.version:
+                raise RuntimeError("Keys or values of a packed forward were modified in place before its backward.")
+            if self.copy is None:
+                self.copy, self.unread = self.states[0].transpose(0, 1).index_select(0, self.index), self.parts
+            copy, self.unread = self.copy, self.unread - 1
+            if not self.unread:
+                self.copy = None
+            return copy.as_strided(*place)
+
+        return read
 
 
 class GatherKeys(torch.autograd.Function):

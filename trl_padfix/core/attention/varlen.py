@@ -15,7 +15,7 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.inspection import parameters_of
 from ..model.older import flash_arguments
-from .segments import gather_keys, in_attention_dtype
+from .segments import in_attention_dtype
 
 
 __all__ = ["attend_torch_varlen", "attend_varlen", "torch_varlen", "torch_varlen_applies", "torch_varlen_is_complete"]
@@ -46,13 +46,10 @@ def attend_varlen(
                 f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
                 f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
             )
-    # `contiguous` on tokens first: partial rotary embeddings return states with heads first in memory, and for such
-    # strides flash-attn's Triton backend (2.8.3) computes wrong gradients.
-    states = query, *gather_keys(layout, key, value)
     try:
         output, _ = attend(
             module,
-            *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states),
+            *map(_tokens_first, (query, key, value)),
             None,
             cu_seq_lens_q=layout.queries.cu_seqlens,
             cu_seq_lens_k=layout.keys.cu_seqlens,
@@ -74,6 +71,14 @@ def attend_varlen(
     return output
 
 
+def _tokens_first(states: torch.Tensor) -> torch.Tensor:
+    """States `(1, N, T, D)` with tokens first in memory."""
+    # Partial rotary embeddings return states with heads first. For such strides flash-attn's Triton backend (2.8.3)
+    # computes wrong gradients.
+    by_token = states.transpose(1, 2)
+    return states if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
+
+
 def _is_triton_backend() -> bool:
     """Whether flash-attn runs on its Triton backend for AMD GPUs (2.8.3), which ignores some arguments."""
     interface = sys.modules.get("flash_attn.flash_attn_interface")
@@ -86,7 +91,7 @@ def attend_torch_varlen(
 ) -> torch.Tensor:
     """torch's own variable-length FlashAttention over a layout: `(1, N, T, D)` to `(1, T, N, D)`."""
     # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, *gather_keys(layout, key, value)))
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
     return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_checkpoint", "patches_on"]
+__all__ = [
+    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_checkpoint", "patches_on", "saved_tensor_hooks",
+]  # fmt: skip
 
 
 class Attachment:
@@ -286,13 +288,17 @@ class BatchPatch(ForwardPatch):
         return super().call(*args, **kwargs)
 
 
+def saved_tensor_hooks() -> tuple[Any, ...] | None:
+    """The hooks on tensors saved for backward (of a checkpoint, of offloading), or `()`; `None` in torch 2.6."""
+    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")
+    return None if top_hooks is None else top_hooks(True) or ()
+
+
 def in_checkpoint() -> bool:
     """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
-    # torch 2.6 has no such function: such calls are packed, and an error of torch says so if their backward differs.
-    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")
-    hooks = None if top_hooks is None else top_hooks(True)
-    is_any = hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__module__
-    return is_any and not context().own_checkpoint
+    # In torch 2.6 such calls are packed, and an error of torch says so if their backward differs.
+    hooks = saved_tensor_hooks() or ()
+    return any(hook.__module__ == checkpoint.__module__ for hook in hooks) and not context().own_checkpoint
 
 
 @torch.compiler.assume_constant_result
