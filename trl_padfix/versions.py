@@ -51,7 +51,7 @@ NEWER = dict.fromkeys(("DistillationTrainer", "DistillationConfig", "experimenta
 INSTEAD = (
     "`remove_padding(model)` before TRL's own trainer is built, or `PaddingRemovalCallback` in it, works with any TRL."
 )
-"""What works where a trainer of this package does not."""
+"""Remedy where a trainer of this package does not work."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}

@@ -182,7 +182,7 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
 def _refuse_counted_columns(model: nn.Module) -> None:
     """Refuse prompts of several lengths if padding before a prompt changes the positions of its tokens."""
     remedy = (
-        "so a prompt with padding before it would not be continued as it is alone. Generate from prompts of one "
+        "so a prompt with padding before it would not be continued as when alone. Generate from prompts of one "
         "length at a time, or from one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
     )
     if any(config.is_prompt_learning for config in peft_configs_in(model)):

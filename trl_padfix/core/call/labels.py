@@ -39,5 +39,5 @@ def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def at_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether a masked token has a label of its own, `(B, L)` both: of a token classifier, or in `shift_labels`."""
+    """Whether a masked token has its own label, both `(B, L)`: in a token classifier, or in `shift_labels`."""
     return bool(((labels != -100) & (mask == 0)).any())

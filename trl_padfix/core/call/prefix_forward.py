@@ -45,7 +45,7 @@ def run_prefix_forward(
             `logits_to_keep`, where the head must run too.
 
     Returns:
-        [`ForwardStates`]: What later forwards read.
+        [`ForwardStates`]: States that later forwards read.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}

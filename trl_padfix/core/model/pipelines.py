@@ -90,7 +90,7 @@ def _first_difference(first: Any, modules: list[Any], weight: torch.Tensor, task
         mask = mask.flip(1)
     states = torch.randn(*mask.shape, first.get_embedding_dimension(), device=weight.device, dtype=weight.dtype)
     row = {"attention_mask": mask, "input_ids": mask, "modality": "text", "prompt_length": 1}
-    # What a padded and a packed forward return.
+    # The outputs of a padded and of a packed forward.
     features: list[Any] = [row | {"token_embeddings": values} for values in (states, states * mask.unsqueeze(-1))]
     for module in modules:
         kwargs = {"task": task} if task and _takes_task(module) else {}

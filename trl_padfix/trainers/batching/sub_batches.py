@@ -289,7 +289,7 @@ def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -
 
 
 def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float:
-    """What the balancing loss of experts adds to the loss of an output."""
+    """The term that the balancing loss of experts adds to the loss of an output."""
     if output.get("aux_loss") is None:
         return 0.0
     # Some models read the weight from their configuration only. TRL's head before 1.16, whose outputs count tokens,

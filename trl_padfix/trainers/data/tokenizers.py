@@ -51,7 +51,7 @@ def require_eos(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     columns: Iterable[str],
 ) -> None:
-    """Raise a `ValueError` if plain texts in `columns` are to be ended with an EOS token and there is none."""
+    """Raise a `ValueError` if plain texts in `columns` need an EOS token and the tokenizer has none."""
     if tokenizer_of(processing_class).eos_token is not None:
         return
     row = next(iter(dataset), {})
