@@ -97,7 +97,7 @@ def _of_trl(name: str) -> Any:
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if name not in getattr(trl, "__all__", ()) or isinstance(found := getattr(trl, name), ModuleType):
         raise missing
-    if name.endswith("Trainer"):  # TRL's would train padded in silence
+    if name.endswith("Trainer"):  # TRL's trainer would silently train padded
         raise ImportError(
             f"`trl.{name}` has no counterpart in trl_padfix. Import it from TRL, and train without padding with "
             f"`trl_padfix.padding_free_trainer({name})`."
@@ -114,7 +114,7 @@ def _require(name: str) -> None:
 
 
 def _importable() -> list[str]:
-    """The public names that the installed versions admit: `from trl_padfix import *` imports these."""
+    """The public names that the installed versions support: `from trl_padfix import *` imports these."""
     names = ["__version__"]
     for name in _HOME:
         with suppress(ImportError):

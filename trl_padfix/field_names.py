@@ -1,4 +1,4 @@
-"""Answers to names of fields that nothing takes: the name of today, or the closest one."""
+"""Hints for unknown names of fields: the current name, or the closest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GONE = {
     "evaluation_strategy": "it is `eval_strategy` now",
     "max_seq_length": "it is `max_length` now",
     "max_prompt_length": "removed from TRL: `max_length` limits prompt and completion together",
-    "overwrite_output_dir": "leave it out: a run goes on from a checkpoint only with `resume_from_checkpoint`",
+    "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
     "no_cuda": "it is `use_cpu` now",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "group_by_length": "it is `train_sampling_strategy: group_by_length` now",

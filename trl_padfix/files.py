@@ -28,7 +28,7 @@ _WHY = {
 }
 
 _REFUSED = {
-    errno.ENOENT: "there is no folder {!r} that takes files. Make it, or write elsewhere",
+    errno.ENOENT: "there is no folder {!r} that takes files. Create it, or write elsewhere",
     errno.ENOTDIR: "{!r} is a file, not a folder. Write elsewhere",
     errno.EISDIR: "it is a folder. Name a file in it",
     errno.ENAMETOOLONG: "its name is too long. Choose a shorter one",
@@ -73,7 +73,7 @@ def is_missing_path(name: str) -> bool:
 
 
 def refuse_missing(data: str) -> None:
-    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and there is nothing."""
+    """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and nothing exists there."""
     if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in DATA_FILES):
         raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
 

@@ -51,7 +51,7 @@ NEWER = dict.fromkeys(("DistillationTrainer", "DistillationConfig", "experimenta
 INSTEAD = (
     "`remove_padding(model)` before TRL's own trainer is built, or `PaddingRemovalCallback` in it, works with any TRL."
 )
-"""What works where a trainer of this package does not."""
+"""Remedy where a trainer of this package does not work."""
 
 
 OTHER_STACKS = {"axolotl": "0.19.0", "ms-swift": "4.6.0", "verl": "0.9.1", "llamafactory": "0.9.5"}
@@ -106,7 +106,7 @@ def require_stack(package: str) -> None:
     Check that another stack is installed in a version that its plug-in supports.
 
     Raises:
-        RuntimeError: If it is not. No `ImportError`, because axolotl prints that of a plug-in and trains without it.
+        RuntimeError: If it is not. No `ImportError`, because axolotl prints a plug-in's and trains without it.
     """
     tested, installed = OTHER_STACKS[package], installed_version(package)
     if installed is None or not SpecifierSet(f"~={tested}").contains(installed, prereleases=True):

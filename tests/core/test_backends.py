@@ -119,7 +119,7 @@ def test_a_missing_package_is_an_import_error_and_the_rest_a_value_error(install
     message = (
         r"`attn_implementation='flash_attention_2'` cannot run on this H100 in bfloat16: flash-attn is not instal"
     )
-    with pytest.raises(ImportError, match=message + r".*What can: 'sdpa', 'flex_attention', 'eager', or 'auto'"):
+    with pytest.raises(ImportError, match=message + r".*Usable: 'sdpa', 'flex_attention', 'eager', or 'auto'"):
         require_usable("flash_attention_2", half(H100), "attn_implementation")
     with pytest.raises(ValueError, match="it needs a CUDA GPU, and this is CPU") as refused:
         require_usable("flash_attention_2", half(CPU), "attn_implementation")
@@ -152,7 +152,7 @@ OBSTACLES = [
     ("sdpa", CONFIGS["gemma2"](), "transformers has no sdpa path for Gemma2ForCausalLM"),
     ("sdpa", CONFIGS["gemma2"](), "it has no softcap, and this model was trained with one"),
     ("flash_attention_2", Qwen2Config(hidden_size=1024, num_attention_heads=2), "and this model's have 512"),
-    ("flash_attention_2", CONFIGS["gpt_oss"](), "of FlashAttention this model only runs with kernels-community/"),
+    ("flash_attention_2", CONFIGS["gpt_oss"](), "this model runs only with the FlashAttention of kernels-community/"),
     ("flex_attention", CONFIGS["gpt2"](), "transformers has no flex_attn path for GPT2LMHeadModel"),
 ]
 

@@ -220,7 +220,7 @@ def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
     found = check_parity(model, inputs(), prefix_sharing=sharing)
 
     found.raise_if_failed()
-    assert found.fault.startswith("The padded forward of this model is wrong, and the packed one is right")
+    assert found.fault.startswith("The padded forward of this model is wrong, and packed is right")
     assert found.maximum > 2 * found.maximum_tolerance
     assert found.packed_from_alone.ok
     assert not found.padded_from_alone.ok
@@ -235,8 +235,8 @@ def test_a_wrong_padded_forward_is_told_from_a_right_packed_one(dtype, sharing):
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        (False, "The packed forward of this model is wrong: padded is each row alone, and packed is not"),
-        (True, "The packed forward of this model is wrong, and so is the padded one: neither is each row alone"),
+        (False, "The packed forward of this model is wrong: padded equals each row alone, and packed does not"),
+        (True, "The packed forward of this model is wrong, as is the padded one: neither equals each row alone"),
     ],
 )
 def test_a_leak_stops_whatever_the_padded_forward_gives(spoilt, said, monkeypatch):

@@ -167,7 +167,7 @@ def test_fewer_heads_of_a_recurrence_than_processes_are_an_error_on_each_of_them
 @pytest.mark.parametrize(
     ("family", "processes", "error", "says"),
     [
-        ("qwen2", 8, ValueError, "4 attention heads, and 8 processes"),
+        ("qwen2", 8, ValueError, "4 attention heads for 8 processes"),
         ("bloom", 2, PaddingRemovalError, "computed on whole rows.*without context parallelism"),
         ("mamba", 2, PaddingRemovalError, "need all channels"),
     ],

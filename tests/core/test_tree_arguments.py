@@ -110,8 +110,8 @@ def test_an_unknown_tree_argument_is_an_error_with_its_name(family, name):
 
 
 NOT_COMPUTED = [
-    ({"tree_cu_seqlens_q": None}, "describes no tree"),
-    ({"tree_kv_index": None}, "describes no tree"),
+    ({"tree_cu_seqlens_q": None}, "is not a tree"),
+    ({"tree_kv_index": None}, "is not a tree"),
     ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "with an attention mask"),
     ({"use_cache": True}, "use_cache"),
     ({"input_ids": torch.ones(2, 9, dtype=torch.long)}, "a tree is one row, the batch has 2"),
@@ -149,13 +149,13 @@ NO_TREE = [
     ({"tree_cu_seqlens_q": [0, 2, 3, 5, -1]}, "Padding of a collator"),
     ({"tree_cu_seqlens_k": [0, 2, 4, 9]}, "does not end with the tokens of its segment"),
     ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 1, 4, 3]}, "does not end with the tokens of its segment"),
-    ({"tree_kv_index": [0, 1, 1, 0, 2, 0, 1, 3, 4]}, "form no tree"),
-    ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 9, 3, 4]}, "form no tree"),
+    ({"tree_kv_index": [0, 1, 1, 0, 2, 0, 1, 3, 4]}, "do not form a tree"),
+    ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 9, 3, 4]}, "do not form a tree"),
     ({"tree_segment_parents": [-1, 0, 1]}, "different trees"),
     ({"tree_segment_parents": [-1, 0]}, "different trees"),
     ({"tree_segment_parents": [-1, 0, 0], "tree_segment_depths": [0, 1, 2]}, "does not count the parents"),
-    ({"tree_kv_index": None, "tree_segment_parents": [-1, 2, 0]}, "one number for each"),
-    ({"tree_kv_index": None, "tree_segment_parents": [0, 0, 0]}, "one number for each"),
+    ({"tree_kv_index": None, "tree_segment_parents": [-1, 2, 0]}, "the number of an earlier segment"),
+    ({"tree_kv_index": None, "tree_segment_parents": [0, 0, 0]}, "the number of an earlier segment"),
 ]
 
 

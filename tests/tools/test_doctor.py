@@ -169,4 +169,4 @@ def test_a_model_that_cannot_be_read_is_a_clear_error(monkeypatch):
     for model in ("/nowhere/at/all", "no-such/model"):
         result = doctor("--model", model)
         assert result.exit_code == 1
-        assert f"{model}: neither in a folder of this name nor on the Hub or in its cache" in words(result.output)
+        assert f"{model}: there is no configuration of a transformers model" in words(result.output)

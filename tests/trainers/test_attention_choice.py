@@ -161,7 +161,10 @@ SHARED = "`ref_attn_implementation='eager'` is for a reference.*"
 BEFORE_WEIGHTS = [
     ({"attn_implementation": "flash_attention_2"}, "`attn_implementation='flash_attention_2'` cannot run on this CPU"),
     ({"ref_attn_implementation": "flash_attention_3"}, "`ref_attn_implementation='flash_attention_3'` cannot run"),
-    ({"attn_implementation": "flex_attention", "padding_free": True}, "padding cannot be removed with it.*What can: "),
+    (
+        {"attn_implementation": "flex_attention", "padding_free": True},
+        "padding cannot be removed with it.*Usable: ",
+    ),
     (
         {"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}},
         "`attn_implementation='eager'` and `model_init_kwargs.*'sdpa'.* disagree",

@@ -28,13 +28,13 @@ ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
 FREE = {"padding_free": True}
 GROUPED = FREE | {"prefix_sharing": True, "group_by_prefix": True}
 GENERATING = {"predict_with_generate": True}
-TURNS = "trains on that turn, and .* Leave `{}` out"
+TURNS = "trains on that turn; .* Leave `{}` out"
 
 
 # -- configurations
 
 PACKED_ONLY = {"prefix_sharing": True, "packed_multiple_of": 64, "max_tokens_per_batch": 4096, "pool_last_token": True}
-LENGTHS = "`max_tokens_per_batch={}` is no {} of `packed_multiple_of={}`: .* lengthened to {}"
+LENGTHS = "`max_tokens_per_batch={}` is not a {} of `packed_multiple_of={}`: .* lengthened to {}"
 BUDGET = "max_tokens_per_batch"
 KINDS = ("DPO", "SFT", "Reward", "KTO", "GRPO", "RLOO")
 CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
@@ -186,7 +186,7 @@ BAD = {
     "no text": row_5("SFT", TEXT, "of the train dataset has None in column `text`", text=None),
     "a number": rows("SFT", {"text": 3}, "has 3 in column `text`"),
     "no role": row_5("SFT", CHAT, "without a text `role`", messages=[{"content": "w3"}]),
-    "no content": row_5("SFT", CHAT, "whose `content` is no text", messages=[{"role": "user"}]),
+    "no content": row_5("SFT", CHAT, "whose `content` is not text", messages=[{"role": "user"}]),
     "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
     "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
     "a negative id": row_5("SFT", IDS, "holds -5 in `input_ids`.* 0 to 39", input_ids=[3, -5]),
@@ -219,14 +219,14 @@ BAD = {
     "no trained token": rows(
         "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "8 of 8 rows .* have no token", **STRICT
     ),
-    "nothing but pad tokens": Bad(
+    "only pad tokens": Bad(
         "Reward",
         lambda: (
             SIDED_MODES["padding-free, left"]
             | {"model": build_model("reward", pad_token_id=1), "processing_class": build_tokenizer(pad_token="<eos>")}
             | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
         ),
-        "`rejected_ids` of pair 0 of the train dataset is nothing but pad tokens",
+        "`rejected_ids` of pair 0 of the train dataset has only pad tokens",
     ),
     "a prompt without a token": Bad(
         "GRPO",

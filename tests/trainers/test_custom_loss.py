@@ -132,7 +132,7 @@ def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
         trainer = make(library, "SFT", "unused", budget=library is trl_padfix, **given)
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
     assert_same(found[1], found[0])
-    assert ("a loss that is no known function of its logits" in caplog.text) == (name == "term")
+    assert ("a loss that is not a known function of its logits" in caplog.text) == (name == "term")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
 
     token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
-    assert any("a hook within the model, and your loss may read" in line for line in our_warnings(caplog))
+    assert any("a hook within the model; your loss may read" in line for line in our_warnings(caplog))
     for module in (custom_loss, token_budget):
         monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
     monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)

@@ -34,7 +34,7 @@ def test_heads_that_tensor_parallelism_would_cut_are_refused():
     check_launch(trainer)
     for size, says in ((4, "`num_key_value_heads=2`"), (3, "`num_attention_heads=4`")):
         model._tp_size = size
-        with pytest.raises(trl_padfix.PaddingRemovalError, match=f"`tp_size={size}` gives .* does not divide {says}"):
+        with pytest.raises(trl_padfix.PaddingRemovalError, match=f"`tp_size={size}` splits .* does not divide {says}"):
             check_launch(trainer)
 
 
@@ -56,8 +56,8 @@ def test_a_pipeline_of_stages_is_refused(sizes, is_refused, tmp_path):
         (1, "NO", {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "This run trains on one process."),
         (1, "NO", {"ACCELERATE_USE_CPU": "True"}, None),
         (1, "NO", {"ACCELERATE_USE_CPU": "False", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}, None),
-        (2, "MULTI_CPU", {"ACCELERATE_USE_FSDP": "true"}, "FSDP was asked for, and accelerate runs MULTI_CPU"),
-        (2, "MULTI_CPU", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED was asked for"),
+        (2, "MULTI_CPU", {"ACCELERATE_USE_FSDP": "true"}, "FSDP was requested, but accelerate runs MULTI_CPU"),
+        (2, "MULTI_CPU", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED was requested"),
         (2, "FSDP", {"ACCELERATE_USE_FSDP": "true"}, None),
         (2, "MULTI_CPU", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None),
     ],

@@ -55,7 +55,7 @@ def test_rows_stay_where_code_of_a_user_acts_on_a_micro_batch(makers, method, of
     atol = 8 * torch.finfo(torch.float32).eps  # RLOO's loss is a mean of eight advantages that cancel
     assert_same(ours.trajectory(), theirs.trajectory(), atol)
     assert_mode_ran(ours, "prefix sharing")
-    assert any("Rows stay in TRL's micro-batches: whether `" in line for line in our_warnings(caplog))
+    assert any("Rows stay in TRL's micro-batches, because `" in line for line in our_warnings(caplog))
     monkeypatch.setattr(make.method.ours.task_class, "may_regroup", lambda task: True)
     assert_other(train(make.method.ours, **MODES["prefix sharing"]).trajectory(), theirs.trajectory(), atol)
 
@@ -85,7 +85,7 @@ def test_rows_are_moved_whole():
 def test_a_column_without_a_value_for_each_row_is_not_moved(ragged):
     """Kept token ids, one row behind the other: in which places the tokens of a row stand is unknown."""
     batches = [{"prompt_ids": torch.tensor([[1], [2]]), "kept_ids": ragged} for _ in range(2)]
-    with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 2 rows"):
+    with pytest.raises(ValueError, match=r"`kept_ids` .* does not have one value for each of its 2 rows"):
         group_prompts(batches, window=2)
 
 
@@ -102,6 +102,6 @@ def test_a_budget_cuts_what_is_scored_by_rows_and_refuses_all_else(make, monkeyp
     trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_mask=kept, compute_entropy=True)
     assert seen == [(4, 4, kept, True)]
     for flat in (torch.ones(7), [0] * 7):
-        with pytest.raises(ValueError, match=r"`kept_ids` .* no value for each of its 4 rows"):
+        with pytest.raises(ValueError, match=r"`kept_ids` .* does not have one value for each of its 4 rows"):
             trainer._get_per_token_logps_and_entropies(trainer.model, ids, ids, 2, kept_ids=flat)
     assert len(seen) == 1

@@ -262,7 +262,7 @@ def test_a_chunk_without_its_forward_is_an_error():
         runner.start(0, *batches[0])
         score(model, *batches[0]).sum().backward()
         runner.start(2, *batches[2])
-        with pytest.raises(PaddingRemovalError, match="called the model in some of them and not in others"):
+        with pytest.raises(PaddingRemovalError, match="called the model for some parts and not for others"):
             score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
             runner.check()
@@ -324,4 +324,4 @@ def test_what_cannot_read_the_states_of_other_forwards_is_named():
     assert "reentrant gradient checkpointing" in reason(**checkpoints)
     assert "equally many forwards" in reason(is_sharded=True)
     with remove_padding(build_family("mamba"), prefix_sharing=True) as handle:
-        assert "hands no state on" in sharing_obstacle(handle, None, False)
+        assert "passes no state to" in sharing_obstacle(handle, None, False)

@@ -91,7 +91,7 @@ def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path, caplog):
     assert not torch.allclose(theirs[-1], theirs[-2])
     said = [record.getMessage() for record in caplog.records if "`group_by_prefix`" in record.getMessage()]
     assert len(said) == 1
-    assert said[0].startswith("Training goes on at step 7")
+    assert said[0].startswith("Training resumes at step 7")
 
 
 class StopsEarly(TrainerCallback):

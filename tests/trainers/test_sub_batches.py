@@ -103,7 +103,7 @@ def test_deepspeed_is_refused_where_forwards_are_computed_again(tmp_path):
     trainer = make_trainer(trl_padfix, "GRPO", tmp_path, padding_free=True, max_tokens_per_batch=48)
     trainer.is_deepspeed_enabled = True
     trainer.compute_loss = lambda *args, **kwargs: None
-    with pytest.raises(ValueError, match="would compute forwards again in the backward pass"):
+    with pytest.raises(ValueError, match="would recompute forwards in the backward pass"):
         trainer.get_train_dataloader()
 
 

@@ -77,6 +77,6 @@ def test_a_loss_of_another_kind_is_an_error(monkeypatch):
     monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
     runner = SubBatches(partial(RowSplitter, 14, False))
     call = {"input_ids": (ids := torch.arange(2, 34).view(4, 8)), "attention_mask": torch.ones_like(ids)}
-    refused = pytest.raises(ValueError, match=r"load-balancing loss of Mixtral\w+ is .* by their router logits")
+    refused = pytest.raises(ValueError, match=r"load-balancing loss of Mixtral\w+ is .* but their router logits")
     with remove_padding(model), attach_runner_patch(model), within(runner=runner), refused:
         model(**call, use_cache=False, output_router_logits=True)

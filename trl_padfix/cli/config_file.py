@@ -31,7 +31,7 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "at
 """Names that no dataclass field declares."""
 
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
-"""What the parser of transformers takes for a flag."""
+"""Strings that the parser of transformers treats as flags."""
 
 NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
@@ -179,7 +179,7 @@ def _check_paths(given: dict[str, Any]) -> None:
     for field in ("model_name_or_path", "dataset_name"):
         if (name := given.get(field)) and is_missing_path(name):
             raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
-    # TRL hands the name to `load_dataset`, which takes a file's for one of the Hub.
+    # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
     path = Path(given.get("dataset_name") or "")
     if builder := DATA_FILES.get(path.suffix):
         wrong = "is a file" if path.is_file() else "names a file that does not exist"

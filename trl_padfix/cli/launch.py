@@ -85,7 +85,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         of the `accelerate launch` that runs the script with the same flags.
 
     Raises:
-        ValueError: For flags and keys that neither of them has, and for values that they refuse.
+        ValueError: For unknown flags and keys, and for invalid values.
     """
     if not args:
         raise ValueError(
@@ -94,7 +94,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
         )
     given = read_given(args)
     check_given(method, given)
-    # Imported now, after the mistakes that can be told without them: they take seconds.
+    # Imported here, because they take seconds: mistakes above are reported without them.
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
@@ -222,7 +222,7 @@ def run(method: str, args: Sequence[str]) -> None:
 
 
 def _stopped(given: dict[str, Any]) -> str:
-    """How to go on after Ctrl-C."""
+    """How to resume after Ctrl-C."""
     if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
         return "stopped before the first checkpoint (`save_steps`): the same command begins from the start."
     return "stopped. To go on from the last checkpoint, add `--resume_from_checkpoint latest` to the same command."
@@ -239,7 +239,7 @@ def _class(method: str, kind: str) -> type:
 
 
 def _patched_trl(ours: dict[str, Any]) -> AbstractContextManager[Any]:
-    """A block in which `from trl import ...` imports these."""
+    """A block in which `from trl import ...` imports our classes."""
     return patch.multiple(importlib.import_module("trl"), **ours)
 
 

@@ -22,4 +22,4 @@ OPTION_GROUPS = {
     ),
     "lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
-"""Groups of the fields that this package adds; those that none names belong to the first."""
+"""Groups of the fields that this package adds; all other fields belong to the first group."""

@@ -31,7 +31,7 @@ def training(method: str) -> Callable[[typer.Context], None]:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        # The processes get Ctrl-C too: they say how to go on, and this process waits for them.
+        # The processes get Ctrl-C too: they print how to resume, and this process waits for them.
         before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             launch_command(launch)

@@ -57,7 +57,7 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
     Args:
         command (`str` or `Callable[[], str]`):
-            The beginning of the message, or a function that returns it, called when the error is there.
+            The beginning of the message, or a function that returns it, called on an error.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
 def _message(error: Exception) -> str | None:
     """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
-    if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # "An error occurred": of what, it is told
+    if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # the cause has the reason
         return f"{error} ({error.__cause__})"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)

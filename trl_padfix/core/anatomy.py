@@ -92,6 +92,6 @@ class Anatomy:
     def head(self) -> nn.Module | None:
         """The LM head of a model that itself calls its decoder or multimodal module; `None` for other models."""
         # BLIP-2 returns the head of the language model that it wraps, and that model calls the decoder. OPT's decoder
-        # is within a module that the model passes by.
+        # is within a module that the model bypasses.
         head, children = self.pretrained.get_output_embeddings(), [*self.pretrained.children()]
         return head if (self.multimodal or self.decoder) in children or head in children else None

@@ -32,7 +32,7 @@ class Context:
     """
     The running calls, and the settings that hold for them. A field is `None` while no such call runs.
 
-    A field of type `object` is read by a function beside the class of its values.
+    A field of type `object` is read by a function next to the class of its values.
     """
 
     model: object = None  # call of a model that padding is removed from

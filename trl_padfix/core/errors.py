@@ -28,11 +28,11 @@ class PaddingRemovalError(NotImplementedError):
 
 class UnpackableCallError(PaddingRemovalError):
     """
-    A single call cannot be packed. Unless the handle is `strict`, the call is computed padded, as it came.
+    A single call cannot be packed. Unless the handle is `strict`, the call is computed padded and unchanged.
 
     Args:
         kind (`str`):
-            What the call has that cannot be packed. The handle warns once for each kind.
+            The feature of the call that cannot be packed. The handle warns once for each kind.
         message (`str`):
             What is wrong with its values, why it matters, and what to do.
     """

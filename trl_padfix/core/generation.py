@@ -126,8 +126,8 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         model = model.module
     if not hasattr(model, "generate"):
         raise TypeError(
-            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modelling head; "
-            "of a wrapper, the model inside it."
+            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modeling head; "
+            "for a wrapper, the model inside it."
         )
     call = dict(**inputs, **kwargs)
     with evaluating(model):
@@ -182,7 +182,7 @@ def _aligned(call: dict[str, Any], main: str) -> dict[str, torch.Tensor]:
 def _refuse_counted_columns(model: nn.Module) -> None:
     """Refuse prompts of several lengths if padding before a prompt changes the positions of its tokens."""
     remedy = (
-        "so a prompt with padding before it would not be continued as it is alone. Generate from prompts of one "
+        "so a prompt with padding before it would not be continued as when alone. Generate from prompts of one "
         "length at a time, or from one prompt at a time (in evaluation: `per_device_eval_batch_size=1`)."
     )
     if any(config.is_prompt_learning for config in peft_configs_in(model)):
@@ -220,7 +220,7 @@ def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
 def _positions(config: PretrainedConfig) -> int | None:
     """Largest number of positions of a model, after scaling of its rotary embedding; `None` if there is no limit."""
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit < 1:  # XLNet has -1 of them
+    if limit is None or limit < 1:  # XLNet has -1
         return None
     rope = rope_parameters(config)
     for scaling in (rope, *rope.values()):  # newer models have one dict per type of layer

@@ -147,12 +147,13 @@ class PaddingRemoval(Attachment):
         prefix_sharing (`bool` or `"auto"`):
             Whether a prefix that several rows have in common is computed once.
         pool_last_token (`bool`):
-            Whether a sequence classifier scores the last token of the mask instead of the last that is no pad token.
+            Whether a sequence classifier scores the last token of the mask instead of the last that is not a pad
+            token.
         strict (`bool`):
             Whether a call that cannot be packed raises an error. By default it is computed padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
-            parallelism the length is that of the part of one process.
+            parallelism this is the length of one process's part.
         context_parallel ([`ContextParallelGroup`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
@@ -199,7 +200,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelGroup | None = None
         self.stats = PaddingStats()
-        self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # of `attn_implementation`, to restore
+        self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
 
@@ -218,7 +219,7 @@ class PaddingRemoval(Attachment):
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""
         if self.stats.padded_forwards:
-            return "its calls were computed padded, for the reasons that are said above"
+            return "its calls were computed padded, for the reasons given above"
         return (
             "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
         )
@@ -239,14 +240,14 @@ class PaddingRemoval(Attachment):
 
     def transformed(self) -> AbstractContextManager[None]:
         """Compute the one forward of a block padded, since `torch.func` hides the values of its tensors."""
-        reason = "tensors of `torch.func` (`grad`, `vmap`), whose values no layout can be built from"
+        reason = "tensors of `torch.func` (`grad`, `vmap`), from whose values no layout can be built"
         return self.padded(reason) if self.enabled else nullcontext()
 
     def checkpointed(self) -> AbstractContextManager[None]:
         """Compute the one forward of a block padded, since a checkpoint around the model computes it again."""
         if torch._C._current_graph_task_id() != -1:  # in that backward: the call has been counted
             return self.disabled()
-        reason = "a checkpoint around it, whose backward computes the whole model again. Checkpoint its layers instead"
+        reason = "a checkpoint around it, whose backward recomputes the whole model. Checkpoint its layers instead"
         return self.padded(reason) if self.enabled else nullcontext()
 
     def accept_hooks(self) -> None:

@@ -42,11 +42,11 @@ PROBE_TOKENS = 4
 ROUNDING_STEPS = 512
 """
 Changes up to this many machine epsilons are rounding: another last token may change the order of a sum, and 32 blocks
-of xLSTM make 75 epsilons of that on some CPUs. In a tiny BERT, whose tokens see later ones, the change has 20,000.
+of xLSTM reach 75 epsilons on some CPUs. In a tiny BERT, whose tokens see later ones, the change is 20,000 epsilons.
 """
 
 LARGEST_ROUNDING = 0.02
-"""Limit of the above: 512 epsilons of bfloat16 are 4, and would hide a real dependency on the last token."""
+"""Upper limit of these: 512 epsilons of bfloat16 are 4, and would hide a real dependency on the last token."""
 
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 """Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
@@ -104,9 +104,9 @@ def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
     """Why an encoder-decoder model cannot be packed; `None` for other models."""
     decoder = anatomy.decoder
     around = [m for m in anatomy.pretrained.modules() if isinstance(m, PreTrainedModel) and m is not decoder]
-    # The innermost model around the decoder: BLIP-2 takes `decoder_input_ids`, too, and hands them to a T5 only.
+    # The innermost model around the decoder: BLIP-2 takes `decoder_input_ids`, too, and passes them to a T5 only.
     model = next((m for m in reversed(around) if decoder in m.modules()), anatomy.pretrained)
-    # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), and the forward is not.
+    # The configuration may be wrong about it (T5's, with `is_encoder_decoder=False`), but the forward is not.
     takes_two = "decoder_input_ids" in parameters_of(type(model).forward)
     if not (takes_two or anatomy.pretrained.config.is_encoder_decoder):
         return None
@@ -151,7 +151,7 @@ def change_of_earlier_states(decoder: Any) -> float:
     """
     Measure how far the states of a few tokens change when the token after them is replaced by another one.
 
-    Runs one forward in evaluation mode, and leaves the random state as it is. Returns the largest change of a state
+    Runs one forward in evaluation mode, and does not change the random state. Returns the largest change of a state
     before the last one, divided by the change of the last state.
 
     Returns 0 for a change within rounding, as in a causal decoder. Returns 0 as well if the decoder cannot run: its
@@ -198,7 +198,7 @@ def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
     """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
     for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
         value = getattr(config, name, causal)
-        # A field that the code never reads is no cause.
+        # A field that the code never reads is not the cause.
         if value not in (causal, None, "vision") and is_in_source(decoder, name):
             return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
     return ""
@@ -213,7 +213,7 @@ def _adapter_obstacle(config: Any) -> str | None:
             "LoRA, prompt tuning or p-tuning"
         )
     if getattr(config, "alora_invocation_tokens", None):
-        return "with `alora_invocation_tokens` acts from a position on that is counted from the end of a padded row"
+        return "with `alora_invocation_tokens` acts from a position that is counted from the end of a padded row"
     return "weights its experts by the mean over all tokens of a batch, padding included" if kind == "LILY" else None
 
 
@@ -265,7 +265,7 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
     if handle.changes is not None and (hook := handle.changes.check()) is not None:
         handle.say_once(
             f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
-            f"token once, and no padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
+            f"token once, not the padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
             "itself, or compute padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
             "packed hook",
         )

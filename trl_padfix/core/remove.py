@@ -73,16 +73,16 @@ def remove_padding(
             cost more than it saves, nothing is shared. With `"auto"` a model or a call that cannot share prefixes is
             not refused: its padding is removed, and nothing is shared.
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            Whether a sequence classifier scores the last token of each row's attention mask, whatever its id. By
+            Whether a sequence classifier scores the last token of each row's attention mask, with any id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.
         strict (`bool`, *optional*, defaults to `False`):
             Whether a call that cannot be packed (attention weights, prepared masks) raises a [`PaddingRemovalError`].
-            By default it is computed padded, as it came, with one warning for each reason;
+            By default it is computed padded and unchanged, with one warning for each reason;
             `handle.stats.padded_forwards` counts such calls.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Lengthen each packed row to a multiple of this number of tokens, so that few lengths occur; or to the
-            smallest of several lengths, and beyond the largest to a multiple of that. The filler is at the end of the
-            row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
+            smallest of several lengths; a longer row gets a multiple of the largest length. The filler is at the end
+            of the row, in segments of its own, and in no output; `handle.stats.filler_tokens` counts it.
         attn_implementation (`str`, *optional*):
             Attention implementation in place of the one that the model was loaded with, until the handle is removed.
             For models that another library loads with an attention of its own, such as the trees of TRL's
@@ -174,7 +174,7 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
 
 
 def _possible_sharing(anatomy: Anatomy, prefix_sharing: PrefixSharing) -> PrefixSharing:
-    """`prefix_sharing`, or `False` for `"auto"` and a model that cannot share; an error if `True` cannot be had."""
+    """`prefix_sharing`; for a model that cannot share, `False` instead of `"auto"`, and an error for `True`."""
     if not prefix_sharing or not anatomy.whole_rows:
         return prefix_sharing
     why = (
@@ -223,7 +223,7 @@ def number_padded_rows(model: nn.Module) -> Attachment | None:
 
 
 def take_over(models: Iterable[nn.Module]) -> None:
-    """Detach what earlier trainers have attached to `models`: they attach again when they compute again."""
+    """Detach earlier trainers from `models`: they attach again when they compute again."""
     for module in (module for model in models for module in model.modules()):
         for patch in patches_on(module):
             if patch.attachment.owned_by_trainer:

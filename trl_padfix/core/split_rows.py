@@ -61,8 +61,8 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
     if handle.mixers.counts()[PACKED] and heads is not None and heads < processes.size:
         raise ValueError(
-            f"{type(handle.decoder).__name__} has {heads} attention heads, and {processes.size} processes would share "
-            "them. Take fewer processes."
+            f"{type(handle.decoder).__name__} has {heads} attention heads for {processes.size} processes. Use fewer "
+            "processes."
         )
     handle.context_parallel = processes
 

@@ -1,4 +1,4 @@
-"""TRL's experimental trainers: the table, the tasks, and the steps that differ from those of other trainers."""
+"""TRL's experimental trainers: the table, the tasks, and the steps that differ from other trainers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _SelfPreparedTask(Task):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         if init_kwargs.get("data_collator") is not None:
-            return  # a collator of a user's may take any columns
+            return  # a user's collator may take any columns
         datasets = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
         for name, dataset in datasets_of(datasets).items():
             require_columns(dataset, name, self.columns, self.needs)
@@ -93,7 +93,7 @@ class MessagesTask(_SelfPreparedTask):
 
 
 class GMPOTask(GRPOTask):
-    """The loss is a mean over sequences, whatever the `loss_type`."""
+    """The loss is a mean over sequences, for any `loss_type`."""
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         uses_entropy = self.trainer.top_entropy_quantile < 1
@@ -140,7 +140,7 @@ class OnlineDPOTrainer(ExperimentalTrainer):
         if model is self.ref_model:
             with self.padding.budget.split_forwards():
                 return super()._forward(model, *args, **kwargs)
-        with self.observe_step(model, {}):  # TRL takes the loss of the policy's forwards within `training_step`
+        with self.observe_step(model, {}):  # TRL computes the loss of the policy's forwards within `training_step`
             return super()._forward(model, *args, **kwargs)
 
 
@@ -181,7 +181,7 @@ def classes_of(module: str) -> dict[str, type]:
     Our classes for `trl.experimental.MODULE`, by TRL's names.
 
     Raises:
-        ImportError: If the installed TRL has no such module any more.
+        ImportError: If the installed TRL no longer has such a module.
     """
     name, trainer, task, config, collator = EXPERIMENTS[module]
     try:

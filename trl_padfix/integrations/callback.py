@@ -66,7 +66,7 @@ NOT_COVERED = (
 
 
 class _Accelerator(AcceleratorState):
-    """The state that the trainer's `Accelerator` has left, with those of its methods that are used here."""
+    """The state that the trainer's `Accelerator` has set, with the methods of it that are used here."""
 
     unwrap_model = staticmethod(extract_model_from_parallel)
     reduce = staticmethod(reduce)
@@ -109,7 +109,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     transformers passes the model to callbacks, and not the trainer. Call [`~PaddingRemovalCallback.attach`] before
     `trainer.train()` for what needs the trainer: the reference (`trainer.ref_model`), DeepSpeed and FSDP, batches that
-    a loss of yours must get padded, and the metrics in the reports of trackers. Without it a warning names these.
+    your loss must get padded, and the metrics in the reports of trackers. Without it a warning names these.
 
     Args:
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
@@ -128,7 +128,8 @@ class PaddingRemovalCallback(TrainerCallback):
         reports (`list[ParityReport]`): Reports of the parity check, in the same order.
 
     Raises:
-        ValueError: For another `prefix_sharing` or `packed_multiple_of`; when training begins, if padding removal is
+        ValueError: For an invalid `prefix_sharing` or `packed_multiple_of`; when training begins, if padding removal
+        is
             attached already.
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
         PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed, FSDP or
@@ -166,7 +167,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._trainer: Any = None  # the running one: as given, or a `_Policy`
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
-        self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or none any more
+        self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or it is done
 
     @property
     def stats(self) -> PaddingStats | None:
@@ -294,7 +295,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 compare(trainer, models, call, self.reports, gradients=True)
             print_reports(trainer, self.reports)
         except UnpackableCallError as error:
-            if error.kind != "prefix sharing":  # packed all the same, as the line of the first step says
+            if error.kind != "prefix sharing":  # still packed, as the line of the first step says
                 self.remove()
                 raise
             logger.warning(f"Not compared on the first batch: {error}")
@@ -322,7 +323,7 @@ class PaddingRemovalCallback(TrainerCallback):
             say(f"First step: {removed}.")
         if self._first_call is not None:  # still recording
             logger.warning(
-                "Packed and padded were not compared on the first batch: a part of the model was called, and not the "
+                "Packed and padded were not compared on the first batch: a part of the model was called, not the "
                 "model. `trl_padfix.check_parity(model, batch)` compares them."
             )
 
@@ -335,7 +336,7 @@ class PaddingRemovalCallback(TrainerCallback):
     def _count(self, mode: str) -> None:
         counts = ForwardCounts.of(self.handles[0])
         new = counts.since(self._counted)
-        # A callback has no batches: their real tokens are those of the forwards.
+        # A callback has no batches: it takes the real tokens from the forwards.
         self._counters[mode].add(new.real, new, self._trainer)
         self._counted = counts
 

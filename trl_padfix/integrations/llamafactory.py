@@ -40,7 +40,8 @@ def train(config: dict[str, Any] | None = None) -> None:
             file, and `key=value` after it.
 
     Raises:
-        ValueError: For another key with the prefix `padfix_`, without `padfix_prefix_sharing`, without a file, and for
+        ValueError: For an unknown key with the prefix `padfix_`, without `padfix_prefix_sharing`, without a file, and
+        for
             rows that are packed already.
     """
     arguments = read_args(config)

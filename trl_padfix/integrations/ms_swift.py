@@ -1,6 +1,6 @@
 """
 Plug-in of ms-swift: callbacks named `padfix` (padding removal), `padfix_sharing` (with prefix sharing, too) and
-`padfix_auto` (with prefix sharing where the model can); with `_unchecked` behind the name, without the parity check.
+`padfix_auto` (with prefix sharing where the model can); with `_unchecked` after the name, without the parity check.
 
     plugin=$(python -m trl_padfix.integrations.swift.padfix)
     swift rlhf --rlhf_type dpo ... --external_plugins $plugin --callbacks padfix_auto

@@ -79,7 +79,7 @@ def _engine(engine_class: type[Any], strategy: str) -> type[Any]:
             if self.use_remove_padding:
                 raise PaddingRemovalError(
                     f"`external_lib={__name__}` removes padding in the model, and with `use_remove_padding=true` verl "
-                    "removes it before. Set `use_remove_padding=false` beside it."
+                    "removes it before. Set `use_remove_padding=false`, too."
                 )
             with in_words(WORDS):
                 refuse_whole_rows(handle := remove_padding(module, prefix_sharing=prefix_sharing()))

@@ -73,7 +73,7 @@ class Diagnosis:
     tested: bool  # whether these versions of transformers and TRL are tested together
     machine: Machine
     dtypes: dict[str, str]  # precisions, and whether they run here
-    dtype: str  # the precision in which backends and model are judged
+    dtype: str  # the precision for which backends and model are checked
     backends: list[Backend]
     auto: Backend  # the one that `"auto"` chooses
     model: ModelReport | None
@@ -131,8 +131,8 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
             config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         except Exception as error:
             problems.append(
-                f"{model}: neither in a folder of this name nor on the Hub or in its cache is there the configuration "
-                f"of a transformers model ({error})"
+                f"{model}: there is no configuration of a transformers model in a folder of this name, on the Hub or "
+                f"in its cache ({error})"
             )
     workload = Workload(machine, getattr(torch, dtype), config)
     backends = list_backends(workload)

@@ -23,7 +23,7 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     """
     Build a model and its tokenizer in a folder, or reuse them if they were built from equal settings.
 
-    The folder appears complete or not at all. Of several processes the main one builds it.
+    The folder appears complete or not at all. With several processes, the main one builds it.
 
     Args:
         directory (`str` or `Path`):
@@ -42,7 +42,7 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     directory = Path(directory)
     with PartialState().main_process_first():
         if directory.exists():
-            # Through JSON: tuples become lists there, and would differ from those of the file.
+            # Compared as JSON, because tuples become lists in the file.
             _check(directory, json.loads(json.dumps(built_from)))
         else:
             record = json.dumps(built_from, indent=2) + "\n"
@@ -73,7 +73,7 @@ def _check(directory: Path, built_from: dict[str, Any]) -> None:
         differences = (f"`{n}` {a!r} there and {b!r} now" for n, (a, b) in values.items() if a != b)
         reason = f"it was built for another training: {', '.join(differences)}"
     raise ValueError(
-        f"{str(directory)!r} is there, and {reason}. Delete it to build it again, or choose another `output_dir`."
+        f"{str(directory)!r} exists, and {reason}. Delete it to build it again, or choose another `output_dir`."
     )
 
 
@@ -95,7 +95,7 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
         `str`: the folder, for `from_pretrained` or a trainer.
 
     Raises:
-        KeyError: For another shape.
+        KeyError: For an unknown shape.
 
     Example:
 

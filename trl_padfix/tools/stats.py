@@ -78,7 +78,7 @@ class Lengths:
 
     @property
     def sequences(self) -> np.ndarray:
-        """Tokens of the sequences that a padded batch has of each row, before truncation, `(n, k)`."""
+        """Tokens of each row's sequences in a padded batch, before truncation, `(n, k)`."""
         sides = np.column_stack([tokens for name, tokens in self.columns.items() if name != "prompt"])
         return sides + self.columns["prompt"][:, None] if "prompt" in self.columns else sides
 
@@ -105,8 +105,8 @@ class Lengths:
         tokens, first = truncated_tokens(sequences.T, sequences[:, 0], self.max_length)
         if not sharing:
             return text_costs(tokens)
-        # The k sequences of a row share its prompt, and the first one what other rows begin with, too. What the other
-        # sequences share beyond that is not looked for.
+        # The k sequences of a row share its prompt, and the first one may share its beginning with other rows. Other
+        # prefixes that the sequences share are not counted.
         tokens = tokens - (sequences.shape[1] - 1) * np.minimum(self.prompts, first)
         return prefix_costs(tokens, first, *self.by_prefix)
 
@@ -129,8 +129,8 @@ class PrefixTree(NamedTuple):
     """
     Sequences sorted by their tokens, which merges them where they begin alike.
 
-    `lengths` are the tokens of each sequence in sorted order, and `shared` those that it has in common with the one
-    before it, both `(n,)`. [1, 2, 3], [1, 2, 4] and [5] give 3, 3, 1 and 0, 2, 0.
+    `lengths` are the tokens of each sequence in sorted order, and `shared` the tokens that it has in common with the
+    one before it, both `(n,)`. [1, 2, 3], [1, 2, 4] and [5] give 3, 3, 1 and 0, 2, 0.
     """
 
     lengths: np.ndarray

@@ -30,7 +30,7 @@ def trainer_of(columns: Iterable[str], trainer: str | None = None) -> str:
     The trainer, or the first one that takes rows with these columns.
 
     Raises:
-        ValueError: If it, or none, does.
+        ValueError: If that trainer, or every trainer, does not take these columns.
     """
     trainers = COLUMNS if trainer is None else [trainer]
     found = next((t for t in trainers if any(names <= {*columns} for names in COLUMNS[t])), None)
@@ -77,7 +77,7 @@ def _token_pairs(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase)
 
 
 def sequences_of(row: TokenRow) -> list[list[int]]:
-    """The sequences that a batch has of a row of [`token_rows`]: a text, or its prompt with each completion."""
+    """The sequences of a row of [`token_rows`] in a batch: a text, or its prompt with each completion."""
     if "input_ids" in row:
         return [row["input_ids"]]
     completions = [ids for name, ids in row.items() if name in ("chosen_ids", "rejected_ids", "completion_ids")]
@@ -101,6 +101,6 @@ def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrain
 
 
 def _common(ids: list[int], others: list[int]) -> int:
-    """Tokens that both begin with."""
+    """Number of tokens that both begin with."""
     pairs = zip(ids, others, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))

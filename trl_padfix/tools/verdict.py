@@ -2,7 +2,7 @@
 Which settings pay on a dataset, and why: the end of `trl-padfix stats`.
 
 Tokens are counted in random batches, in batches of rows with long shared prefixes, and in batches by TRL's settings.
-Their ratio limits the speed-up where time goes with tokens.
+Their ratio limits the speed-up where time is proportional to tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ WORTH_SHARING = 0.99
 """Sharing is advised if batches have less than this share of their real tokens with it."""
 
 UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows"}
-"""What the batches of a trainer are counted in."""
+"""Units in which the batches of a trainer are counted."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Mean numbers of tokens of a batch, and the settings that they advise."""
+    """Mean numbers of tokens of a batch, and the settings that follow from them."""
 
     batch_size: int
     trainer: str
@@ -86,7 +86,7 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int, seed: int = 0) ->
         trainer (`str`):
             `"dpo"`, `"sft"` and so on.
         batch_size (`int`):
-            Rows of a batch; of fewer rows, one batch of all of them is counted.
+            Rows of a batch; with fewer rows, one batch of all rows is counted.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the random batches.
 

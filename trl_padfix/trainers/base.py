@@ -69,26 +69,26 @@ logger = get_logger(__name__)
 __all__ = ["PARTS", "PaddingFreeMixin", "by_name", "padding_free_trainer"]
 
 PARTS: tuple[type[Part], ...] = (
-    PaddingSide,  # alone where none of our fields is set, if the tokenizer pads left
+    PaddingSide,  # the only part if none of our fields is set and the tokenizer pads left
     AttentionChoice,  # switches models, before anything is attached to them
     RemovePadding,
     ContextParallel,  # reads the handles of `RemovePadding`
-    ExactMeans,  # drops rows of a batch, so before all parts that read it
-    Parity,  # its forwards are not counted
+    ExactMeans,  # drops rows of a batch, so it comes before all parts that read the batch
+    Parity,  # comes before `TokenCounts`, which does not count its forwards
     RowOrder,
     TokenBudget,
-    Generation,  # generates after the forwards of an evaluation, so that they have been counted
+    Generation,  # generates after `TokenCounts` has counted the forwards of an evaluation
     TokenCounts,
 )
-"""The parts of a trainer, in the order of their hooks; blocks end in reverse."""
+"""The parts of a trainer, in the order of their hooks; blocks end in reverse order."""
 
 
 class PaddingFreeMixin:
     """
     Padding removal for a trainer: a mixin in front of TRL's class.
 
-    The fields of this package's configurations switch it. A plain configuration of TRL works, too: its `padding_free`
-    means ours.
+    The fields of this package's configurations turn it on. A plain configuration of TRL works, too: its `padding_free`
+    turns on ours.
 
     Attributes:
         padding ([`Padding`]):
@@ -102,13 +102,13 @@ class PaddingFreeMixin:
     """The classes of its parts, in the order of their hooks."""
 
     fixed_settings: ClassVar[dict[str, Any]] = {}
-    """Settings that override those of the configuration."""
+    """Settings that override the configuration."""
 
     padding: Padding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # A `compute_loss` of a subclass need not call that of the mixin, so it is wrapped, too.
+        # A `compute_loss` of a subclass need not call the mixin's, so it is wrapped, too.
         if (compute_loss := observe_loss(cls.compute_loss)) is not cls.compute_loss:
             cls.compute_loss = compute_loss
         show_parameters(cls)
@@ -123,7 +123,7 @@ class PaddingFreeMixin:
             if is_off():
                 logger.warning(
                     f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `group_by_prefix` are "
-                    "off. Steps are TRL's, padded. They need TRL's time and memory."
+                    "off. Steps run padded, as in TRL, and need TRL's time and memory."
                 )
             if padding.settings.are_set:
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
@@ -175,17 +175,17 @@ class PaddingFreeMixin:
         """Attach again if `model_init` has made another model, or if another trainer has taken the models."""
         if not self.padding.parts:
             take_over(models_of(self))
-        outdated = [part for part in self.padding.parts if part.is_outdated()]  # all of them note the new models
+        outdated = [part for part in self.padding.parts if part.is_outdated()]  # all parts note the new models
         if outdated:
             self.padding.parity.clear()  # a model is compared on its own first batch
             self._attach_to_models()
 
     def restore_padding(self) -> None:
         """
-        Detach from the models, which are then in the state before this trainer was created.
+        Detach from the models and restore their state before this trainer was created.
 
-        After training, padding removal stays attached until this call, or until another trainer of this package gets
-        the models; this trainer takes them over again when it next trains or evaluates. After this call it does not.
+        After training, padding removal stays attached until this call, or until another trainer of this package takes
+        over the models. This trainer takes them back when it next trains or evaluates, but not after this call.
         """
         self.padding.restore()
 
@@ -197,7 +197,7 @@ class PaddingFreeMixin:
             return super()._prepare_dataset(*args, **kwargs)
         call = inspect.signature(super()._prepare_dataset).bind(*args, **kwargs)
         task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
-        dataset = next(iter(call.arguments))  # the first parameter, whatever its name
+        dataset = next(iter(call.arguments))  # the first parameter, under any name
         call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
         prepared = super()._prepare_dataset(*call.args, **call.kwargs)
         if isinstance(prepared, Dataset) and self.padding.checks_columns:
@@ -237,7 +237,7 @@ class PaddingFreeMixin:
         return entered(part.around_dataloader(dataset, is_training) for part in self.padding.parts)
 
     def _around_user_step(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        if reason := self.padding.task.why_padded({}):  # the step may have a loss of its own
+        if reason := self.padding.task.why_padded({}):  # the step may compute its own loss
             return entered(handle.padded(reason) for handle in self.padding.handles)
         return entered(part.around_user_step(model) for part in self.padding.in_steps)
 
@@ -269,8 +269,8 @@ class PaddingFreeMixin:
         A block with the forwards of policy and reference on one batch.
 
         The parts compare them with padded ones on the first batch, split them within the token budget, and count
-        them. A block within such a block only updates the batch. Each block reads its tensors anew: code of a user may
-        have written to them.
+        them. A nested block only updates the batch. Each block reads its tensors again, because user code may have
+        written to them.
         """
         padding, is_outer = self.padding, self.padding.running is None
         if is_outer:  # another trainer may have evaluated the model since the last step
@@ -285,7 +285,7 @@ class PaddingFreeMixin:
                 part.check_batch(inputs)
         with batch_cache(), contextlib.ExitStack() as blocks:
             blocks.enter_context(temporarily_set(padding, running=step))
-            # Here, too, and not only where a model gets labels: losses also compute with logits and completion masks.
+            # Not only for models that get labels: a loss may also use logits and completion masks.
             step.why_padded = reason = padding.task.why_padded(inputs)
             handles = padding.handles if reason else []
             for handle in handles:
@@ -342,7 +342,7 @@ class PaddingFreeMixin:
         return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), *args, **kwargs)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        # `training_args.bin` is a pickle of the configuration: TRL's class opens where this package is not installed.
+        # `training_args.bin` is a pickle of the configuration: TRL's class loads without this package.
         with temporarily_set(self, args=trls_configuration(self.args)):
             super()._save(*args, **kwargs)
 
@@ -356,7 +356,7 @@ def by_name(owners: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any
     signature = inspect.signature(owners[0].__init__)
     try:
         named = dict(signature.bind(None, *args, **kwargs).arguments)
-    except TypeError as error:  # raise the error of Python for a call of `__init__` with these arguments
+    except TypeError as error:  # raise Python's error for a call of `__init__` with these arguments
         unknown = [name for name in kwargs if name not in signature.parameters]
         raise TypeError(f"{owners[0].__name__}.__init__() {error}{_place_of(unknown, kwargs.get('args'))}") from None
     kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
@@ -426,8 +426,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
         )
     if unknown := sorted(settings.keys() - set(ANY_TRAINERS)):
         raise TypeError(
-            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings of rows "
-            "need a trainer of this package."
+            f"`padding_free_trainer` has no settings {unknown}; it has {list(ANY_TRAINERS)}. Settings that "
+            "depend on rows need a trainer of this package."
         )
     if issubclass(trainer_class, PaddingFreeMixin):
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")

@@ -70,8 +70,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
             override the model's generation config; its `num_return_sequences` is ignored.
         eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: generate only for the first so many rows of each evaluation set. By default
-            for all.
+            With `predict_with_generate`: generate only for this many rows at the beginning of each evaluation set. By
+            default for all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
             another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`:
@@ -89,7 +89,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             All fields of [`~trl.DPOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without `padding_free`.
+        ValueError: For an invalid `padding_side`, for `prefix_sharing` or `max_tokens_per_batch` without
+        `padding_free`.
 
     Example:
 
@@ -120,7 +121,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             All fields of [`~trl.RewardConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, for `prefix_sharing` and for `pool_last_token` without `padding_free`.
+        ValueError: For an invalid `padding_side`, for `prefix_sharing` or `pool_last_token` without `padding_free`.
 
     Example:
 
@@ -149,7 +150,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
             All fields of [`~trl.KTOConfig`].
 
     Raises:
-        ValueError: For another `padding_side`, and for `prefix_sharing` without `padding_free`.
+        ValueError: For an invalid `padding_side`, and for `prefix_sharing` without `padding_free`.
 
     Example:
 

@@ -109,12 +109,12 @@ def warn_of_launch(accelerator: Accelerator) -> None:
         is_asked = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1")
         if is_asked and accelerator.num_processes > 1 and accelerator.distributed_type != kind:
             logger.warning_once(
-                f"{name} was asked for, and accelerate runs {accelerator.distributed_type.value}: it shards nothing "
+                f"{name} was requested, but accelerate runs {accelerator.distributed_type.value}: it shards nothing "
                 "on CPUs. Each process holds the whole model (DDP); the losses are the same, memory is not."
             )
 
 
-# What tensor parallelism gives each process some of, and the projection whose weights say so.
+# Projections that tensor parallelism may split by heads, and the configuration's numbers of these heads.
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -133,7 +133,7 @@ def _check_heads(model: PreTrainedModel) -> None:
         heads = getattr(config, name, None) or size
         if projection in cut and heads % size:
             raise PaddingRemovalError(
-                f"`tp_size={size}` gives each process some of the heads of every layer, and it does not divide "
+                f"`tp_size={size}` splits the heads of every layer over processes, and it does not divide "
                 f"`{name}={heads}` of the model. Use a size that does, or `fsdp_size`."
             )
 
@@ -150,27 +150,27 @@ def data_replicas(trainer: TaskTrainer) -> int:
 
 
 def is_zero(stage: int, accelerator: Accelerator) -> bool:
-    """Whether DeepSpeed shards gradients (2) or parameters, too, and gathers those of a module for its call (3)."""
+    """Whether DeepSpeed shards gradients (2), or also parameters, and gathers them for each call of a module (3)."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return plugin is not None and plugin.zero_stage == stage
 
 
 def _size_at_load(model: torch.nn.Module, name: str) -> int:
-    """A size of the `DistributedConfig` that transformers has loaded a model with; 1 without one."""
+    """A size of the `DistributedConfig` with which transformers has loaded a model; 1 without one."""
     sizes = getattr(config_of(model), "distributed_config", None)
     return getattr(sizes, name, None) or 1
 
 
 def is_fsdp2(trainer: TaskTrainer) -> bool:
-    """Whether FSDP2 shards all models, which accelerate has wrapped or transformers has loaded so."""
+    """Whether FSDP2 shards all models: accelerate has wrapped them, or transformers has loaded them sharded."""
     is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
 def is_sharded(trainer: TaskTrainer) -> bool:
     """
-    Whether processes with other rows meet in every forward, and not only at the end of the step: FSDP, ZeRO-3, and
-    models that transformers has loaded so, with experts of several processes, too.
+    Whether processes with different rows meet in every forward, not only at the end of the step: FSDP, ZeRO-3, and
+    models that transformers has loaded sharded, including expert parallelism.
     """
     is_loaded_so = any(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
@@ -195,17 +195,17 @@ def local_metrics_only(accelerator: Accelerator) -> contextlib.AbstractContextMa
 
 def raise_on_all(error: Exception | None) -> None:
     """
-    Raise the `error` of one process on all, each of which must call this; nothing if none has one.
+    Raise the `error` of one process on all processes, if any has one. Every process must call this.
 
     Raises:
-        RuntimeError: On processes without an `error` of their own, with the text of the other's.
+        RuntimeError: On processes without an `error` of their own, with the text of the other process's error.
     """
     texts = gather_object([error and f"{type(error).__name__}: {error}"])
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
         if text:
-            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. There: {text}")
+            raise RuntimeError(f"Process {rank} stopped, and this process would wait for it. Its error: {text}")
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last
 
 
 def _no_sync(trainer: TaskTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """`no_sync` of what wraps the model; accelerate has not wrapped one that transformers has sharded."""
+    """`no_sync` of the wrapper of the model; accelerate does not wrap a model that transformers has sharded."""
     is_sharded = _size_at_load(trainer.model, "dp_size") > 1
     return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 

@@ -37,7 +37,7 @@ else:
                 raise ArgumentTypeError(f"expected true, false or {' or '.join(cls.words)}, got {value!r}.") from None
 
     class ParityCheck(Sharing):
-        """Type of `parity_check`, which has other words."""
+        """Type of `parity_check`, which accepts other words."""
 
         words = ("forward", "short")
 
@@ -65,7 +65,7 @@ def help_from_docstring(config: Configuration) -> Configuration:
 
 
 def answer_unknown_fields(config: Configuration) -> Configuration:
-    """Class decorator: an argument that is no field is answered with the name of today, or the closest one."""
+    """Class decorator: the error for an unknown argument names the current or the closest field."""
     init = config.__init__
     signature = inspect.signature(init)
 

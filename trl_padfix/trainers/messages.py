@@ -11,8 +11,8 @@ __all__ = ["say"]
 
 
 def say(text: str) -> None:
-    """Log a line at INFO; where logging is not set up for that, print it, unless logging is quiet."""
-    log = logging.getLogger(__name__)  # that of accelerate needs its state, which a stack of its own may not have
+    """Log a line at INFO; if logging does not show INFO, print it, unless logging is quiet."""
+    log = logging.getLogger(__name__)  # accelerate's logger needs its state, which other stacks may not have
     if log.isEnabledFor(logging.INFO) and log.hasHandlers():
         log.info(text)
     elif log.isEnabledFor(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What tasks use of a trainer, and a trainer of its token budget; of `trainers` it imports only the settings."""
+"""What tasks use of a trainer, and a trainer of its token budget. Imports only the settings of `trainers`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     class TaskTrainer(Trainer):
         """A trainer as tasks use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
 
-        accelerator: Any  # many attributes are optional, and set whenever the parallelism is on that needs them
+        accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
 
         @property
         def padding(self) -> TaskPadding: ...

@@ -1,4 +1,4 @@
-"""The checkpoint that a training goes on from."""
+"""The checkpoint that a training resumes from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def checkpoint_to_resume(resume_from: str | bool | None, output_dir: str | Path)
 
     `True`, `"true"` and `"latest"` name the newest folder `checkpoint-STEP` in `output_dir` whose state can be read.
     A newer folder without its state, in which a save was cut off, is skipped with a warning: transformers would stop
-    there. A folder that is named is left to transformers, as is everything else in it.
+    there. transformers itself checks a folder that is named, and everything else in it.
 
     Raises:
         ValueError: If no checkpoint in `output_dir` has a state.

@@ -167,7 +167,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
     @property
     def are_set(self) -> bool:
-        """Whether any field of ours has another value than its default. Otherwise no code of ours acts."""
+        """Whether any field of ours differs from its default. Otherwise no code of ours acts."""
         return vars(self) != vars(Settings())
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
@@ -185,7 +185,7 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
 
 
 def trls_configuration(config: TrainingArguments) -> Any:
-    """A copy of a configuration of this package as TRL's class, without our fields; any other one as it is."""
+    """A copy of a configuration of this package as TRL's class, without our fields; any other one unchanged."""
     package = __name__.partition(".")[0]
     theirs = next(c for c in type(config).__mro__ if c.__module__.partition(".")[0] != package)
     if theirs is type(config):  # also a user's subclass of ours
@@ -211,7 +211,7 @@ def turn_off(config: TrainingArguments) -> None:
 
 
 def check_field_types(config: TrainingArguments) -> None:
-    """Raise a `TypeError` for our flags given as strings, because Python takes any string for true."""
+    """Raise a `TypeError` for our flags given as strings, because Python treats any non-empty string as true."""
     if not is_dataclass(config):
         return
     ours = {f.name for f in fields(Settings)}
@@ -225,7 +225,7 @@ def check_packing(settings: Settings) -> None:
     """
     Raises:
         ValueError: If a field has an unknown value, if one of [`NEEDS_PADDING_FREE`] is set without `padding_free`,
-            and if a token budget is no multiple of `packed_multiple_of`.
+            and if a token budget is not a multiple of `packed_multiple_of`.
     """
     from ..core.handle import check_multiple, check_prefix_sharing
     from ..core.layout.layout import packed_length
@@ -244,7 +244,7 @@ def check_packing(settings: Settings) -> None:
     budget = settings.max_tokens_per_batch
     if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(
-            f"`max_tokens_per_batch={budget}` is no {'multiple' if isinstance(multiple, int) else 'length'} of "
+            f"`max_tokens_per_batch={budget}` is not a {'multiple' if isinstance(multiple, int) else 'length'} of "
             f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
             "budget to that number, or use a smaller multiple."
         )
@@ -253,8 +253,8 @@ def check_packing(settings: Settings) -> None:
 def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `max_tokens_per_batch` is no number of tokens or less than `max_completion_length` (of some
-            trainers: `max_new_tokens`).
+        ValueError: If `max_tokens_per_batch` is not a number of tokens, or is less than `max_completion_length` (in
+            some trainers: `max_new_tokens`).
     """
     if budget is None:
         return
@@ -273,7 +273,7 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
-            and if `group_by_prefix_buffer` is no number of rows or set without `group_by_prefix`.
+            and if `group_by_prefix_buffer` is not a number of rows or set without `group_by_prefix`.
     """
     grouped, buffer = settings.group_by_prefix, settings.group_by_prefix_buffer
     if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1 or not grouped):
@@ -285,8 +285,8 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
         return
     if not settings.prefix_sharing:
         raise ValueError(
-            "`group_by_prefix=True` needs `prefix_sharing=True`: without it the prefixes of the rows that it brings "
-            "together are computed for each of them. Set both, or neither."
+            "`group_by_prefix=True` needs `prefix_sharing=True`: without it each row still computes its prefix, "
+            "even next to rows that share it. Set both, or neither."
         )
     if getattr(config, "packing", False):
         raise ValueError(

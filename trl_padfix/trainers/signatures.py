@@ -102,7 +102,7 @@ def show_parameters(cls: type) -> None:
         declared = next((vars(c)[name] for c in cls.__mro__ if name in vars(c) and _is_foreign(vars(c)[name])), None)
         if not inspect.isfunction(declared) or _is_foreign(current):
             continue
-        # A front is inherited, not made anew: what a user later sets on its class holds for subclasses, too.
+        # A front is inherited, not made again: what a user later sets on its class holds for subclasses, too.
         if vars(current).get("declared") is not inspect.unwrap(declared):
             setattr(cls, name, as_declared(vars(current).get("method", current), declared))
 

@@ -1,5 +1,5 @@
 """
-What the trainers differ in: a task describes the rows of a trainer, and how its loss and metrics depend on them.
+Tasks: a task describes the rows of a trainer, and how its loss and metrics depend on them.
 
 A user of the package may subclass [`Task`] for [`padding_free_trainer`].
 """
@@ -53,7 +53,7 @@ class Task:
     """TRL's collators, each with the collator of this package that replaces it and honors `padding_side`."""
 
     generates_rows: bool | None = None
-    """Whether a step has rows that its process has generated; `None`: unknown, and taken for possible."""
+    """Whether a step has rows that its process has generated; `None`: unknown; treated as `True`."""
 
     rows_per_item = 1
     """Rows of a batch that belong together: two if pairs come as `[chosen, rejected]`."""
@@ -64,7 +64,7 @@ class Task:
     # Metrics
 
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
-    """Metrics that are a minimum or maximum over rows, no mean, each with `torch.min` or `torch.max`."""
+    """Metrics that are a minimum or maximum over rows instead of a mean, with `torch.min` or `torch.max`."""
 
     def __init__(self, trainer: TaskTrainer):
         self.trainer = trainer
@@ -104,7 +104,7 @@ class Task:
         if len(prepared) < rows:
             warn_or_raise(
                 f"{rows - len(prepared)} of {rows} {what} of the {dataset_name} dataset were left out by TRL: {why}",
-                # TRL evaluates no row without an error, and trains on none with one.
+                # With no row, TRL's evaluation raises no error, and its training does.
                 self.strict or (dataset_name == "train" and len(prepared) == 0),
             )
 
@@ -118,7 +118,7 @@ class Task:
         return False
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-        """Ids and mask of each forward of the policy in a step on `inputs`; an empty list if they are not in it."""
+        """Ids and mask of each forward of the policy in a step on `inputs`; an empty list if it has none."""
         if not isinstance(inputs, Mapping) or not isinstance(inputs.get("input_ids"), torch.Tensor):
             return []
         return [{name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}]
@@ -146,7 +146,7 @@ class Task:
         return getattr(self.trainer, "aux_loss_enabled", False)  # distillation and others have no such loss
 
     def why_padded(self, inputs: Any) -> str | None:
-        """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed."""
+        """Why the forwards of a step run padded ("The call has ..."); `None` if they may be packed."""
         padding = self.trainer.padding
         if padding.why_padded is not None:
             return padding.why_padded
@@ -158,7 +158,7 @@ class Task:
         """
         Weight of a chunk (some rows of `batch`) in TRL's loss, if loss(batch) = sum(weight_i * loss(chunk_i)).
 
-        `None` if the loss is no such sum: it then gets the outputs of all rows. `num_items` is the
+        `None` if the loss is not such a sum: it then gets the outputs of all rows. `num_items` is the
         `num_items_in_batch` that TRL's loss gets.
         """
         return None
@@ -176,7 +176,7 @@ class Task:
     # -- metrics
 
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
-        """Logits and labels for `compute_metrics`, made of those that TRL returns for a batch."""
+        """Logits and labels for `compute_metrics`, made from TRL's logits and labels for a batch."""
         return logits, labels
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
@@ -184,7 +184,7 @@ class Task:
         return None
 
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Number of items that a metric is a mean over, by its name, where it differs from that of the loss."""
+        """Number of items that a metric is a mean over, by its name, where it differs from the loss's number."""
         return {}
 
     def merge_metrics(self, means: dict[str, float]) -> dict[str, float]:

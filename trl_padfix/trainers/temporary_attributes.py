@@ -12,7 +12,7 @@ __all__ = ["temporarily_set"]
 
 @contextlib.contextmanager
 def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of `owner` until the block ends, but for those that it does not have; `None` has none."""
+    """Set attributes of `owner` until the block ends, except those that it does not have; `None` has none."""
     values = {name: value for name, value in values.items() if hasattr(owner, name)}
     saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():

@@ -47,7 +47,7 @@ class FlashPackage:
     Attributes:
         requirement (`Requirement`): Name and version that transformers requires.
         module (`str`): Module with its functions, which is imported to find a broken installation.
-        capability (`tuple[int, int]`): Least compute capability of an NVIDIA GPU.
+        capability (`tuple[int, int]`): Minimum compute capability of an NVIDIA GPU.
         install (`str`): Command that installs it.
     """
 
@@ -238,7 +238,7 @@ def require_usable(implementation: Implementation, workload: Workload, field: st
         requested = f"`{field}={implementation!r}`" + (f" ({part})" if part else "")
         message = (
             f"{requested} cannot run on this {workload.machine.name} in {str(workload.dtype).removeprefix('torch.')}: "
-            f"{backend.reason}. What can: {usable}, or 'auto' for the fastest of them."
+            f"{backend.reason}. Usable: {usable}, or 'auto' for the fastest of them."
         )
         if backend.install is None:
             raise ValueError(message)
@@ -262,7 +262,7 @@ def spread(implementation: Implementation, config: PretrainedConfig | None, fiel
         parts = ", ".join(map(repr, sorted(parts - {""}))) or "none, so name one implementation for all of it"
         raise ValueError(
             f"`{field}` names {unknown}, and the parts of a {type(config).__name__} are: {parts}. transformers would "
-            "leave out what it does not know."
+            "ignore parts that it does not know."
         )
     return implementation
 
@@ -293,7 +293,7 @@ def _flash_package(name: str, workload: Workload) -> Backend:
     if _package_obstacle(_KERNELS) is None and not constants.HF_HUB_OFFLINE:  # transformers then loads a Hub kernel
         note = f"a Hub kernel, because {missing}"
         return Backend(name, tuple(obstacles), note, package.install, asks_hub=True)
-    # On another device than a CUDA GPU no package helps.
+    # On devices other than CUDA GPUs no package helps.
     install = package.install if workload.machine.device == "cuda" else None
     return Backend(name, (*obstacles, missing), install=install)
 
@@ -332,7 +332,7 @@ def _flash_obstacles(name: str, workload: Workload, capability: tuple[int, int])
     # For models with attention sinks and the like, transformers 5 has a list of implementations that support them.
     compatible = getattr(workload.model_class, "_compatible_flash_implementations", None)
     if compatible and name not in compatible:
-        obstacles.append(f"of FlashAttention this model only runs with {', '.join(compatible)}")
+        obstacles.append(f"this model runs only with the FlashAttention of {', '.join(compatible)}")
     heads = _text_config_value(workload, "num_attention_heads")
     width = _text_config_value(workload, "hidden_size", 0)
     size = _text_config_value(workload, "head_dim") or (heads and width // heads) or 0
@@ -369,7 +369,7 @@ def _package_obstacle(requirement: Requirement) -> str | None:
         return f"{requirement.name} is not installed"
     if requirement.specifier.contains(version, prereleases=True):
         return None
-    return f"transformers takes {requirement}, and {version} is installed"
+    return f"transformers needs {requirement}, and {version} is installed"
 
 
 @cache

@@ -56,7 +56,7 @@ _WITHOUT_OPERATOR = {
 }
 
 GRAPHS = 256
-"""Most graphs of all kinds of layers, which share the code of one function; dynamo's own limit is 8."""
+"""Maximum number of graphs of all kinds of layers, which share the code of one function; dynamo's own limit is 8."""
 
 COMPILED = "trl_padfix_compiled"
 """Name of the attention of compiled layers among transformers' functions."""
@@ -98,8 +98,8 @@ def compile_layers(
         mode (`str`, *optional*):
             As for [`torch.compile`].
         compiled (`dict`, *optional*):
-            Compiled forwards by the kind of their layer, for several models of one class. Those of this handle are
-            added.
+            Compiled forwards by the kind of their layer, for several models of one class. The forwards of this handle
+            are added.
 
     Returns:
         `dict[str, str]`: the layers that run uncompiled, by name, each with the reason. A warning names them, too.
@@ -213,7 +213,7 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     span = max(layout.spans)
     window = mask_spec.window if mask_spec.window is not None and mask_spec.window < span else None
     has_chunks = mask_spec.chunk is not None and mask_spec.chunk < span
-    # Windows of operators count tokens, those of masks columns: equal unless tokens within a row are masked.
+    # Windows of operators count tokens, windows of masks count columns: equal unless tokens within a row are masked.
     if has_chunks or (window and layout.spans != layout.keys.lengths):
         return None
     if layout.key_index is None:
@@ -233,7 +233,7 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
 
 
 def _power_of_two(n: int) -> int:
-    """The least power of two that is not less than `n`."""
+    """The smallest power of two that is not less than `n`."""
     return 1 << (n - 1).bit_length()
 
 
@@ -280,7 +280,7 @@ def _make_twin(module: nn.Module, twins: list[tuple[nn.Module, nn.Module]]) -> n
     if uses_attention_interface(module):
         config: Any = copy.copy(module.config)
         twin.__dict__["config"] = config
-        # Past the setter, which would also write into the sub-configs: a shallow copy shares these.
+        # Bypasses the setter, which would also write into the sub-configs: a shallow copy shares these.
         config._attn_implementation_internal = COMPILED
     children = dict(module._modules)
     for name, child in children.items():

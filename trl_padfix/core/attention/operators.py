@@ -48,7 +48,7 @@ def attend_segments(
         scale (`float`):
             Factor of the scores.
         window (`int`):
-            Keys that a query sees at most, its own included; -1 for all.
+            Maximum number of keys that a query sees, its own included; -1 for all.
 
     Returns:
         `torch.Tensor` of shape `(T, N, D)`.

@@ -54,7 +54,7 @@ def pack_arguments(
             Numbers the tokens if the call has no `position_ids`.
 
     Returns:
-        `dict`: the arguments for the packed row. Prepared masks are described by their kinds; there are no others.
+        `dict`: the arguments for the packed row. Prepared masks are described by their kinds; it has no other masks.
 
     Raises:
         UnpackableCallError: If a tensor among the arguments is not one value per token.
@@ -186,13 +186,13 @@ def padded_output(output: Any, call: ModelCall, mask: Any = None) -> Any:
         call ([`ModelCall`]):
             The call of the model, which may need only the states that its head scores.
         mask (*optional*):
-            The attention mask; `None` if all tokens are real. Only one of shape `(B, L)` tells which token is the last
-            one of a row.
+            The attention mask; `None` if all tokens are real. Only a mask of shape `(B, L)` shows which token is the
+            last one of a row.
     """
     hidden = output[0]  # the last hidden states are the first output of any decoder
     if call.scored_index is not None:
         states = hidden.flatten(0, 1).index_select(0, call.scored_index).unsqueeze(0)
-        # If no state is scored, any one state: every process joins the collectives of backward.
+        # If no state is scored, keep any one state: every process joins the collectives of backward.
         states = states if len(call.scored_index) else hidden[:1, :1]
     elif call.pools_last and mask is None:
         states = hidden[:, -1:].expand_as(hidden)

@@ -4,9 +4,9 @@ Values read from the tensors of a batch: their copies on the host, and the layou
 Reading a tensor on a device makes the host wait for it. Policy and reference get the same tensors, so what was read
 for one forward serves the others, until the block of [`batch_cache`] ends.
 
-On the CPU a tensor is the same if it has the values of its copy, whoever wrote to it. On a device it is the same if it
-is the same object, or a view of it, and its version counter has not moved. A write by `.data` moves no counter, so a
-block holds the forwards of one loss and no more.
+On the CPU a tensor counts as unchanged if it has the values of its copy. On a device it counts as unchanged if it is
+the same object, or a view of it, and its version counter has not moved. A write by `.data` moves no counter, so a
+block holds only the forwards of one loss.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cached_layout(
     key: Hashable, tensors: list[torch.Tensor | None], device: torch.device, build: Callable[..., Layout]
 ) -> Layout:
     """
-    The layout that `build` makes of the values of these tensors on the host, moved to `device`.
+    The layout that `build` makes from the values of these tensors on the host, moved to `device`.
 
     It is built once for the same tensors with the same settings `key`.
     """

@@ -85,7 +85,7 @@ class PackedCall:
         last_position (`int` or `torch.Tensor`):
             Largest position of the padded call, padding included.
         dry_run (`Callable`):
-            Records the arguments of each layer, by its `id`, for each of some `RowBuckets`.
+            Records the arguments of each layer, by its `id`, for each bucket of `RowBuckets`.
         prepared ([`PreparedMasks`], *optional*):
             Masks from the module around the decoder, if they differ from the decoder's own.
         one_bucket (`bool`):
@@ -95,7 +95,7 @@ class PackedCall:
         fixed_order (`bool`):
             Whether a token has the same bits with its prefix shared and without ([`attend_by_segment`]).
         passed_on (`frozenset[str]`):
-            Arguments of the caller that the decoder hands on to its layers, and does not read: `shift_labels`.
+            Arguments of the caller that the decoder passes on to its layers without reading them: `shift_labels`.
         cache (`dict`):
             Values of [`PackedCall.cached`].
     """
@@ -128,7 +128,7 @@ class PackedCall:
 
 @dataclass(frozen=True, eq=False)
 class RowsCall:
-    """A dry run of a decoder over padded rows (`mixers/dry_run.py`); the fields are those of a [`PackedCall`]."""
+    """A dry run of a decoder over padded rows (`mixers/dry_run.py`); it has the fields of a [`PackedCall`]."""
 
     decoder: nn.Module
     position_ids: torch.Tensor
@@ -137,7 +137,7 @@ class RowsCall:
 
 def model_call(decoder: nn.Module) -> ModelCall:
     """The running call of the model around `decoder`; if there is none, a call without arguments."""
-    # The running call may be that of another attached model.
+    # The running call may belong to another attached model.
     call = context().model
     return call if isinstance(call, ModelCall) and call.decoder is decoder else ModelCall(decoder)
 

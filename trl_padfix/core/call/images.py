@@ -1,5 +1,5 @@
 """
-Keys that identify a token beyond its id, for prefix sharing: of its embeddings, its features and its prepared masks.
+Keys that identify a token beyond its id, for prefix sharing: from its embeddings, its features and its prepared masks.
 
 Prefixes of rows match only if their images match.
 """
@@ -22,7 +22,7 @@ __all__ = ["content_keys", "tensors_in", "token_keys"]
 def content_keys(
     call: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor | None, prepared: PreparedMasks | None
 ) -> torch.Tensor | None:
-    """Keys that identify a token beyond its id, `(keys, B, L)`: [`token_keys`] and those of prepared masks."""
+    """Keys that identify a token beyond its id, `(keys, B, L)`: [`token_keys`] and the keys of prepared masks."""
     keys = token_keys(call, ids.shape)
     if prepared is None:
         return keys
@@ -35,8 +35,8 @@ def token_keys(call: dict[str, Any], batch_shape: torch.Size) -> torch.Tensor | 
     """
     Keys that identify a token beyond its id, `(keys, B, L)`, int64: tokens with equal keys have equal inputs.
 
-    Positions and other integers or booleans of a padded `call` are keys as they are. Embeddings and features become
-    64-bit hashes.
+    Positions and other integers or booleans of a padded `call` are keys without a change. Embeddings and features
+    become 64-bit hashes.
     """
     keys: list[torch.Tensor] = []
     is_visual_BL = visual_mask(call, tuple(batch_shape))

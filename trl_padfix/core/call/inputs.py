@@ -1,4 +1,4 @@
-"""The inputs of a decoder: what one call brings, read once from its arguments and from those of the modules around."""
+"""The inputs of a decoder call, read once from its arguments and from those of the modules around the decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq
 
 
 class DecoderTraits(Protocol):
-    """What reading a call needs of a [`PaddingRemoval`]."""
+    """Members of a [`PaddingRemoval`] that are needed to read a call."""
 
     decoder: Any
     takes_positions: bool
@@ -55,7 +55,7 @@ class DecoderInputs:
         is_packed (`bool`):
             Whether the batch arrives packed, with several sequences per row.
         compared_ids (`torch.Tensor` of shape `(B, L)`, *optional*):
-            Ids that prefix sharing compares beside the embeddings: those from which the module around made them.
+            Ids that prefix sharing compares in addition to the embeddings: the module around made these from the ids.
         images (`tuple[str, ...]`):
             Names of the features that the module around turned into embeddings.
         given_mask (*optional*):
@@ -63,7 +63,7 @@ class DecoderInputs:
         prepared ([`PreparedMasks`], *optional*):
             Masks that the decoder got, if tokens see more in them than in the decoder's own masks.
         tree (`dict`):
-            The `tree_*` arguments; empty if the batch is no tree row.
+            The `tree_*` arguments; empty if the batch is not a tree row.
     """
 
     arguments: dict[str, Any]
@@ -97,7 +97,7 @@ class DecoderInputs:
                 Whether the decoder's attention is causal without a mask.
 
         Raises:
-            PaddingRemovalError: If `tree_*` arguments are unknown, or do not suffice.
+            PaddingRemovalError: If `tree_*` arguments are unknown or incomplete.
         """
         around, of_model = (outer.outer_arguments, outer.model_arguments) if outer is not None else ({}, {})
         prepared, call = None, dict(call)
@@ -107,7 +107,7 @@ class DecoderInputs:
             if call.get("position_ids") is None and dropped.get("position_ids") is not None:
                 call["position_ids"] = dropped["position_ids"]  # Mamba's model passes only ids
             if around:
-                call["attention_mask"] = None  # from the module around, which takes the tree row for a packed batch
+                call["attention_mask"] = None  # made by the module around, which treats the tree row as a packed batch
         elif around:
             call, prepared = plain_mask(call, around, handle.decoder, is_causal)
         elif all(call.get(k) is None for k in _ROW_ARGUMENTS):
@@ -151,6 +151,6 @@ class DecoderInputs:
 
     @cached_property
     def others(self) -> dict[str, torch.Tensor]:
-        """Tensors beside ids, mask and positions, by name."""
+        """Tensors other than ids, mask and positions, by name."""
         tensors = ((k, v) for k, v in self.arguments.items() if isinstance(v, torch.Tensor))
         return {k: v for k, v in tensors if k not in _COVERED_BY_IDS}

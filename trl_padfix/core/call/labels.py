@@ -9,8 +9,8 @@ __all__ = ["SCORED_AT_PADDING", "SCORED_FROM_PADDING", "at_padding", "follow_pad
 
 SCORED_FROM_PADDING = (
     "labels whose previous token the attention mask hides. They are predicted from a masked position, which a packed "
-    "forward does not have. To train without padding set these labels to -100: those of padding, the one after each "
-    "hidden span, and the first one of a row that is padded on the left"
+    "forward does not have. To train without padding set these labels to -100: at padding, after each hidden "
+    "span, and at the first token of a row that is padded on the left"
 )
 
 SCORED_AT_PADDING = (
@@ -39,5 +39,5 @@ def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def at_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether a masked token has a label of its own, `(B, L)` both: of a token classifier, or in `shift_labels`."""
+    """Whether a masked token has its own label, both `(B, L)`: in a token classifier, or in `shift_labels`."""
     return bool(((labels != -100) & (mask == 0)).any())

@@ -56,7 +56,7 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
         return None
     group, needs_filler = handle.context_parallel, handle.packed_multiple_of is not None
     if isinstance(layout, PrefixedLayout):
-        # Every process joins every forward, that of a prefix too, and needs at least one state for its head.
+        # Every process joins every forward, also of a prefix, and needs at least one state for its head.
         is_short = group is not None and group.lacks_tokens(layout)
         needs_filler = is_short or (needs_filler and layout.new is not None)
     if not needs_filler:
@@ -75,7 +75,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if LAYOUT in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
         return None  # as in generation, or within a packed call
     if inputs.arguments.get("use_cache") is True:
-        # A padded batch that is trained on shall begin a cache, as no generation does.
+        # A padded training batch that asks for a cache; no generation begins like this.
         is_padded_batch = isinstance(mask, torch.Tensor) and mask.dim() == 2
         if is_padded_batch and torch.is_grad_enabled() and not on_host(mask)[0].bool().all():
             raise UnpackableCallError(
@@ -113,7 +113,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if handle.prefix_sharing is True and obstacle is not None:
         if handle.strict:
             raise UnpackableCallError("prefix sharing", obstacle)
-        handle.say_once(f"Padding is removed from a call, and no prefix is shared. {obstacle}", "prefix sharing")
+        handle.say_once(f"Padding is removed from a call, but no prefix is shared. {obstacle}", "prefix sharing")
     return "plain"
 
 
@@ -128,8 +128,8 @@ def _plain(
         inputs ([`DecoderInputs`]):
             Inputs of the decoder.
         handle ([`PaddingRemoval`]):
-            Handle with the settings. With its `token_budget`, for which rows were chosen with shared tokens counted
-            once, prefixes are also shared where the packed row would otherwise exceed it.
+            Handle with the settings. Its `token_budget` counts shared tokens once: prefixes are also shared where the
+            packed row would otherwise exceed it.
         ids (`torch.Tensor` of shape `(B, L)`, *optional*):
             Ids that are compared. If given, prefixes are shared if that saves time.
         keys (`torch.Tensor` of shape `(B, L)` or `(P, B, L)`, *optional*):
@@ -192,7 +192,7 @@ def _sharing_obstacle(inputs: DecoderInputs) -> str | None:
             "`prefix_sharing=True` compares token ids, and the decoder was called with `inputs_embeds`. Attach "
             "with `prefix_sharing=False`: padding is removed all the same."
         )
-    # Floating-point tensors of any shape: features of images, say, differ for equal ids.
+    # Floating-point tensors of any shape: features of images, for example, differ for equal ids.
     others = [
         name
         for name, x in inputs.others.items()
@@ -207,7 +207,7 @@ def _sharing_obstacle(inputs: DecoderInputs) -> str | None:
 
 
 def _other_keys(inputs: DecoderInputs) -> dict[str, torch.Tensor]:
-    """Values `(B, L)` beside ids and positions, such as `token_type_ids`: tokens that differ there are not shared."""
+    """Values `(B, L)` besides ids and positions, such as `token_type_ids`: tokens that differ there are not shared."""
     return {k: v for k, v in inputs.others.items() if inputs.ids is not None and v.shape == inputs.ids.shape}
 
 

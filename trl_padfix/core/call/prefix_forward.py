@@ -35,8 +35,8 @@ def run_prefix_forward(
         forward (`Callable`):
             A decoder; with `head_arguments` its model.
         call (`dict`):
-            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the outputs
-            that are wanted.
+            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the requested
+            outputs.
         layout ([`PrefixedLayout`]):
             The layout of the prefix in that batch.
         reads (`list` of [`ForwardStates`]):
@@ -45,7 +45,7 @@ def run_prefix_forward(
             `logits_to_keep`, where the head must run too.
 
     Returns:
-        [`ForwardStates`]: What later forwards read.
+        [`ForwardStates`]: States that later forwards read.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
     outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}

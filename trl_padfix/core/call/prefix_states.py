@@ -57,7 +57,8 @@ class PrefixStates:
     """
     States that a forward reads from prefix forwards, and states that it records for later ones.
 
-    A plain class, no dataclass: FSDP2 searches dataclasses among the arguments of a layer for tensors with gradients.
+    A plain class, not a dataclass: FSDP2 searches dataclasses among the arguments of a layer for tensors with
+    gradients.
 
     Args:
         reads (`list` of [`ForwardStates`]):
@@ -118,7 +119,7 @@ class PrefixStates:
         return tree_unflatten(leaves, spec)
 
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
-        """One output of the prefixes, followed by that of the `new` tokens, if there are any."""
+        """One output of the prefixes, followed by the output of the `new` tokens, if any."""
         if self.records is not None and new is not None:
             t = self.records.outputs
             self.records[index] = (new[:, :t] if new.dim() > 2 else new[:t],)  # without filler
@@ -143,7 +144,7 @@ class _BackpropIntoPrefixes(torch.autograd.Function):
     """
     Identity in forward. Backward returns, for each prefix state, the gradient accumulated in its detached leaf.
 
-    The loss stays a scalar with one backward, whoever calls it, and each weight gets its gradient in one pass.
+    The loss stays a scalar with one backward, for any caller, and each weight gets its gradient in one pass.
     """
 
     @staticmethod

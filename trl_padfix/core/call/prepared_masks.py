@@ -2,8 +2,8 @@
 Masks that the module around a decoder prepares, in which the tokens of one image see each other in both directions.
 
 Such a mask says for each pair of tokens of a row whether one sees the other. In a packed forward each segment attends
-with its part of the mask of its row, however the mask was made. Rows share a prefix only up to a position that no
-earlier token sees beyond: they part before an image, never inside one.
+with its part of the mask of its row, however the mask was made. Rows share a prefix only up to a position beyond which
+no earlier token sees: they diverge before an image, never inside one.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PreparedMasks:
 
         One key per mask is the hash of the tokens that the token sees. The last key is the hash of the token's
         *block*, a run of tokens that ends where neither its last token nor any token before sees further. Outside of
-        images each token is a block. All tokens of a block have the same last key, so rows that are sorted by it part
-        before the first block in which they differ.
+        images each token is a block. All tokens of a block have the same last key, so rows that are sorted by it
+        diverge before the first block in which they differ.
 
         Args:
             mask_BL (`torch.Tensor` of shape `(B, L)`): 1 for real tokens.
@@ -82,7 +82,7 @@ class PreparedMasks:
                 furthest = torch.maximum(furthest, (sees * rank).amax(1))
             keys = [*mask_keys, *(key[b] for key in other_keys)]
             content = sum((key * factors[i + 1, rank] for i, key in enumerate(keys)), torch.zeros_like(rank)) * real
-            # A block ends with the first token that neither it nor any earlier token sees beyond.
+            # A block ends with the first token beyond which neither it nor any earlier token sees.
             ends = (furthest.cummax(0).values == rank) & real
             block = ends.cumsum(0) - ends.long()
             block_sums = torch.zeros(L + 1, dtype=content.dtype, device=content.device).index_add_(0, block, content)

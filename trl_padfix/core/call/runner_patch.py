@@ -16,7 +16,7 @@ from ..model.patching import Attachment, ForwardPatch, in_checkpoint, patches_on
 
 __all__ = ["RunnerPatch", "attach_runner_patch"]
 
-IN_CHECKPOINT = "a checkpoint of torch around the model computes it again in backward. Checkpoint its layers"
+IN_CHECKPOINT = "a torch checkpoint around the model recomputes it in backward. Checkpoint its layers"
 
 
 class RunnerPatch(ForwardPatch):
@@ -41,7 +41,7 @@ class RunnerPatch(ForwardPatch):
 
 
 def _why_no_batch(call: dict[str, Any]) -> str | None:
-    """Why the arguments of a model are no padded batch whose rows can be computed apart; `None` if they are one."""
+    """Why a model's arguments are not a padded batch whose rows can be computed separately; `None` if they are."""
     ids, mask = call.get("input_ids"), call.get("attention_mask")
     tokens = ids if ids is not None else call.get("inputs_embeds")
     if has_cache(call):
@@ -57,11 +57,12 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
 
 def attach_runner_patch(model: nn.Module) -> Attachment:
     """
-    Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of those of earlier trainers.
+    Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of the patches of earlier
+    trainers.
     """
     pretrained, attachment = find_pretrained(model), Attachment()
     decoder = find_decoder(pretrained)
-    # What computes a padded batch: the model, what turns images into embeddings, the decoder.
+    # Modules that compute a padded batch: the model, the module that embeds images, the decoder.
     parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
     modules = dict.fromkeys(part for part in parts if part is not None)
     for module in modules:

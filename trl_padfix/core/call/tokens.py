@@ -1,7 +1,7 @@
 """
 The tokens of a packed row that this process computes.
 
-[`LocalTokens`] are all of them. Where several processes compute one row, `parallel/local.py` has a subclass.
+[`LocalTokens`] holds all of them. Where several processes compute one row, `parallel/local.py` has a subclass.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class LocalTokens:
 
     @property
     def mixed(self) -> LocalTokens:
-        """The tokens that mixers get: where each process has whole rows, those of its rows, without an exchange."""
+        """The tokens that mixers get: if each process has whole rows, the tokens of its rows, without an exchange."""
         return self
 
     @property
     def new(self) -> LocalTokens | None:
-        """The tokens behind shared prefixes, of a layout with such; `None` if there are none."""
+        """The tokens after shared prefixes; `None` if the layout has no shared prefixes, or no new tokens."""
         assert isinstance(self.layout, PrefixedLayout)
         return None if self.layout.new is None else LocalTokens(self.layout.new)
 
     def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a decoder for the local tokens, of those for all packed tokens."""
+        """The arguments of a decoder for the local tokens, selected from those for all packed tokens."""
         return arguments
 
     def attend(
@@ -87,7 +87,7 @@ class LocalTokens:
         return states.index_select(0, index)
 
     def labels(self, index: torch.Tensor, labels: torch.Tensor) -> ScoredLabels:
-        """The labels that this process scores, of all `labels`; `index` is that of their states in the batch."""
+        """The labels that this process scores, of all `labels`; `index` locates their states in the batch."""
         return ScoredLabels(index, labels)
 
 
@@ -98,8 +98,8 @@ class ScoredLabels:
         self.index, self.labels = index, labels
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of all labels, in their order, of those of the labels of this process."""
+        """Values of all labels, in their order, gathered from the values of each process's labels."""
         return values
 
     def complete_loss(self, model: PreTrainedModel, output: Any, num_items: torch.Tensor | int | None) -> None:
-        """Replace the loss in the output of a model, which is that of the local labels, by that of all labels."""
+        """Replace the loss of the local labels in the output of a model by the loss of all labels."""

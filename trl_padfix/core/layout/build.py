@@ -23,7 +23,7 @@ def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
             1 for real tokens, 0 for padding, anywhere: left, right, both ends, holes.
 
     Returns:
-        [`Layout`] on the mask's device. Costs one device synchronisation.
+        [`Layout`] on the mask's device. Costs one device synchronization.
 
     Raises:
         ValueError: If the mask is not two-dimensional, holds other values than 0 and 1, or has a row without a real
@@ -64,7 +64,7 @@ def prefix_sharing_layout(
             Positions that the decoder gets, if it gets any. Tokens with different positions are never shared.
 
     Returns:
-        [`Layout`] on the mask's device. Costs one device synchronisation.
+        [`Layout`] on the mask's device. Costs one device synchronization.
 
     Raises:
         ValueError: As [`padding_free_layout`], and if shapes or devices of the arguments disagree.
@@ -114,7 +114,7 @@ def packed_layout(
             If given, sequences share prefixes of the same ids at the same positions.
 
     Returns:
-        [`Layout`] on the device of the positions. Costs one device synchronisation.
+        [`Layout`] on the device of the positions. Costs one device synchronization.
 
     Raises:
         ValueError: If the positions are not two-dimensional, `input_ids` has another shape or device, or `cu_seqlens`
@@ -136,7 +136,7 @@ def packed_layout(
     """
     if position_ids.dim() != 2:
         raise ValueError(
-            f"Positions of shape {tuple(position_ids.shape)} do not tell where the sequences of a packed row begin. "
+            f"Positions of shape {tuple(position_ids.shape)} do not show where the sequences of a packed row begin. "
             "Pass positions of shape `(B, L)`."
         )
     if input_ids is not None and (input_ids.shape, input_ids.device) != (position_ids.shape, position_ids.device):
@@ -145,7 +145,7 @@ def packed_layout(
             f"{tuple(position_ids.shape)} on {position_ids.device} must have one shape `(B, L)` and lie on one device."
         )
     tensors = [position_ids] if input_ids is None else [position_ids, input_ids]
-    keys_BL = torch.stack([x.to(torch.int64) for x in tensors]).cpu()  # one copy, one synchronisation
+    keys_BL = torch.stack([x.to(torch.int64) for x in tensors]).cpu()  # one copy, one synchronization
     B, L = position_ids.shape
     if cu_seqlens is None:
         begins = keys_BL[0].diff(dim=1, prepend=keys_BL[0, :, :1]) != 1
@@ -156,7 +156,7 @@ def packed_layout(
     index = torch.arange(B * L)
     first = begins.flatten().nonzero().squeeze(1)
     lengths = first.diff(append=torch.tensor([B * L]))
-    # Counted from 0 in each sequence, whatever number its positions start with.
+    # Counted from 0 in each sequence, for any number that its positions start with.
     position = index - first.repeat_interleave(lengths)
     keys = [] if input_ids is None else [x.flatten() for x in keys_BL]
     return lay_out((B, L), index, position, lengths.tolist(), keys).to(position_ids.device)
@@ -170,7 +170,7 @@ def _build(mask: torch.Tensor, keys: list[torch.Tensor]) -> Layout:
             "and 0 for padding. Pass the two-dimensional mask that the tokenizer or collator made."
         )
     tensors = [mask, *keys]
-    if mask.device.type != "cpu":  # all in one copy to the host: one synchronisation
+    if mask.device.type != "cpu":  # all in one copy to the host: one synchronization
         tensors = list(torch.stack([x.to(torch.int64) for x in tensors]).cpu())
     is_real_BL, (B, L) = _is_real(mask, tensors[0]), mask.shape
     real_index, lengths = is_real_BL.flatten().nonzero().squeeze(1), is_real_BL.sum(1)
@@ -220,7 +220,7 @@ def _begins(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
             f"`cu_seqlens` of dtype {cu_seqlens.dtype} is {ends.flatten()[:9].tolist()}; the bounds of sequences in "
             f"a batch of {tokens} tokens are whole numbers that ascend from 0 to {tokens}."
         )
-    return ends.long()[ends < tokens]  # an empty sequence at the end begins nowhere
+    return ends.long()[ends < tokens]  # an empty sequence at the end has no first token
 
 
 def lay_out(
@@ -265,7 +265,7 @@ def lay_out(
         order, shared_lengths = sort_by_keys(keys_R, lengths)
         rows = [(begins[row], shared, lengths[row]) for row, shared in zip(order, shared_lengths, strict=True)]
         source = source_of_real_tokens(rows, len(real_index))
-        # A row that another row begins with, or equals, has no new tokens, and so no segment.
+        # A row that equals another row, or the beginning of one, has no new tokens, and so no segment.
         segments = [(begin, shared, length) for begin, shared, length in rows if length > shared]
         packed_index, positions = (
             torch.cat([x[begin + shared : begin + n] for begin, shared, n in segments])

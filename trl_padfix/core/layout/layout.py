@@ -63,15 +63,15 @@ class Layout:
             Packed tokens that are the keys of the segments, segment after segment (TRL: `tree_kv_index`). `None` if
             the keys of each segment are its queries.
         queries, keys ([`SegmentLengths`]):
-            Number of queries and of keys of each segment. Equal ones have one object as `cu_seqlens`: cuDNN takes
-            causal calls only with one object for both.
+            Number of queries and of keys of each segment. If equal, both have the same `cu_seqlens` object: cuDNN
+            accepts causal calls only with one object for both.
         spans (`tuple[int, ...]` of length `S`):
             Columns from the first key of each segment to its last, both included: its key length plus its holes.
         key_source_positions (`torch.Tensor` of shape `(n,)`, *optional*):
             `positions` of the `n` tokens that `key_index` indexes. `None` if these are the packed tokens.
         filler (`int`, *optional*):
-            Packed tokens at the end of the row that belong to no row of the batch ([`Layout.filled`]). `None` if the
-            row has the length that its tokens give it.
+            Packed tokens at the end of the row that belong to no row of the batch ([`Layout.filled`]). `None` if no
+            row length was requested.
 
     Example: two rows, the first two tokens shared.
 
@@ -194,7 +194,7 @@ class Layout:
     def is_trivial(self) -> bool:
         """Whether the batch has neither padding nor shared prefixes, so that packing would change nothing."""
         if self.filler is not None:
-            return False  # the batch itself has another shape than the packed rows of a run
+            return False  # the batch itself differs in shape from the packed rows of a run
         # In a packed batch a row without padding may have several segments, which must be kept apart.
         return self.packed_tokens == self.padded_tokens and len(self.queries.lengths) == self.batch_shape[0]
 
@@ -248,7 +248,7 @@ class Layout:
     def _with_filler(self, filler: int) -> Self:
         queries, keys = self.queries.lengths, self.keys.lengths
         # Filler copies tokens of the batch, because the model accepts their positions, embeddings and masks. A segment
-        # that is a whole row is preferred, because image masks are those of whole rows.
+        # that is a whole row is preferred, because image masks belong to whole rows.
         segment = max(range(len(queries)), key=lambda s: (queries[s] == keys[s], queries[s]))
         begin, length = sum(queries[:segment]), queries[segment]
         lengths = [min(length, filler - done) for done in range(0, filler, length)]
@@ -305,8 +305,8 @@ class Layout:
         The attention mask that the segments describe, written out; for tests and readers, not for computing.
 
         Returns:
-            `torch.Tensor` of shape `(T, T)`, bool: `True` where the packed token of the row sees that of the column.
-            If `key_index` indexes other tokens than the packed ones, there is a column for each of those.
+            `torch.Tensor` of shape `(T, T)`, bool: `True` where the packed token of the row sees the token of the
+            column. If `key_index` indexes other tokens than the packed ones, the columns are these tokens.
 
         Example: the rows 1-2-3 and 1-5; the packed row is 1-2-3-5.
 

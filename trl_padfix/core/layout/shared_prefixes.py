@@ -45,7 +45,7 @@ MIN_SAVED_TOKENS = 128
 """A prefix forward costs about as much as 128 tokens. A prefix that saves fewer is computed in each micro-batch."""
 
 KV_MEMORY_FRACTION = 1 / 8
-"""Approximate memory of a token's keys, values and their gradients, as a fraction of that of its activations."""
+"""Approximate memory of a token's keys, values and their gradients, as a fraction of its activations' memory."""
 
 NO_TOKENS = np.zeros(0, dtype=np.int64)
 """The tokens of a dummy forward, which only matches the collectives of other processes."""
@@ -56,16 +56,16 @@ class PrefixedLayout(Layout):
     """
     Layout of a forward whose rows begin with tokens that other forwards have computed.
 
-    As a [`Layout`] it is that of the padded batch. Its packed tokens are those of the shared prefixes that the forward
-    reads, prefix after prefix, followed by the new ones, which the forward computes.
+    As a [`Layout`] it describes the padded batch. Its packed tokens are the tokens of the shared prefixes that the
+    forward reads, prefix after prefix, followed by the new tokens, which the forward computes.
 
     Attributes:
         new ([`Layout`], *optional*): The tokens that the forward computes, with keys among all packed tokens. `None`
             if the forward computes none.
         prefixes (`tuple[int, ...]`): Numbers of the shared prefixes that the forward reads.
         is_prefix (`bool`): Whether this is the forward of a shared prefix, whose output nothing reads.
-        fork_tokens (`tuple[int, ...]`): For a shared prefix: indices among its new tokens of those that the paths of
-            other forwards continue from.
+        fork_tokens (`tuple[int, ...]`): For a shared prefix: indices, among its new tokens, of the tokens from which
+            paths of other forwards continue.
         prefix_states ([`PrefixStates`], *optional*): States of the `prefixes`, while the forward runs.
     """
 
@@ -114,7 +114,7 @@ class SharedPrefix:
 
     Attributes:
         first_user, last_user (`int`): The first and the last micro-batch that need the tokens.
-        tokens (`int`): Their number.
+        tokens (`int`): Number of these tokens.
         recompute (`bool`): Whether only keys and values are kept until the last user. For the last user the tokens are
             computed a second time, with their graph.
         layouts (`dict[int, PrefixedLayout]`): Layouts of the prefix forward, by the micro-batch whose rows it runs on:
@@ -165,8 +165,9 @@ def plan_shared_prefixes(
         batches (`Sequence[tuple[torch.Tensor, torch.Tensor]]`):
             Ids and mask of each micro-batch, both `(b, l)`, on the host.
         budget (`int`):
-            Most tokens whose activations are kept at a time. If a micro-batch and the prefixes in memory exceed it,
-            prefixes that later micro-batches need too keep only keys and values, and are recomputed for the last one.
+            Maximum number of tokens whose activations are kept at a time. If a micro-batch and the prefixes in memory
+            exceed it, prefixes that later micro-batches need too keep only keys and values, and are recomputed for the
+            last one.
         gather (`Callable[[list], list]`, *optional*):
             Concatenates lists of all processes, which must have equally many micro-batches. If given, all processes
             run the same forwards: a process that lacks a shared prefix runs a dummy forward of one token for it.
@@ -261,7 +262,7 @@ class _StepPrefixTree:
     ((0, 1), [0, 1, 2], [0, 1, 2])
     >>> layout.new.queries.lengths, layout.new.key_index.tolist(), layout.new.packed_index.tolist()
     ((1,), [0, 1, 2], [2])
-    >>> tree.fork_tokens(owner, 0, drafts[0].tokens)  # 1-2 and 1-5 part behind the only token of prefix 0
+    >>> tree.fork_tokens(owner, 0, drafts[0].tokens)  # 1-2 and 1-5 diverge after the only token of prefix 0
     (0,)
 
     ```
@@ -294,8 +295,8 @@ class _StepPrefixTree:
             last_user[tokens] = i
             users[tokens] += 1
         shared = np.flatnonzero(users > 1)
-        # Sort key: first user ascending, last user descending. The users of a token include those of all tokens behind
-        # it on a path, so an enclosing prefix comes before those that depend on it.
+        # Sort key: first user ascending, last user descending. The users of a token include the users of all tokens
+        # after it on a path, so an enclosing prefix comes before those that depend on it.
         keys = first_user[shared] * count + (count - 1 - last_user[shared])
         candidates = [shared[keys == key] for key in np.unique(keys)]
         drafts: list[_PrefixDraft] = []
@@ -329,7 +330,7 @@ class _StepPrefixTree:
                     load -= len(draft.tokens) * (1 - KV_MEMORY_FRACTION)
 
     def fork_tokens(self, owner: np.ndarray, prefix: int, tokens: np.ndarray) -> tuple[int, ...]:
-        """Indices among the `tokens` of a prefix of those whose next token on a path is outside of the prefix."""
+        """Indices, among a prefix's `tokens`, of the tokens whose next token on a path is outside of the prefix."""
         forks = []
         for path in chain(*self.paths):
             in_prefix = owner[path] == prefix
@@ -406,7 +407,7 @@ class _StepPrefixTree:
         """
         segment_paths, query_lengths, end = [], [], num_read
         # Tokens are numbered depth first, so paths sorted by their last tokens are in the order of the tree. A path
-        # then begins with its tokens below `end`: those of prefixes and of earlier paths. The others are new.
+        # then begins with its tokens below `end`, the tokens of prefixes and of earlier paths. The others are new.
         for path in sorted(paths, key=lambda path: path[-1]):
             if queries := int((packed_number[path] >= end).sum()):
                 segment_paths.append(path)

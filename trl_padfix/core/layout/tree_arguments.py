@@ -3,8 +3,8 @@ Prefix trees in the form of TRL's asynchronous GRPO: the `tree_*` keyword argume
 
 A tree row has `N` tokens and `S` segments. Its keywords describe what a [`Layout`] describes: `tree_cu_seqlens_q` the
 queries of each segment, `tree_kv_index` its keys (the path from the root, own tokens last), and `tree_cu_seqlens_k`
-where the keys of each segment begin. trl#7686 adds the parent of each segment. [`Layout.tree_arguments`] is the way
-back.
+where the keys of each segment begin. trl#7686 adds the parent of each segment. [`Layout.tree_arguments`] is the
+inverse.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tree_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     The `tree_*` arguments of a call; empty if none is given.
 
     Raises:
-        PaddingRemovalError: If one of them is unknown, or if they do not suffice.
+        PaddingRemovalError: If one of them is unknown, or if some are missing.
     """
     tree = {k: v for k, v in arguments.items() if k.startswith("tree_") and v is not None}
     # Ignoring an argument would change the attention without notice, so another form of tree is an error.
@@ -45,7 +45,7 @@ def tree_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
     paths = {"tree_kv_index", "tree_cu_seqlens_k"}
     if tree and not (("tree_cu_seqlens_q" in tree) and (paths <= tree.keys() or "tree_segment_parents" in tree)):
         raise PaddingRemovalError(
-            f"The model was called with {sorted(tree)}, which describes no tree: `tree_cu_seqlens_q` is needed, and "
+            f"The model was called with {sorted(tree)}, which is not a tree: `tree_cu_seqlens_q` is needed, and "
             "`tree_kv_index` with `tree_cu_seqlens_k`, or `tree_segment_parents`."
         )
     return tree
@@ -66,10 +66,10 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
             of the row is computed.
 
     Returns:
-        [`Layout`] with the batch shape `(1, N)`, on the device of `tree_cu_seqlens_q`. Costs one synchronisation.
+        [`Layout`] with the batch shape `(1, N)`, on the device of `tree_cu_seqlens_q`. Costs one synchronization.
 
     Raises:
-        ValueError: If the arguments describe no tree of `tokens` tokens.
+        ValueError: If the arguments do not describe a tree of `tokens` tokens.
 
     Example: 1-2-3 and 1-2-4, where the tree forks one token early: it has the token 2 twice.
 
@@ -92,25 +92,25 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     names = [name for name in _TENSORS if tree.get(name) is not None]
     device = tree["tree_cu_seqlens_q"].device
     tensors = [x.flatten().to(device=device, dtype=torch.int64) for x in (*(tree[name] for name in names), *keys)]
-    on_host = torch.cat(tensors).cpu().split([len(x) for x in tensors])  # in one copy: one synchronisation
+    on_host = torch.cat(tensors).cpu().split([len(x) for x in tensors])  # in one copy: one synchronization
     named = dict(zip(names, on_host, strict=False))  # the keys come after the named tensors
     cu_q, path_index, cu_k = _paths(named, tokens)
     parent = _parents_of_tokens(cu_q, path_index, cu_k)
     _check_segment_parents(named, cu_q, parent)
     # A leaf is a segment whose last token no path continues. The paths to the leaves are the rows that the tree was
-    # made of; a row that is equal to another one, or its beginning, has no leaf of its own.
+    # made of; a row that equals another row, or its beginning, has no leaf of its own.
     has_child = torch.zeros(tokens + 1, dtype=torch.bool)
     has_child[parent] = True  # a root has the parent -1, which sets the additional last entry
     leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
     paths = [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
-    # Without keys a token is identified by its place in the row: the tree is kept as it is.
+    # Without keys a token is identified by its place in the row: the tree is kept unchanged.
     keys_R = [key[token_R] for key in on_host[len(names) :]] or [token_R]
     path_layout = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
     assert path_layout.source is not None
     source = torch.empty(tokens, dtype=torch.int64)
-    source[token_R] = path_layout.source  # a token on several paths is computed by one packed token, whatever the path
+    source[token_R] = path_layout.source  # one packed token computes a token of several paths
     layout = replace(
         path_layout,
         batch_shape=(1, tokens),
@@ -134,13 +134,13 @@ def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor,
     paths: list[torch.Tensor] = []
     for segment, parent in enumerate(tree["tree_segment_parents"].tolist()):
         if segment + 1 == len(cu_q) or parent >= segment:
-            break  # an error: the one below, or that of `_check_segment_parents` for parents without a segment
+            break  # an error, raised below or by `_check_segment_parents` for parents without a segment
         new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
         paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
     if len(paths) != len(cu_q) - 1:
         raise ValueError(
             f"`tree_segment_parents` is {tree['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
-            "one number for each, that of a segment before it, or -1 for a root."
+            "give each the number of an earlier segment, or -1 for a root."
         )
     return cu_q, torch.cat(paths), torch.tensor([0, *map(len, paths)]).cumsum(0)
 
@@ -174,18 +174,18 @@ def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch
     before = path_index.roll(1)
     before[cu_k[:-1]] = -1
     parent = before[place]
-    # Each token has one parent, on whichever path it is, and stands behind it in the row: then this is a tree.
+    # This is a tree if each token has one parent, the same on all paths, and comes after it in the row.
     in_range = bool(((path_index >= 0) & (path_index < tokens)).all())
     if not in_range or (parent >= token).any() or not torch.equal(before, parent[path_index]):
         raise ValueError(
-            "`tree_kv_index` holds paths that form no tree: on each path a token must have the tokens before it that "
-            "it has on the path of its own segment, all at earlier places of the row."
+            "`tree_kv_index` holds paths that do not form a tree: on every path a token must follow the same tokens "
+            "as on the path of its own segment, all at earlier places of the row."
         )
     return parent
 
 
 def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor, parent: torch.Tensor) -> None:
-    """Raise a `ValueError` if the parents or depths of the segments (trl#7686) are not those of their paths."""
+    """Raise a `ValueError` if the parents or depths of the segments (trl#7686) do not match their paths."""
     parents, depths = tree.get("tree_segment_parents"), tree.get("tree_segment_depths")
     if parents is not None:
         # The last entry is for the parent -1 of a root.
@@ -194,8 +194,8 @@ def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor,
         in_range = parents.shape == token_before.shape and bool(((parents >= -1) & (parents < len(parents))).all())
         if not in_range or not torch.equal(last_token[parents], token_before):
             raise ValueError(
-                f"`tree_segment_parents` is {parents.tolist()[:9]}, and the paths of `tree_kv_index` go from other "
-                "segments to their own: the two describe different trees."
+                f"`tree_segment_parents` is {parents.tolist()[:9]}, but the paths of `tree_kv_index` come from "
+                "other segments: the two describe different trees."
             )
         if depths is not None and not torch.equal(depths, torch.where(parents < 0, 0, depths[parents] + 1)):
             raise ValueError(f"`tree_segment_depths` is {depths.tolist()[:9]}, which does not count the parents.")

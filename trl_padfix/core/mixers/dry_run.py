@@ -1,9 +1,9 @@
 """
 Record the arguments with which a decoder calls its layers for padded rows, by running it with stubbed layers.
 
-Each decoder makes the masks, biases and positions of rows in a way of its own. Instead of repeating these ways here,
-the decoder itself runs over the rows, on a view in which a stub stands for every layer. A stub records its arguments
-and returns its hidden states. No layer computes anything, and the decoder itself is not changed.
+Each decoder makes the masks, biases and positions of rows in its own way. Instead of a copy of that code here, the
+decoder itself runs over the rows, on a view with a stub for every layer. A stub records its arguments and returns its
+hidden states. No layer computes anything, and the decoder itself is not changed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DryRun:
         Run over the packed arguments and discard the result.
 
         Under FSDP and ZeRO-3 modules run collectives when they are called, so all processes must call the same ones. A
-        process whose batch needs no dry run calls this method while the others do theirs.
+        process whose batch needs no dry run calls this method while the others run theirs.
         """
         self._run(self.packed, None)
 
@@ -76,7 +76,7 @@ class DryRun:
         arguments: dict[str, Any] = tree_map(lambda x: rows_of(x, x, rows, bucket), self.packed)
         if (packed := self.packed.get("position_ids")) is not None:
             packed = packed.flatten(-2)  # `(T,)`, or `(P, T)` where a token has several positions
-            # Places beyond the end of a row repeat its last token; their positions go on, as those of padding do.
+            # Places beyond the end of a row repeat its last token; their positions continue, as at padding.
             arguments["position_ids"] = packed[..., rows.tokens[bucket]] + rows.overhang[bucket]
         fixed = {"attention_mask": mask_of_rows(rows.tokens[bucket], self.patch.module), "use_cache": False}
         accepted = self.argument_names | parameters_of(type(self.patch.module).forward).keys()
@@ -105,7 +105,7 @@ class DryRun:
 
 
 OUTPUTS = {"RwkvBlock": 3}
-"""The number of outputs that a decoder unpacks of a layer, by the class of the layer, where it is not 2."""
+"""The number of outputs that a decoder unpacks from a layer, by the class of the layer, where it is not 2."""
 
 
 class _HiddenStates(torch.Tensor):
@@ -126,7 +126,7 @@ class _LayerStub(nn.Module):
 
     def __init__(self, layer: nn.Module, recorded_calls: LayerCalls):
         super().__init__()
-        # Past `nn.Module.__setattr__`, which would register the layer as a child of the stub.
+        # Bypasses `nn.Module.__setattr__`, which would register the layer as a child of the stub.
         self.__dict__.update(_layer=layer, _recorded_calls=recorded_calls)
 
     def __getattr__(self, name: str) -> Any:
@@ -150,7 +150,7 @@ def _forward_with_stubs(
     stubs: dict[int, _LayerStub] = {}  # one for each layer, as some models use a layer in several places
 
     def overrides_of(module: nn.Module, prefix: str) -> dict[str, Any]:
-        """The config of `module`, and those of its children that hold layers, with stubs for these."""
+        """The config of `module`, and its children that hold layers, with stubs for these layers."""
         overrides: dict[str, Any] = {}
         for name, child in module.named_children():
             inside = [n for n in layers if n.startswith(f"{prefix}{name}.")]
@@ -166,7 +166,7 @@ def _forward_with_stubs(
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))
         if (config := config_of(module)) is not None:
-            # The model's own config: that of a view names packed attention, and rows need the masks of the real one.
+            # The model's own config: a view's config names packed attention, and rows need the masks of the real one.
             overrides["config"] = config
         return overrides
 

@@ -1,5 +1,5 @@
 """
-A layout as a tree of nodes, for recurrences and convolutions whose state forks where rows part.
+A layout as a tree of nodes, for recurrences and convolutions whose state forks where rows diverge.
 
 The packed tokens are cut into nodes: runs of tokens between two forks. A node begins with the final state of its
 parent. Nodes of one depth form a level. A recurrence computes level after level, all nodes of a level at once. A short
@@ -41,7 +41,7 @@ class Parent(NamedTuple):
     Where the path of a segment or of a node comes from.
 
     `kind` is `"none"` at the beginning of a row, `"prefix"` for the prefix state `number`, and `"packed"` for this
-    forward. `number` is then that of a packed token (parent of a segment) or of a node (parent of a node).
+    forward. For `"packed"`, `number` is a packed token (parent of a segment) or a node (parent of a node).
     """
 
     kind: Literal["none", "prefix", "packed"]
@@ -174,7 +174,7 @@ class NodeTree:
         A convolution over each token and the `width` tokens before it on its path, `(1, C, T)` to `(1, C, T)`.
 
         `run` convolves one row. `key` names the call: under it, the last `width` inputs before each fork are recorded
-        for other forwards, and those of other forwards are read.
+        for other forwards, and inputs of other forwards are read.
         """
         index, segment_index, fork_index = self.with_left_context(width)
         x = with_zero(x[0].transpose(0, 1))
@@ -186,7 +186,7 @@ class NodeTree:
 
     def with_left_context(self, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Each segment behind the `width` tokens before it on its path, as one row of `T + segments * width` tokens.
+        Each segment after the `width` tokens before it on its path, as one row of `T + segments * width` tokens.
 
         Example, for `width=2` and the rows `1 2 3 4` and `1 2 5`, packed into `1 2 3 4 | 5` (`T` is 5): the row is
         `T T 0 1 2 3 | 0 1 4`, the segments' own tokens are at `2 3 4 5 8`.
@@ -194,7 +194,7 @@ class NodeTree:
         Returns:
             `tuple` of three `torch.Tensor`: index of each token of that row, where `T` stands for a zero; index of the
             packed tokens in that row, `(T,)`; index of the last `width` tokens up to each fork, `(forks, width)`. With
-            prefix states the first and the last count from `num_prefix_states * width`: these many inputs of other
+            prefix states the first and the last count from `num_prefix_states * width`: that many inputs of other
             forwards come before the packed tokens.
         """
         if width not in self._left_context:
@@ -237,7 +237,7 @@ class NodeTree:
         inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. With `is_varlen` they are
         `(1, t, ...)`, and `cu_seqlens` says where nodes begin and end. The kernel returns outputs for these tokens
         and, `with_states`, a final state for each node. `key` names the call: under it, states are recorded for other
-        forwards, and those of other forwards are read.
+        forwards, and the states of other forwards are read.
         """
         scan = self.varlen if is_varlen else self.padded
         sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
@@ -280,7 +280,7 @@ def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Pa
     # read a wrong place (clamped to be valid), and `where` replaces it.
     places = (keys.cumsum(0) - queries - 1).clamp(min=0).to(layout.key_index.device)
     tokens = layout.key_index[places].cpu().where(keys > queries, -1).tolist()
-    # Keys of a forward with prefix states are numbered behind the tokens of these: shift them to packed tokens.
+    # Keys of a forward with prefix states are numbered after the prefix tokens: shift them to packed tokens.
     prefix_forks: list[int] = []
     begin = 0
     for states in prefix_states.reads:

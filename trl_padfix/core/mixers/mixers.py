@@ -43,7 +43,7 @@ _MIXING = {
 """Names of arguments by which a module is known to be a mixer."""
 
 _TOWERS = ("vision", "visual", "image", "audio", "embed_tokens_extend")
-"""In names of modules: they compute features of images or audio, and so are not layers of the decoder."""
+"""Parts of module names: such modules compute features of images or audio, and are not layers of the decoder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Mixers:
         for mixer in self.mixers:
             modules = list(mixer.module.modules())
             if _has_indexer(modules):  # sparse attention of DeepSeek V3.2
-                reason = "among keys with equal scores its indexer may select other ones if a row has other padding"
+                reason = "among keys with equal scores its indexer may select others if a row has different padding"
             elif any({"chunkwise_kernel_fn", "sequence_kernel_fn"} <= vars(m).keys() for m in modules):  # xLSTM
                 reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
             else:
@@ -220,7 +220,7 @@ def _packing_obstacle(module: nn.Module) -> str:
         return "indexer that selects keys among those of the batch"
     if any(getattr(m, "compressor", None) is not None for m in modules):
         return "keys that stand for several tokens"
-    # Without positions such a module numbers the columns of its input, and in a packed row these are other numbers.
+    # Without positions such a module numbers the columns of its input, and these numbers differ in a packed row.
     for attention in filter(counts_columns, attentions):
         # Llama 4 tunes the temperature only in layers without rotary embeddings.
         if getattr(attention, "attn_temperature_tuning", True) and not getattr(attention, "use_rope", False):

@@ -5,7 +5,7 @@ A mixer of these kinds stays packed: its projections, norms and gates compute ea
 that it calls by the names in `_REPLACEMENTS` are replaced, and only for this mixer: it runs a copy of its forward
 with globals of its own. The replacements call the original function, on the segments of the layout:
 
-- a convolution on all segments at once, each behind the few tokens before it on its path (left context);
+- a convolution on all segments at once, each after the few tokens before it on its path (left context);
 - a recurrence on the nodes of the tree, level by level, each node from the final state of its parent; with a
   variable-length kernel where an installed package has one whose states carry gradients;
 - a scan whose state carries no gradient, on rows instead of the packed row.
@@ -35,7 +35,7 @@ from .row_buckets import row_buckets
 __all__ = ["LEFT_OUT", "PrimitivesPatch", "can_export_state", "chunk_of", "primitives_of"]
 
 CHUNK = 64
-"""Tokens of a chunk of flash-linear-attention's kernels, which take no other number."""
+"""Tokens of a chunk of flash-linear-attention's kernels, the only number that they support."""
 
 Keys = Iterator[tuple[nn.Module, int]]
 """A name for each function call of a mixer, the same in all its forwards: other forwards find its states by it."""
@@ -48,7 +48,7 @@ def primitives_of(module: nn.Module) -> set[str]:
     """
     Names of the functions through which `module` mixes tokens; empty if it also mixes tokens in another way.
 
-    They are read from the code of its forward, so that code on the Hub is recognised too.
+    They are read from the code of its forward, so that code on the Hub is recognized too.
     """
     # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
     names = _REPLACEMENTS.keys() & loaded_globals(module).keys()
@@ -104,7 +104,7 @@ class PrimitivesPatch(ForwardPatch):
 
 
 def _convolution(original: Callable, call: PackedCall, keys: Keys) -> Callable:
-    """A short convolution on the segments, each behind its left context."""
+    """A short convolution on the segments, each after its left context."""
     tree = tree_of(call)
 
     def causal_conv1d_fn(

@@ -1,7 +1,7 @@
 """
 Buckets of rows, for the modules that cannot run on a packed row.
 
-Modules that compute each token by itself stay packed. A module that a packed row cannot serve (attention written out,
+Modules that compute each token by itself stay packed. A module that cannot run on a packed row (attention written out,
 ALiBi, an indexer, a recurrence of its own) runs on rows: its packed inputs are gathered into buckets of rows of about
 equal length, and its outputs are packed again. The other arguments of its layer (masks, biases, positions) are those
 that the decoder makes for these rows; the dry run records them (`dry_run.py`).
@@ -37,7 +37,7 @@ __all__ = [
 
 
 MAX_BUCKET_PADDING = 1.125
-"""Most places `(n * l)` of a bucket per token of its rows: at most 1/8 of the work is wasted on padding."""
+"""Limit of places `(n * l)` of a bucket per token of its rows: at most 1/8 of the work is wasted on padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ def concat_outputs(outputs: list[Any], rows: RowBuckets) -> Any:
         return type(first)(**{name: concat_outputs([output[name] for output in outputs], rows) for name in first})
     if isinstance(first, list | tuple):
         return type(first)(concat_outputs([output[i] for output in outputs], rows) for i in range(len(first)))
-    # Other objects, such as a cache, cannot be concatenated: those of a single bucket are returned as they are.
+    # Other objects, such as a cache, cannot be concatenated: the object of a single bucket is returned unchanged.
     return first if len(outputs) == 1 else None
 
 

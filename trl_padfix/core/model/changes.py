@@ -2,8 +2,8 @@
 Changes of a decoder's modules after padding removal was attached: hooks, forwards, and modules that were replaced.
 
 A hook within the decoder gets the packed row `(1, T, ...)` instead of the padded batch. If the hook depends on the
-place of a token, or on the row, its results would differ; so would those of a new module, or of another `forward`. A
-module that replaces another has none of its patches.
+place of a token, or on the row, its results would differ. The results of a new module or of another `forward` would
+differ, too. A module that replaces another one has no patches.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _HARMLESS = {"accelerate", "deepspeed", "torch", "transformers", "trl", "trl_pad
 """Packages whose hooks gather parameters, record outputs, or treat each token by itself."""
 
 _HARMLESS_MODULES = _HARMLESS | {"bitsandbytes", "liger_kernel", "peft", "torchao"}
-"""Packages whose modules treat each token by itself, or wrap others; of torch those of `_BY_TOKEN`."""
+"""Packages whose modules treat each token by itself, or wrap others; in torch only the modules in `_BY_TOKEN`."""
 
 _BY_TOKEN = {c.__module__ for c in (nn.ReLU, nn.Sequential, nn.Dropout, nn.Linear, nn.LayerNorm, nn.Embedding)}
-"""Modules of `torch.nn.modules` whose classes treat each token by itself; those of others mix tokens."""
+"""Modules of `torch.nn.modules` whose classes treat each token by itself; classes of other modules mix tokens."""
 
 _READY_FOR_CHECKPOINTS = "make_inputs_require_grad"
-"""In names of hooks on an embedding that let its output require a gradient: transformers', PEFT's, TRL's."""
+"""Parts of the names of hooks that make an embedding's output require a gradient: transformers', PEFT's, TRL's."""
 
 _ONE_ROW = "A packed forward would give it one row of all real tokens in place of the padded batch."
 
@@ -49,7 +49,7 @@ class ModuleChanges:
         decoder (`torch.nn.Module`):
             The decoder. Its own hooks are not checked: they run outside of its patch, on the padded batch.
         patched (`list` of `torch.nn.Module`):
-            Modules that have patches, those outside of the decoder among them.
+            Modules that have patches, including modules outside of the decoder.
     """
 
     def __init__(self, decoder: nn.Module, patched: list[nn.Module]):
@@ -63,7 +63,7 @@ class ModuleChanges:
         self.accept_hooks()
 
     def accept_hooks(self) -> None:
-        """Take the hooks, the forwards and the modules that are there now as part of the model."""
+        """Accept the current hooks, forwards and modules as part of the model."""
         self.known |= {module for module in self.decoder.modules() if type(module) not in self.types}
         self._check_modules()
         self.accepted |= {hook for _, hook in self._hooks() if not is_harmless(hook)}
@@ -83,7 +83,7 @@ class ModuleChanges:
         for forward in self._forwards():
             if forward is not None and forward not in self.accepted and not is_of(forward, _HARMLESS_MODULES):
                 self._refuse("forward", f"`{name_of(forward)}` was set as the forward of a module in", "Set it")
-        if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # as in nearly all models
+        if not any(self.hooks) and not any(_GLOBAL_HOOKS):  # nearly all models have no hooks
             return None
         of_user = [(place, hook) for place, hook in self._hooks() if not is_harmless(hook)]
         for place, hook in of_user:
@@ -115,9 +115,10 @@ class ModuleChanges:
         yield from (("all modules", hook) for hooks in _GLOBAL_HOOKS for hook in hooks.values())
 
     def _forwards(self) -> set[Any]:
-        """The forwards that were set on modules themselves, and those of their classes."""
-        # Types are read anew, because code may set the class of a module.
-        # And from the modules: a deep copy of this object has dictionaries that are not those of the copied modules.
+        """The forwards that were set on modules themselves, and the forwards of their classes."""
+        # Types are read again, because code may set the class of a module.
+        # And from the modules: a deep copy of this object has dictionaries that differ from the copied modules'
+        # dictionaries.
         return {vars(m).get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:
@@ -136,7 +137,7 @@ class ModuleChanges:
         if [child for child in current if child is not None] == self.modules:
             return
         self._read_modules()
-        # Wrappers (LoRA's, FSDP's, those of checkpointing) keep the patched modules, and so do no harm.
+        # Wrappers (of LoRA, FSDP, checkpointing) keep the patched modules, so they do no harm.
         changed = self.patched.difference(self.modules)
         added = set(self.modules) - self.known
         changed |= {module for module in added if type(module) in self.types or not _is_by_token(type(module))}
@@ -158,7 +159,7 @@ def _is_by_token(module: type[nn.Module]) -> bool:
 
 
 def has_reader(module: nn.Module) -> bool:
-    """Whether a hook or a forward of a user's, which was set on a module itself, gets the output of the module."""
+    """Whether a user's hook, or a user's forward on the module itself, gets the output of the module."""
     forward = vars(module).get("forward", nn.Module.forward)
     return not (is_of(forward, _HARMLESS_MODULES) and all(map(is_harmless, module._forward_hooks.values())))
 

@@ -49,7 +49,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 
 def outermost_pretrained(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in `model`, without those that others contain (a decoder)."""
-    if isinstance(model, PreTrainedModel):  # as in most steps, which need no walk over all modules
+    if isinstance(model, PreTrainedModel):  # most steps need no walk over all modules
         return [model]
     found = list(dict.fromkeys(m for child in model.children() for m in outermost_pretrained(child)))
     inside = {inner for m in found for inner in m.modules() if inner is not m} if len(found) > 1 else set()
@@ -57,12 +57,12 @@ def outermost_pretrained(model: nn.Module) -> list[PreTrainedModel]:
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Whether a module is PEFT's around a transformers model."""
+    """Whether a module is PEFT's wrapper around a transformers model."""
     return hasattr(module, "get_base_model")
 
 
 def find_peft(model: nn.Module) -> nn.Module | None:
-    """PEFT's module in `model`, a wrapper or the module itself; `None` without adapters of PEFT's own."""
+    """PEFT's wrapper in `model`, or `model` itself; `None` without adapters of PEFT's own."""
     return next(filter(is_peft, model.modules()), None)
 
 
@@ -79,7 +79,7 @@ def find_multimodal(model: PreTrainedModel, decoder: nn.Module) -> PreTrainedMod
 
 
 def _is_composite(config: PretrainedConfig) -> bool:
-    """Whether a config has another one for its text decoder."""
+    """Whether a config has a sub-config for its text decoder."""
     try:
         return config.get_text_config() is not config
     except ValueError:  # more than one text config

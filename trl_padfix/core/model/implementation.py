@@ -13,7 +13,7 @@ __all__ = ["restore_attention", "set_attention"]
 
 def set_attention(model: nn.Module, implementation: dict[str, str] | str) -> list[tuple[PretrainedConfig, str | None]]:
     """
-    Let a loaded model run with another attention implementation.
+    Switch a loaded model to another attention implementation.
 
     Returns:
         `list`: the configurations of the model, each with its implementation before: for [`restore_attention`].

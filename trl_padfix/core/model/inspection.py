@@ -1,7 +1,7 @@
 """
-What the code of a model says: signatures, bytecode, globals and closures of its functions.
+Facts in the code of a model: signatures, bytecode, globals and closures of its functions.
 
-A model is recognised by its code and not by its name, so that code on the Hub is recognised too. Everything that is
+A model is recognized by its code and not by its name, so that code on the Hub is recognized too. Everything that is
 read from code is read here; the decisions are made where these functions are called.
 """
 
@@ -40,7 +40,7 @@ def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> di
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function by name, as its signature gives them; of a module those of its class's forward."""
+    """The parameters of a function by name, as its signature gives them; for a module, of its class's forward."""
     if isinstance(function, nn.Module):  # the package `kernels` puts a module in the place of a function
         return dict([*inspect.signature(type(function).forward).parameters.items()][1:])  # without `self`
     return inspect.signature(function).parameters
@@ -71,7 +71,7 @@ def forward_of(module: nn.Module) -> FunctionType:
 
 
 def forwards_in(module: nn.Module) -> list[FunctionType]:
-    """The forwards of a module and those within it, the outer ones first; a scripted module has none that is read."""
+    """The forwards of a module and of modules within it, outer ones first, without scripted modules."""
     return [forward for forward in map(forward_of, module.modules()) if inspect.isfunction(forward)]
 
 
@@ -97,7 +97,7 @@ def global_of_file(module: nn.Module, name: str) -> Any:
 
 
 def loaded_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals that the forward of a module loads, by name: not those of its attributes' functions."""
+    """The globals that the forward of a module loads, by name, without the globals of its attributes' functions."""
     forward = forward_of(module)
     names = {argument for name, argument in _instructions(forward) if name == "LOAD_GLOBAL"}
     return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
@@ -121,7 +121,7 @@ def package_of(thing: Any) -> str:
 
 
 def is_of(function: Callable[..., Any], packages: set[str]) -> bool:
-    """Whether a function is of one of `packages` by its own word and by its globals, which no decorator copies."""
+    """Whether a function is of one of `packages`, by `__module__` and by its globals, which no decorator copies."""
     return {package_of(function), module_of(_without_partial(function)).partition(".")[0]} <= packages
 
 
@@ -131,7 +131,7 @@ def module_of(function: object) -> str:
 
 
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function without `functools.partial` around it, in which PEFT registers hooks."""
+    """The function without `functools.partial` around it: PEFT registers hooks as partials."""
     while isinstance(function, partial):
         function = function.func
     return function
@@ -176,7 +176,7 @@ def pools_by_token_id(model: nn.Module) -> bool:
 
 def kernel_parameters(function: Callable | nn.Module) -> frozenset[str]:
     """
-    Parameters of the kernel that a function of transformers calls; empty if it is computed by transformers, in torch.
+    Parameters of the kernel that a function of transformers calls; empty if transformers computes it in torch.
 
     Where the package `kernels` is installed, such a function is a module whose forward calls the kernel. `kernelize`
     can put a kernel of the Hub into that module at any time, so nothing is cached for modules, only for functions.

@@ -3,7 +3,7 @@ Description of the mask that a decoder makes, in place of a tensor.
 
 Models with `sdpa` and `eager` attention have windows and chunks in their masks; some attention modules receive them in
 no other way. In a packed forward transformers' mask interface returns a [`PackedMask`] instead of a mask. It passes
-through the layers like the tensor would, and says which keys a token leaves out within its row. No tensor of size
+through the layers like the tensor would, and describes which keys a token leaves out within its row. No tensor of size
 `(T, T)` is made.
 """
 
@@ -25,7 +25,7 @@ class PackedMask:
     """Which keys of its own row a token sees."""
 
     causal: bool = True
-    window: int | None = None  # keys that a token sees at most, its own included
+    window: int | None = None  # maximum number of keys that a token sees, its own included
     chunk: int | None = None  # rows are cut into chunks of this many columns; a token sees its own chunk only
     custom: bool = False  # the model adds another condition, which is not described here
     kind: str | None = None  # type of the layers that a prepared mask is for
@@ -44,7 +44,7 @@ class PackedMask:
 def describe_mask(
     *args: Any, config: PretrainedConfig | None = None, local_size: int | None = None, **kwargs: Any
 ) -> PackedMask:
-    """A mask function of transformers' interface. It receives windows and chunks alike as `local_size`."""
+    """A mask function of transformers' interface. It receives both windows and chunks as `local_size`."""
     is_empty = local_size is not None and local_size < 1
     sizes = (getattr(config, name, None) for name in ("attention_chunk_size", "sliding_window"))
     is_chunk, is_window = (local_size is not None and local_size == size for size in sizes)

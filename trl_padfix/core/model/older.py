@@ -117,7 +117,7 @@ def spare_packed_search(user: object, is_known: Callable[[torch.Tensor, bool], b
     It is skipped if `is_known(position_ids, or_rows)` is true, until each `user` has called [`resume_packed_search`].
 
     `or_rows` is true from 5.0 on: then the search is skipped in dry runs over rows, too. Before 5.0 the search does
-    not wait. It takes every batch for packed, and some layers (Doge's) need the mask that follows, so dry runs search.
+    not wait. It treats every batch as packed, and some layers (Doge's) need the mask that follows, so dry runs search.
     """
     with _search_lock:
         _search_users.add(user)
@@ -199,7 +199,7 @@ def mask_of_rows(rows: torch.Tensor, decoder: Any) -> torch.Tensor | None:
 
 
 def _old_mask(decoder: nn.Module) -> PackedMask | None:
-    """The mask of an old decoder: its window holds for all layers, whatever its `max_window_layers` says."""
+    """The mask of an old decoder: its window holds for all layers; `max_window_layers` has no effect."""
     fill = getattr(decoder, "_prepare_4d_causal_attention_mask_with_cache_position", None)
     window = getattr(decoder.config, "sliding_window", None)
     in_mask = fill is not None and "sliding_window" in names_in(fill)

@@ -1,7 +1,7 @@
 """
 Models of sentence-transformers: a transformers model, followed by modules that pool its states.
 
-They are recognised without an import of sentence-transformers, by the table of modalities of their first module.
+They are recognized without an import of sentence-transformers, by the table of modalities of their first module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def by_name(model: nn.Module) -> Callable[..., Any]:
 
 def padding_reader(model: nn.Module) -> str | None:
     """
-    What reads the states of padding in a pipeline, in words; `None` if nothing does. A packed forward has zeros there.
+    The reader of the states of padding in a pipeline, in words; `None` if there is none. A packed forward has zeros
+    there.
 
     Runs the modules after the transformer on states of two short rows, with and without the states of padding: in
     evaluation and in training, and for each task that a module knows. Buffers, modes and random state stay.
@@ -89,7 +90,7 @@ def _first_difference(first: Any, modules: list[Any], weight: torch.Tensor, task
         mask = mask.flip(1)
     states = torch.randn(*mask.shape, first.get_embedding_dimension(), device=weight.device, dtype=weight.dtype)
     row = {"attention_mask": mask, "input_ids": mask, "modality": "text", "prompt_length": 1}
-    # What a padded and a packed forward return.
+    # The outputs of a padded and of a packed forward.
     features: list[Any] = [row | {"token_embeddings": values} for values in (states, states * mask.unsqueeze(-1))]
     for module in modules:
         kwargs = {"task": task} if task and _takes_task(module) else {}

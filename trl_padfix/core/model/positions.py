@@ -74,7 +74,7 @@ def length_dependent_ropes(decoder: nn.Module) -> dict[nn.Module, str]:
 def packed_positions(
     numbering: Numbering, ids: torch.Tensor | None, mask: torch.Tensor | None, layout: Layout
 ) -> torch.Tensor:
-    """Positions of packed tokens, `(T,)`, for a call without `position_ids`: those of each row computed alone."""
+    """Positions of packed tokens, `(T,)`, for a call without `position_ids`, as if each row were computed alone."""
     embedding: Any = numbering.embedding
     number = _numbers_ids(embedding)
     if number is None:

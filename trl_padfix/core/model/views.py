@@ -49,7 +49,7 @@ class ConfigView:
 
 @functools.cache
 def _view_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of `cls` whose instances have the attributes `names` beside their `__dict__`."""
+    """A subclass of `cls` whose instances have the attributes `names` in addition to their `__dict__`."""
     # Properties of a class win over the `__dict__` of an instance, and slots are stored outside of it.
     body: dict[str, Any] = {name: property(lambda view, name=name: view.padfix_overrides[name]) for name in names}
     body |= {"__slots__": ("padfix_overrides", "padfix_module"), "__module__": cls.__module__}
@@ -72,15 +72,15 @@ def view_of(module: Any, overrides: dict[str, Any]) -> Any:
         overrides = {"config": ConfigView(config, context().attention or PACKED_ATTENTION), **overrides}
     cls = _view_class(type(module), tuple(overrides))
     view = object.__new__(cls)
-    # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. Past
-    # `nn.Module.__setattr__`, which would register `padfix_module` as a child.
+    # The view has the module's own `__dict__`, not a copy: parameters, buffers and flags are the same objects. This
+    # bypasses `nn.Module.__setattr__`, which would register `padfix_module` as a child.
     for name, value in (("__dict__", module.__dict__), ("padfix_overrides", overrides), ("padfix_module", module)):
         object.__setattr__(view, name, value)
     return view
 
 
 def viewed_module(module: Any) -> Any:
-    """The module of a view; the module itself if it is no view."""
+    """The module of a view; the module itself if it is not a view."""
     return module.padfix_module if hasattr(type(module), "padfix_module") else module
 
 

@@ -1,1 +1,1 @@
-"""Context parallelism: one packed row computed by several processes, each of which holds its local tokens."""
+"""Context parallelism: one packed row computed by several processes; each holds its local tokens."""

@@ -57,7 +57,7 @@ def attend_context_parallel(
         local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
         return attend(local_module, query, key, value, cp_layout.layout, local_kwargs)[0]
 
-    # Exchanged tensors have tokens in front, attention has heads in front.
+    # Exchanged tensors have tokens first, attention has heads first.
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
     return exchange_around(attend_received, states, cp_layout, cp_layout.group.size).unsqueeze(0)
 

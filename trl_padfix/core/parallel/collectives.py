@@ -1,10 +1,10 @@
 """
 Differentiable all-to-all and all-gather over a context-parallel group.
 
-Both are built from one collective, all-to-all. Two rules make gradients exact: one for values of which each process
-computes a part, and one for values that every process computes in full.
+Both are built from one collective, all-to-all. Two rules make gradients exact: one for values that the processes
+compute in parts, and one for values that every process computes in full.
 
-- Inside of the network the backward of an all-to-all is the all-to-all back, and gradients of copies are summed.
+- Inside of the network the backward of an all-to-all is the reverse all-to-all, and gradients of copies are summed.
 - The all-gather before the loss is different: every process computes the same loss, so backward takes the local slice
   times the group size. The mean over processes, which DDP and FSDP compute, is then the gradient of the loss.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange", "exchange_around"]
 
 AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
-"""Sends the parts of a flat tensor, and returns those of all processes: `(sent, send_sizes, receive_sizes)`."""
+"""Sends the parts of a flat tensor, and returns the parts of all processes: `(sent, send_sizes, receive_sizes)`."""
 
 
 def even_split(total: int, parts: int) -> list[int]:
@@ -117,7 +117,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         rank (`int`): Rank of this process.
-        tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this one, `T` of all.
+        tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this process, `T` in total.
         all_to_all (`Callable`): The collective.
     """
 
@@ -166,7 +166,7 @@ def exchange_around(
     """
     Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
 
-    Queries, keys and values are `(t, N, D)`; `attend` gets those of all tokens with the local heads.
+    Queries, keys and values are `(t, N, D)`; `attend` gets them for all tokens with the local heads.
     """
     query, *kv = states
     copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)

@@ -23,7 +23,7 @@ from .collectives import Exchange, Group, even_split
 __all__ = ["ContextParallelLayout", "ranges_of_rows"]
 
 MAX_SHARE = 1.1
-"""Most tokens of a process, relative to an even share; with more, rows are cut instead."""
+"""Maximum number of tokens of a process, relative to an equal share; with more, rows are cut instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +40,10 @@ class ContextParallelLayout:
             Whether each process has whole rows, with the prefixes that they share: attention exchanges nothing. By
             default the row is cut, and an all-to-all gives each process all tokens of some heads (Ulysses).
         parts (`tuple`, *optional*):
-            `ranges` of each shared prefix that the forward reads, and last those of its new tokens, each counted from
-            0. So a token of a prefix stays with the process that computed it. `None` without shared prefixes.
+            `ranges` of each shared prefix that the forward reads, and last the ranges of its new tokens, each counted
+            from 0. So a token of a prefix stays with the process that computed it. `None` without shared prefixes.
         new ([`ContextParallelLayout`], *optional*):
-            The new tokens of a forward behind shared prefixes, if it has any.
+            The new tokens of a forward after shared prefixes, if it has any.
 
     Example: two processes and a row of five tokens.
 
@@ -90,7 +90,7 @@ class ContextParallelLayout:
 
     @cached_property
     def ranges(self) -> list[list[tuple[int, int]]]:
-        """Ranges of packed tokens of each process, as (begin, end): one for each, unless they have whole rows."""
+        """Ranges of packed tokens of each process, as (begin, end): one each, unless processes have whole rows."""
         if self.parts is not None:
             ranges: list[list[tuple[int, int]]] = [[] for _ in range(self.group.size)]
             offset = 0
@@ -118,7 +118,7 @@ class ContextParallelLayout:
 
     @cached_property
     def _rank_order(self) -> torch.Tensor:
-        """The packed tokens in rank order: those of process 0, then those of process 1, ..."""
+        """The packed tokens in rank order: the tokens of process 0, then of process 1, ..."""
         tokens = torch.cat([torch.arange(begin, end) for ranges in self.ranges for begin, end in ranges])
         return tokens.to(self.layout.packed_index.device)
 
@@ -128,7 +128,7 @@ class ContextParallelLayout:
         return inverse_permutation(self._rank_order)
 
     def local(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The values of the local tokens, of values for all packed tokens."""
+        """The values of the local tokens, selected from values for all packed tokens."""
         chunks = [x.narrow(dim, begin, end - begin) for begin, end in self.ranges[self.group.rank]]
         return torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0].contiguous()
 
@@ -154,7 +154,7 @@ class ContextParallelLayout:
 
     @cached_property
     def _ranks_in_order(self) -> bool:
-        """Whether rank order is that of the packed tokens, as with one range per process."""
+        """Whether rank order is the order of the packed tokens, as with one range per process."""
         begins = [begin for ranges in self.ranges for begin, _ in ranges]
         return begins == sorted(begins)
 
@@ -175,7 +175,7 @@ class ContextParallelLayout:
         ranks = self.rank_of(tokens)
         local = x.index_select(0, self.local_index(tokens[ranks == self.group.rank]))
         counts = ranks.bincount(minlength=self.group.size).tolist()
-        # Gathered values are in rank order, that of a stable sort by rank; its inverse is the order of `tokens`.
+        # Gathered values are in rank order (a stable sort by rank); the inverse restores the order of `tokens`.
         order = inverse_permutation(ranks.argsort(stable=True))
         return self.group.all_gather_for_loss(local, counts).index_select(0, order)
 
@@ -209,7 +209,7 @@ def ranges_of_rows(layout: Layout, processes: int) -> list[list[tuple[int, int]]
     Rows that share a prefix go to one process. The largest groups of such rows are assigned first, each to the process
     with the fewest tokens (longest processing time first).
 
-    Example: rows of 3, 2 and 1 tokens are even for two processes, and not for three.
+    Example: rows of 3, 2 and 1 tokens divide evenly among two processes, but not among three.
 
     ```python
     >>> import torch
@@ -222,7 +222,7 @@ def ranges_of_rows(layout: Layout, processes: int) -> list[list[tuple[int, int]]
     ```
     """
     ends = [*accumulate(layout.queries.lengths)]
-    # A segment without shared keys begins a tree; those behind it, up to the next such one, share a prefix with it.
+    # A segment without shared keys begins a tree; segments after it, up to the next such one, share a prefix with it.
     begins = [end - q for end, q, k in zip(ends, layout.queries.lengths, layout.keys.lengths, strict=True) if q == k]
     trees = sorted(zip(begins, [*begins[1:], ends[-1]], strict=True), key=lambda tree: (tree[0] - tree[1], tree[0]))
     if len(trees) < processes:

@@ -1,4 +1,4 @@
-"""The local tokens of a process in a context-parallel group: what a packed forward does with a part of its row."""
+"""The local tokens of a process in a context-parallel group: how a packed forward runs on a part of its row."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class ContextParallelTokens(LocalTokens):
     def states_at(self, states: torch.Tensor, index: torch.Tensor, of_all: bool) -> torch.Tensor:
         if of_all:
             return self.cp_layout.all_gather_at(states, index)
-        # Without a label any state, as in `padded_output`; perhaps filler, which has no index in the batch.
+        # Without a label return any state, as in `padded_output`; it may be filler, which has no index in the batch.
         return states.index_select(0, self.cp_layout.local_index(index)) if len(index) else states[:1]
 
     def labels(self, index: torch.Tensor, labels: torch.Tensor) -> ScoredLabels:

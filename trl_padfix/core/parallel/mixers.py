@@ -24,8 +24,8 @@ class Divided(NamedTuple):
     The arguments of a function whose channels are divided among processes.
 
     Attributes:
-        states (`tuple[str, ...]`): Those with a value for each token and channel, `(1, t, channels, ...)`.
-        weights (`tuple[str, ...]`): Those with a value for each channel; they may be `None`.
+        states (`tuple[str, ...]`): Arguments with a value for each token and channel, `(1, t, channels, ...)`.
+        weights (`tuple[str, ...]`): Arguments with a value for each channel; they may be `None`.
         token_dim (`int`): Dimension of the tokens in states and output: 2 for `(1, channels, t)`.
     """
 
@@ -58,8 +58,8 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         channels = max(x.shape[1] for x in states.values())
         if channels < (processes := cp_layout.group.size):  # all processes raise the error, so none waits
             raise PaddingRemovalError(
-                f"A recurrence with {channels} heads (or channels) cannot be shared by {processes} processes. Take "
-                "fewer of them (`cp_size`)."
+                f"A recurrence with {channels} heads (or channels) cannot be shared by {processes} processes. Use "
+                "fewer processes (`cp_size`)."
             )
         local_channels = even_split(channels, processes)
         for k, x in states.items():

@@ -60,26 +60,26 @@ def check_parity(
     In float64 and float32 the limit of the differences follows from the size of the model ([`score_limits`]). In half
     precision (also under autocast, and in TF32) the same rows run through the padded model once more, with another
     attention function (`eager` for `sdpa`). Packed and padded may differ by 3 times the difference of these two padded
-    forwards. A fixed limit would not do: rounding depends on depth and weights, so it would accept a token that sees
+    forwards. A fixed limit would fail: rounding depends on depth and weights, so it would accept a token that sees
     another row in one model, and reject correct results of another.
 
-    If packed and padded differ by more, **each row alone decides**: without padding and neighbours, in float64 if the
-    model is in float32, has few weights, and its code admits it. What rounding explains is measured: the rows run in
-    float32, too, and three times with weights one rounding away. The report then has both differences from it, and is
-    `ok` if packed is right. Rows with images are not taken apart. Under FSDP and DeepSpeed rows alone are left out,
+    If packed and padded differ by more, **each row alone decides**: without padding and neighbors, in float64 if the
+    model is in float32, has few weights, and its code allows it. To measure rounding, the rows also run in float32,
+    and three times with weights one rounding away. The report then has both differences from each row alone, and is
+    `ok` if packed is right. Rows with images are not separated. Under FSDP and DeepSpeed rows alone are left out,
     since processes would compute different numbers of forwards. In both cases any difference is an error.
 
-    The compared gradient is that of the sum of the scores with respect to the embeddings, summed for each token id: it
-    has passed the backward of every layer. It costs a backward for each forward, and the memory of the activations;
-    `.grad` is left as it was. Gradients are left out, and the report says why, for batches with images, under FSDP and
-    DeepSpeed, and if a layer has no backward.
+    The compared gradient is the gradient of the sum of the scores with respect to the embeddings, summed for each
+    token id: it has passed the backward of every layer. It costs a backward for each forward, and the memory of the
+    activations; `.grad` stays unchanged. Gradients are left out, and the report says why, for batches with images,
+    under FSDP and DeepSpeed, and if a layer has no backward.
 
     Dropout is off. A model without padding removal is attached for the comparison.
 
     Args:
         model (`torch.nn.Module`):
-            Causal language model, reward model or embedding model, or a wrapper around one. Of a user's wrapper the
-            model inside of it is compared; of a model with a user's forward, its decoder.
+            Causal language model, reward model or embedding model, or a wrapper around one. For a user's wrapper, the
+            model inside it is compared; for a model with a user's forward, its decoder.
         batch (`dict`):
             `input_ids` and `attention_mask`, both of shape `(B, L)`; for a packed batch `input_ids` and `position_ids`
             (and `cu_seq_lens_q`, if the batch has it). Other entries are used by multimodal models only.
@@ -133,8 +133,8 @@ def check_parity(
 
 def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityReport) -> Distance:
     """
-    Compare the longest row of a batch, packed behind another one, with that row alone: log-probabilities of up to
-    `MAX_COLUMNS` columns, without gradients. In half precision the limits are those of an earlier `report`.
+    Compare the longest row of a batch, packed after another one, with that row alone: log-probabilities of up to
+    `MAX_COLUMNS` columns, without gradients. In half precision the limits come from an earlier `report`.
 
     No forward hook runs, dropout is off, nothing is counted, and no state of the model changes.
     """
@@ -167,7 +167,7 @@ def _comparing(
             handle = stack.enter_context(remove_padding(model, prefix_sharing=prefix_sharing))
         stack.enter_context(handle.reenabled())
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
-        # every step. Hooks are no reason: the comparison tests them.
+        # every step. Hooks are not such a reason: the comparison tests them.
         stack.enter_context(handle.temporarily(stats=PaddingStats(), strict=True))
         called = called_module(model, handle)
         sample = sample_of(called, batch, handle)
@@ -205,7 +205,7 @@ def _ask_rows_alone(report: ParityReport, outcome: Outcome, forwards: Forwards) 
     alone, others, dtype = forwards.alone(gradients=outcome.padded.gradient is not None)
     if alone.values.shape != outcome.padded.values.shape:  # outputs of a module whose shape depends on the batch
         return _judge(outcome, forwards, widest=True)
-    widest = not others  # what the model amplifies was not measured
+    widest = not others  # the model's amplification of rounding was not measured
     return replace(
         report,
         packed_from_alone=_distance(outcome.packed, alone, others, forwards, widest),
@@ -236,7 +236,7 @@ def _distance(scores: Scores, reference: Scores, others: list[Scores], forwards:
 
 
 def _differences(scores: Scores, reference: Scores) -> torch.Tensor:
-    """Differences of scores; one zero without any (rows of one token), whose mean and maximum must exist."""
+    """Differences of scores; one zero if there are none (rows of one token), so that mean and maximum exist."""
     return (scores.values - reference.values).abs() if len(reference.values) else reference.values.new_zeros(1)
 
 
@@ -259,7 +259,7 @@ def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRe
 
 
 def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
-    """The precision of a forward: autocast dtype, else that of the weights; float16 for TF32."""
+    """The precision of a forward: autocast dtype, else the dtype of the weights; float16 for TF32."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)

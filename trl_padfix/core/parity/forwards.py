@@ -30,7 +30,7 @@ EXACT_WEIGHTS = 2**31
 """Bytes of weights in float64 up to which rows alone are computed in float64."""
 
 ROUNDED_WEIGHTS = 3
-"""Computations of rows alone with weights one rounding away: how far one reaches varies tenfold in delta nets."""
+"""Number of computations of rows alone with weights one rounding away: their error varies tenfold in delta nets."""
 
 
 class Scores(NamedTuple):
@@ -91,11 +91,11 @@ class Forwards:
 
     def alone(self, gradients: bool) -> tuple[Scores, list[Scores], torch.dtype | None]:
         """
-        Each row by itself; the same again, differing by rounding; and the dtype, `None` for that of the model.
+        Each row by itself; the same again, differing by rounding; and the dtype, `None` for the model's own.
 
-        In float64 and again in the model's dtype, if rounding is not measured by another attention function, the
-        weights are few, and the code of the model admits it. Code that casts to float32 rounds equally in both, and
-        otherwise where sums begin elsewhere: so the rows run with weights one rounding away, too.
+        Computed in float64 and again in the model's dtype, if rounding is not measured by another attention function,
+        the weights are few, and the code of the model allows it. Code that casts to float32 rounds equally in both,
+        but differently where sums begin elsewhere. So the rows also run with weights one rounding away.
         """
         if self.dtype not in WIDEST_SCORE or not _fits_float64(self.model):
             return *self._twice(self._of_each_row, gradients), None
@@ -167,7 +167,7 @@ def _weights(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _one_rounding_away(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """`x` with each number one rounding larger or smaller, as drawn."""
+    """`x` with each number one rounding larger or smaller, at random."""
     up = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < 0.5
     return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
 
@@ -181,7 +181,7 @@ def _fits_float64(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """A block in which no forward hook of a module runs: one of the user's may count its calls."""
+    """A block in which no forward hook of a module runs: a user's hook may count its calls."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             for table in (module._forward_hooks, module._forward_pre_hooks):

@@ -2,8 +2,8 @@
 The gradient of a forward with respect to its embeddings, for the parity check.
 
 This gradient passes the backward of every layer, so an error in any of them changes it. It is summed for each token
-id: the sums of a packed batch equal those of the padded one. No gradient of a parameter is computed: frozen, quantised
-and adapted weights make no difference, and `.grad` is left as it was.
+id: the sums of a packed batch equal the sums of the padded one. No gradient of a parameter is computed: frozen,
+quantized and adapted weights make no difference, and `.grad` stays unchanged.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def with_gradient(
     dtype = torch.promote_types(scores.dtype, torch.float32)
     total = distinct.new_zeros(len(distinct), gradients[0].shape[-1], dtype=dtype)
     for (embedded_ids, _), gradient in zip(embedded, gradients, strict=True):
-        # `clamp`: the insertion point of an id above all others, such as that of an image token, is beyond the end.
+        # `clamp`: the insertion point of an id above all others, such as an image token's, is beyond the end.
         index = torch.searchsorted(distinct, embedded_ids.flatten()).clamp(max=len(distinct) - 1)
         total.index_add_(0, index, gradient.flatten(0, -2).to(total.dtype))
     return scores.detach(), total

@@ -123,7 +123,7 @@ class ParityReport(Distance):
 
     @property
     def padded_is_right(self) -> bool:
-        """Whether padded agrees with each row alone, as far as these were computed."""
+        """Whether padded agrees with each row alone, as far as rows alone were computed."""
         return self.padded_from_alone is None or self.padded_from_alone.ok
 
     def __str__(self) -> str:
@@ -147,15 +147,15 @@ class ParityReport(Distance):
         """Which forward is wrong, in words; empty if none is."""
         if self.ok:
             wrong = (
-                "The padded forward of this model is wrong, and the packed one is right: padded is not each row alone"
+                "The padded forward of this model is wrong, and packed is right: padded differs from each row alone"
             )
             return "" if self.padded_is_right else wrong
         forward = "backward" if (self.packed_from_alone or super()).scores_agree else "forward"
         if self.padded_from_alone is None:
             return f"The packed {forward} of this model differs from the padded one"
         if self.padded_is_right:
-            return f"The packed {forward} of this model is wrong: padded is each row alone, and packed is not"
-        return f"The packed {forward} of this model is wrong, and so is the padded one: neither is each row alone"
+            return f"The packed {forward} of this model is wrong: padded equals each row alone, and packed does not"
+        return f"The packed {forward} of this model is wrong, as is the padded one: neither equals each row alone"
 
     def raise_if_failed(self) -> None:
         """

@@ -90,7 +90,7 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
         return Sample(inputs, columns, has_images=True)
     ids, mask = padded_batch(given)
     layout = padding_free_layout(mask)  # raises the errors that a forward of the whole batch would raise
-    # Rows with masked tokens that no packed forward of this model serves are computed padded: compared without these.
+    # If no packed forward of this model supports rows with masked tokens, compare them without these tokens.
     has_holes = batch_obstacle(layout, False, handle.mixers) is None
     ids, mask = short_snippets(ids, mask, chunk=handle.mixers.chunk, has_holes=has_holes)
     inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
@@ -98,7 +98,7 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
 
 
 def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
-    """The longest row of a batch behind another one, and up to `MAX_COLUMNS` columns of them to compare."""
+    """The longest row of a batch after another one, and up to `MAX_COLUMNS` columns of them to compare."""
     ids, mask = longest_pair(*padded_batch(batch))
     inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
     selected, columns = select_columns(inputs, handle.anatomy.pretrained)
@@ -140,7 +140,7 @@ def _cache_off(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def pooling_last_column(sample: Sample, model: PreTrainedModel) -> Iterator[Sample]:
-    """Let a classifier, which may take a real token for padding, pool the last real token of each row in any case."""
+    """Make a classifier pool the last real token of each row, even if it mistakes that token for padding."""
     ids, mask = sample.ids, sample.mask
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     inputs = {"position_ids": positions} | sample.inputs

@@ -1,4 +1,4 @@
-"""The scores that a comparison of packed and padded is made on: log-probabilities, or outputs of a pooling head."""
+"""The scores that are compared between packed and padded: log-probabilities, or outputs of a pooling head."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, colum
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
-    # A masked token has no score, neither has the one after it.
+    # A masked token has no score, and neither has the token after it.
     real = (mask[:, columns] * mask[:, columns + 1]).bool()
     ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # ids of image tokens may be larger than the vocabulary
     return logits.log_softmax(-1).gather(2, ids.unsqueeze(2)).squeeze(2)[real]

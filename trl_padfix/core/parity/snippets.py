@@ -20,7 +20,7 @@ SNIPPET_TOKENS = 192
 """Compared tokens of a row, around the fork from the row with which it has the longest common prefix."""
 
 CANDIDATES = 8
-"""Rows that are tried for a pair that crosses chunks: each of them is compared with all others."""
+"""Number of rows that are tried for a pair that crosses chunks: each is compared with all others."""
 
 
 def short_snippets(
@@ -63,7 +63,7 @@ def longest_pair(ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, t
     """
     The longest row, and before it the row that has the longest common prefix with it.
 
-    The other row is cut to `SNIPPET_TOKENS` tokens behind the fork; without another row it is the longest one, cut.
+    The other row is cut to `SNIPPET_TOKENS` tokens after the fork; without another row it is the longest one, cut.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask `(2, L)`, right-padded. Masked tokens are left out.

@@ -43,10 +43,10 @@ logger = logging.get_logger(__name__)
 
 class LMHeadPatch(BatchPatch):
     """
-    Runs a fused LM head on the labelled positions of a batch only.
+    Runs a fused LM head on the labeled positions of a batch only.
 
     Without Triton TRL's fused head (`model(..., labels=labels, fused_lm_head=True)`, since 1.15) scores every padded
-    position. It also takes `shift_labels`, labels that need no shift. The patch passes the labelled positions as one
+    position. It also takes `shift_labels`, labels that need no shift. The patch passes the labeled positions as one
     row with `shift_labels`. It scatters the values of the row into `(B, L - 1)`, zero elsewhere, which is the shape
     that the fused head returns for the batch.
 
@@ -80,7 +80,7 @@ class LMHeadPatch(BatchPatch):
                 return self.wrapped(**call)
 
     def _with_fused_head(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a call with a fused head, which gets the labelled positions as one row."""
+        """The output of a call with a fused head, which gets the labeled positions as one row."""
         labels = kwargs.get("labels")
         if labels is None or kwargs.get("shift_labels") is not None:
             return self.wrapped(*args, **kwargs)
@@ -109,7 +109,7 @@ class LMHeadPatch(BatchPatch):
         return output
 
     def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
-        """Whether the decoder can return the states of some positions only, and no hook of a user's gets them."""
+        """Whether the decoder can return the states of some positions only, and no user hook gets them."""
         decoder, multimodal = self.attachment.decoder, self.attachment.multimodal
         if has_reader(decoder) or (multimodal is not None and has_reader(multimodal)):
             return False
@@ -119,7 +119,7 @@ class LMHeadPatch(BatchPatch):
         return ids is not None and ids.shape == labels.shape and not has_cache(call)
 
     def _layout_of(self, call: dict[str, Any]) -> Layout | None:
-        """The layout of the decoder's call, if the decoder packs it and its arguments are those of the model."""
+        """The layout of the decoder's call, if the decoder packs it and has the model's arguments."""
         if self.attachment.multimodal is not None:
             return None
         inputs = DecoderInputs.read(call, self.attachment)
@@ -157,7 +157,7 @@ class HeadPatch(ForwardPatch):
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
         layout = None if call.selects_columns else call.layout
-        # An integer `logits_to_keep` slices columns off the states, so their shape is no longer that of the batch.
+        # An integer `logits_to_keep` slices columns off the states, so their shape no longer matches the batch.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)
         return unpack(self.wrapped(pack(args[0], layout), *args[1:], **kwargs), layout)
@@ -167,7 +167,7 @@ class TokenLabelsPatch(BatchPatch):
     """
     Computes a call of a token classifier padded if it has labels at padding.
 
-    A token classifier scores the state of the labelled token itself, and its loss skips only the label -100.
+    A token classifier scores the state of the labeled token itself, and its loss skips only the label -100.
     """
 
     attachment: PaddingRemoval
@@ -188,10 +188,11 @@ class PoolingPatch(BatchPatch):
 
     transformers scores the last token whose id is not `pad_token_id`. If the pad token is the EOS token and a sequence
     ends in it, this is the token before the end. By default that is kept, with one warning: the model must be served
-    as it was trained. With `pool_last_token` the decoder returns the state of a row's last real token in every column:
-    whichever column the model picks, it has that state. Pooling, labels and loss stay those of the model.
+    as it was trained. With `pool_last_token` the decoder returns the state of a row's last real token in every column,
+    so any column that the model picks has that state. Pooling, labels and loss stay the model's.
 
-    A call in which the model scores padding is computed padded: its collator pads with another token than the model's.
+    A call in which the model scores padding is computed padded: the collator's pad token then differs from the
+    model's.
     """
 
     attachment: PaddingRemoval
@@ -236,8 +237,8 @@ class PoolingPatch(BatchPatch):
             self._has_warned = True
             logger.warning(
                 f"In {int(not_last.sum())} of {len(mask)} rows of this batch {type(self.module).__name__} scores "
-                f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. So "
-                f"does the model when it is served. {remedy} (Shown once.)"
+                f"another token than the last one: they end in `pad_token_id={pad}`, which it takes for padding. The "
+                f"served model does the same. {remedy} (Shown once.)"
             )
         return False
 

@@ -1,7 +1,7 @@
 """
-How a call of a decoder is computed: on one packed row, behind shared prefixes, on whole rows, or padded.
+How a call of a decoder is computed: on one packed row, after shared prefixes, on whole rows, or padded.
 
-[`plan`] makes a [`Plan`] of what the call brings, or raises the error for which the call is computed as it came. A
+[`plan`] makes a [`Plan`] from the inputs of a call, or raises the error for which the call runs unchanged. A
 plan runs the decoder, and unpacks its output to the padded batch.
 """
 
@@ -42,7 +42,7 @@ __all__ = ["DecoderForward", "Plan", "plan"]
 
 
 class DecoderForward(BatchPatch):
-    """The forward of a decoder, with what its code says of the arguments that it takes: a plan runs it."""
+    """The forward of a decoder, which a plan runs, with the arguments that its code takes."""
 
     attachment: PaddingRemoval
     runs_on_view = True
@@ -58,7 +58,7 @@ class DecoderForward(BatchPatch):
         self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def needs_equal_calls(self) -> bool:
-        """Whether all processes must call the same modules, whatever their rows: sharded ones gather in each call."""
+        """Whether all processes must call the same modules for any rows: sharded modules gather in each call."""
         return self.has_rows and gathers_in_parts(self.module)
 
     def match_other_processes(self, call: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def plan(inputs: DecoderInputs, patch: DecoderForward) -> Plan | None:
     if layout is None:
         return None
     tokens = handle.tokens_of(layout)
-    # With prefix sharing, on a CPU, a row has the same bits in all batches, in those without a shared prefix too.
+    # With prefix sharing, on a CPU, a row has the same bits in all batches, also in batches without a shared prefix.
     has_fixed_order = bool(handle.prefix_sharing) and layout.positions.device.type == "cpu"
     if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
         return PaddedPlan(inputs, tokens, patch)
@@ -112,7 +112,7 @@ class Plan:
     How one call of a decoder is computed.
 
     Attributes:
-        inputs ([`DecoderInputs`]): What the call brings.
+        inputs ([`DecoderInputs`]): The inputs of the call.
         tokens ([`LocalTokens`]): The tokens of its layout that this process computes.
         patch ([`DecoderForward`]): The patch of the decoder.
     """
@@ -205,9 +205,9 @@ class PackedPlan(Plan):
 @dataclass(frozen=True, eq=False)
 class PrefixedPlan(PackedPlan):
     """
-    The decoder runs on the `new` tokens behind shared prefixes, or of a shared prefix, if there are any.
+    The decoder runs on the `new` tokens after shared prefixes, or of a shared prefix, if there are any.
 
-    Its output is that of the prefixes, as recorded, followed by that of the new tokens.
+    Its output is the recorded output of the prefixes, followed by the output of the new tokens.
     """
 
     new: LocalTokens | None

@@ -86,7 +86,7 @@ class TowerPatch(ForwardPatch):
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
         half = self.wrapped(*map(_first_half, args), **half_kwargs)
         output = tree_map_only(torch.Tensor, lambda x: torch.cat([x, x]), half)
-        # Weak references: the projector that runs next recognises these features; the list must not keep them alive.
+        # Weak references: the projector that runs next recognizes these features; the list must not keep them alive.
         features = [x for x in tensors_in(output) if not x.is_inference()]
         call.doubled_features.extend((weakref.ref(x), x._version) for x in features)
         if self.separates_halves is None:
@@ -124,7 +124,7 @@ def _first_half(value: Any) -> Any:
 def _are_close(a: Any, b: Any) -> bool:
     """Whether two outputs have the same shapes, and the same values up to rounding."""
     # Not strict: a tower that returns one tensor per image returns half as many of them for `a`, each twice as long.
-    # The shapes of the first pair tell these apart.
+    # The shapes of the first pair distinguish these.
     pairs = list(zip(tensors_in(a), tensors_in(b), strict=False))
     # Relative to the largest value. Kernels differ with the batch size: in half precision, over the depth of a tower,
     # by some percent; outputs of other images differ by their own size.

@@ -22,7 +22,7 @@ RouterLogits = tuple[torch.Tensor, ...] | None
 
 @contextmanager
 def record_router_logits(model: PreTrainedModel) -> Iterator[list[RouterLogits]]:
-    """A list that grows by the router logits of each call of the model's decoder within the block."""
+    """A block in which the returned list collects the router logits of each call of the model's decoder."""
     recorded: list[RouterLogits] = []
 
     def record(decoder: Any, args: Any, output: Any) -> None:
@@ -47,11 +47,11 @@ def balancing_loss(
         router_logits (`Sequence[tuple[torch.Tensor, ...]]`):
             Router logits of the sub-batches.
         masks (`Sequence[torch.Tensor]`):
-            Their attention masks, of shape `(b, L)`; `None` for sub-batches without padding.
+            Attention masks of the sub-batches, of shape `(b, L)`; `None` for those without padding.
     """
     layers = tuple(map(torch.cat, zip(*(logits for logits in router_logits if logits is not None), strict=True)))
     mask = None if any(m is None for m in masks) else torch.cat([m for m in masks if m is not None])
-    # Most models with experts have a copy of the function in their own file; the others use Mixtral's.
+    # Most models with experts have their own copy of the function; the others use Mixtral's.
     loss = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     loss = loss or modeling_mixtral.load_balancing_loss_func
     return loss(layers, layers[0].shape[-1], model.config.get_text_config().num_experts_per_tok, mask)
@@ -63,12 +63,12 @@ def check_balancing_loss(
 ) -> None:
     """
     Raises:
-        ValueError: If the loss of a sub-batch is not the one that the model returned, `expected`.
+        ValueError: If the loss of a sub-batch differs from `expected`, the loss that the model returned.
     """
     loss = balancing_loss(model, [router_logits], [mask]) if router_logits else expected.new_tensor(float("nan"))
     if not torch.allclose(loss.to(expected.dtype), expected, rtol=1e-3):
         raise ValueError(
             f"The load-balancing loss of {type(model).__name__} is {expected.item():.6f} for the first rows of the "
-            f"batch, and {loss.item():.6f} by their router logits: `max_tokens_per_batch` cannot compute it from "
+            f"batch, but their router logits give {loss.item():.6f}: `max_tokens_per_batch` cannot compute it from "
             "sub-batches. Leave the budget out, or set `router_aux_loss_coef=0`."
         )

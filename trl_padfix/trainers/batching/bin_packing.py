@@ -1,5 +1,5 @@
 """
-Bin packing and partitions: parts of a batch under a token budget, and processes with even numbers of tokens.
+Bin packing and partitions: parts of a batch under a token budget, and processes with similar numbers of tokens.
 
 All functions are pure, so every process finds the same plan.
 """
@@ -31,10 +31,10 @@ class RowGroup(NamedTuple):
 
 def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Pack rows into parts of at most `budget` tokens: about as few as possible, and then of even size.
+    Pack rows into about as few parts of at most `budget` tokens as possible, of similar size.
 
-    Rows with a shared prefix stay together if they fit. A row of more tokens is a part of its own. Returns the
-    rows of each part, the one with the most tokens first.
+    Rows with a shared prefix stay together if they fit. A row with more tokens is a part of its own. Returns the rows
+    of each part, the part with the most tokens first.
     """
     shared = costs.shared_by_all  # each part computes this prefix once
     costs, budget = costs.without_shared(shared), budget - shared
@@ -50,10 +50,10 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
 
 def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
     """
-    Split rows into those of at most `most` tokens and the longer ones. Returns the rows of each part.
+    Split rows into short ones (at most `most` tokens) and longer ones. Returns the rows of each part.
 
     Under context parallelism a part of short rows needs no exchange, because each process computes whole rows.
-    If both parts share a prefix that is worth computing once, the only part has all rows.
+    If both parts share a prefix that is worth computing once, all rows stay in one part.
     """
     is_long = costs.tokens > most
     parts = [np.flatnonzero(is_long == long) for long in (False, True)]
@@ -63,12 +63,12 @@ def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Pack rows into parts of a batch that share prefixes, each of which is computed once.
+    Pack rows into parts of a batch that share prefixes; each prefix is computed once.
 
-    The tokens of a part and of the prefixes that it shares with others are at most `budget`. If it is faster,
-    the activations of a prefix are freed and later recomputed; it then counts [`KV_MEMORY_FRACTION`] of its tokens. A
-    row of more tokens is a part of its own. Returns the rows of each part in depth-first order of the
-    prefix tree: parts that share a prefix are neighbours.
+    A part has at most `budget` tokens, including the prefixes that it shares with other parts. If it is faster,
+    the activations of a prefix are freed and later recomputed; the prefix then counts [`KV_MEMORY_FRACTION`] of its
+    tokens. A row with more tokens is a part of its own. Returns the rows of each part in depth-first order of the
+    prefix tree: parts that share a prefix are adjacent.
     """
     return [sorted(group.rows) for group in _pack_subtree(costs, budget)]
 
@@ -80,9 +80,9 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
     total, shortest = rest.total(), max(int(rest.tokens.min()), 1)
     room_if_kept, room_if_recomputed = rooms = (budget - shared, budget - shared * KV_MEMORY_FRACTION)
     count_if_kept, count_if_recomputed = (-(-total // max(room, shortest)) for room in rooms)
-    # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each part less
-    # saves about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer than these has no forward of its
-    # own (`find_shared_prefixes`): each part computes it, with its activations.
+    # To recompute a prefix costs 1/3 of a step on its tokens (forward + backward = 3 forwards). Each part fewer saves
+    # about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer tokens has no forward of its own
+    # (`find_shared_prefixes`): each part computes it, with its activations.
     is_shared = shared * (count_if_recomputed - 1) >= MIN_SAVED_TOKENS
     recompute = is_shared and MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
     room = room_if_recomputed if recompute else room_if_kept
@@ -106,8 +106,8 @@ def _make_last_bin_small(bins: list[RowGroup], first_mixed: int, room: float, co
     """
     Reorder or split `bins`, so that the last one has at most `room` tokens if possible.
 
-    A prefix is recomputed for its last part, which holds all activations of the prefix beside its own. Only
-    bins from `first_mixed` on may move: those before it are in depth-first order.
+    A prefix is recomputed for its last part, which holds the activations of the prefix and its own. Only bins from
+    `first_mixed` on may move: earlier bins are in depth-first order.
     """
     if bins[-1].tokens <= room:
         return
@@ -141,14 +141,14 @@ def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int,
 
 def partition_equal_rows(costs: RowCosts, processes: int, quadratic: float = 0.0) -> list[list[int]]:
     """
-    Give each process equally many rows, with costs as even as possible. Returns the rows of each, ascending.
+    Give each process equally many rows, at costs as equal as possible. Returns the rows of each, ascending.
 
-    A row of `n` tokens costs `n + quadratic * n * n`, less what it shares.
+    A row of `n` tokens costs `n + quadratic * n * n`, minus what it shares.
 
     Rows with a shared prefix go to one process; if no process has room for all of them, to as few as possible.
 
     Raises:
-        ValueError: If the number of rows is no multiple of `processes`.
+        ValueError: If the number of rows is not a multiple of `processes`.
     """
     if len(costs) % processes:
         raise ValueError(f"{len(costs)} rows cannot be partitioned into {processes} equal parts.")
@@ -185,7 +185,7 @@ def _groups(costs: RowCosts) -> list[RowGroup]:
 
 
 def _groups_by_size(costs: RowCosts, limit: int) -> list[RowGroup]:
-    """The groups, the largest first; those of more than `limit` tokens are cut."""
+    """The groups, the largest first; groups of more than `limit` tokens are cut."""
     groups: list[RowGroup] = []
     for group in _groups(costs):
         if group.tokens <= limit:
@@ -229,7 +229,7 @@ def _cut_group(costs: RowCosts, rows: list[int], limit: int) -> Iterator[list[in
         tokens = int(group.tokens[index])
         if part and part_tokens + tokens - shared > limit:
             yield part
-            part, part_tokens, shared = [], 0, 0  # the first row of a part shares with none before it
+            part, part_tokens, shared = [], 0, 0  # the first row of a part shares nothing with earlier rows
         part.append(rows[index])
         part_tokens += tokens - shared
     yield part

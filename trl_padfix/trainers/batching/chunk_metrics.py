@@ -1,4 +1,4 @@
-"""The metrics that TRL logs of a batch, from those of its chunks: means over all rows and all processes."""
+"""Merges the metrics of chunks into those that TRL logs of a batch: means over all rows and all processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ChunkMetrics:
     """
     The metrics of the chunks of a batch.
 
-    TRL gathers its metrics in each forward, equally many rows from every process. Here each chunk has local metrics,
-    and one reduction at the end adds them up: means over rows with the numbers of rows, means over tokens with the
-    numbers of tokens. TRL then has one value for the batch, as without a budget.
+    TRL gathers its metrics in each forward, equally many rows from every process. Here each chunk has local metrics.
+    One reduction at the end weights means over rows by numbers of rows, and means over tokens by numbers of tokens.
+    TRL then has one value for the batch, as without a budget.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -59,7 +59,7 @@ class ChunkMetrics:
     def log(self) -> None:
         """Give TRL the value of each metric for the whole batch."""
         trainer, task = self.trainer, self.trainer.padding.task
-        # Of all processes: one may lack rows of some kind, and so their metrics.
+        # The names of all processes: a process without rows of some kind lacks their metrics.
         names = sorted(set(gather_object([name for values, _ in self.values for name in values])))
         averaged = [name for name in names if name != "num_tokens"]
         means, tokens = self._means(averaged, trainer._total_train_tokens - self.tokens)

@@ -1,10 +1,10 @@
 """
 Compute each shared prefix once per batch.
 
-A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. Where each part is a
-chunk with a backward of its own, chunks attend to the cached keys, values and final states as detached leaves, which
-accumulate their gradients. The last user of a prefix backpropagates through the graph of the prefix, together with
-its own. Each model (policy, reference) has a schedule of its own.
+A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. If each part is a
+chunk with its own backward, chunks attend to the cached keys, values and final states as detached leaves, which
+accumulate their gradients. The last chunk that uses a prefix backpropagates through the graph of the prefix together
+with its own graph. Each model (policy, reference) has a schedule of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...core.remove import packs_now
 __all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
 
 RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
-"""Runs a prefix forward with this layout behind these states, on ids and mask of the running part."""
+"""Runs a prefix forward with a layout after given states, on the ids and mask of the running part."""
 
 
 class PrefixSchedule:
@@ -53,14 +53,14 @@ class PrefixSchedule:
 
     def __init__(self, plan: PrefixPlan, detaches: bool):
         self.plan, self.detaches, self.index = plan, detaches, -1
-        self.states: dict[int, ForwardStates] = {}  # if it detaches, leaves
-        self.graph_states: dict[int, ForwardStates] = {}  # if it detaches, what the leaves are copies of
+        self.states: dict[int, ForwardStates] = {}  # leaves, if it detaches
+        self.graph_states: dict[int, ForwardStates] = {}  # the originals of the leaves, if it detaches
         self._rng_states: dict[int, Any] = {}
 
     def next_part(self, run: RunPrefix) -> PrefixedLayout:
         """
         Advance to the next part: `run` the prefix forwards that it needs, and return its layout with the prefix
-        states. The states of prefixes whose last user came before are freed.
+        states. The states of prefixes that no later part needs are freed.
         """
         self.index += 1
         ending: list[int] = []
@@ -95,7 +95,8 @@ class PrefixSchedule:
         reads = [self._states_for(m, prefix.last_user) for m in layout.prefixes]
         is_first = n not in self.states
         if is_first and prefix.recompute and self.detaches:
-            # Dropout of the recomputed prefix must equal that of the first forward. `real_index` names the device.
+            # Dropout of the recomputed prefix must equal the dropout of the first forward. `real_index` names the
+            # device.
             self._rng_states[n] = torch.get_rng_state(), get_device_states(layout.real_index)
         rng = contextlib.nullcontext() if is_first else _with_rng_state(*self._rng_states.pop(n))
         with rng, torch.set_grad_enabled(with_graph):
@@ -106,14 +107,14 @@ class PrefixSchedule:
             self.states[n] = states.map(detached_leaf) if self.detaches else states
 
     def _states_for(self, n: int, end: int) -> ForwardStates:
-        """States of a prefix, for a forward that has its backward with that of part `end`."""
+        """States of a prefix, for a forward whose backward runs together with the backward of part `end`."""
         with_graph = n in self.graph_states and self.plan.prefixes[n].last_user == end
         return self.graph_states[n] if with_graph else self.states[n]
 
 
 class ChunkRunner:
     """
-    Runs the forwards of the chunks of a batch, each of which has a backward before the next one.
+    Runs the forwards of the chunks of a batch; the backward of a chunk comes before the next forward.
 
     Args:
         count (`int`):
@@ -121,7 +122,8 @@ class ChunkRunner:
         plan ([`PrefixPlan`], *optional*):
             Their shared prefixes; `None` if they share none.
         with_head (`bool`, *optional*, defaults to `False`):
-            Whether prefixes run through the model and not only its decoder: FSDP2 gathers a head with the last norm.
+            Whether prefixes run through the whole model, not only its decoder: FSDP2 gathers a head with the last
+            norm.
     """
 
     def __init__(self, count: int, plan: PrefixPlan | None = None, with_head: bool = False):
@@ -131,7 +133,7 @@ class ChunkRunner:
         self.calls: Counter[Any] = Counter()
 
     def start(self, index: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Make this chunk, with these ids and mask, the running one."""
+        """Set the running chunk, with its ids and mask."""
         self.index = index
         self.calls.clear()
         self.set_inputs(ids, mask)
@@ -152,7 +154,7 @@ class ChunkRunner:
             return forward(**call)
 
     def leave(self, model: torch.nn.Module, call: dict[str, Any], reason: str) -> None:
-        """Does nothing: a chunk is within the budget, also if it is no packed forward."""
+        """Do nothing: a chunk is within the budget, even if its forward is not packed."""
 
     def _next_layout(
         self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]
@@ -163,7 +165,7 @@ class ChunkRunner:
         In each chunk the first call of a model, with or without gradients, belongs to one schedule, the second call to
         another one.
         """
-        # Positions distinguish tokens as well; the plan compared ids only.
+        # The plan compared ids only, but positions distinguish tokens, too.
         is_chunk = self.inputs.matches(call.get("input_ids"), call.get("attention_mask"))
         is_chunk = is_chunk and call.get("position_ids") is None and packs_now(model)
         if self.plan is None or not is_chunk:
@@ -198,8 +200,8 @@ class ChunkRunner:
 def _missing_chunk() -> PaddingRemovalError:
     return PaddingRemovalError(
         "With `max_tokens_per_batch` and `prefix_sharing` the parts of a batch share the prefixes that they have in "
-        "common. The loss called the model in some of them and not in others, or with tensors that are not "
-        "the batch's, so gradients are missing. "
+        "common. The loss called the model for some parts and not for others, or with tensors that are not "
+        "from the batch, so gradients are missing. "
         "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
@@ -219,7 +221,7 @@ def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
-        said = f"Each part of a batch computes the prefixes that it shares with others again: {reason}."
+        said = f"Each part of a batch recomputes the prefixes that it shares with other parts: {reason}."
         handles[0].say_once(said, level=logging.INFO)
     return reason is None
 
@@ -233,7 +235,7 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     mixers = handle.mixers.mixers
     unserved = (m for m in mixers if m.mode != PACKED and not (m.mode == FORKED and can_export_state(m.module)))
     if other := next(unserved, None):
-        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) hands no state on to other forwards"
+        return f"`{other.name}` ({type(other.module).__name__}: {other.why}) passes no state to other forwards"
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(mixers) != layers:
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"

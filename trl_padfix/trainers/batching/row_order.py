@@ -1,10 +1,10 @@
 """
-The order of rows: a permutation of TRL's.
+The order of rows: a permutation of TRL's order.
 
 TRL's sampler draws the rows of an epoch, and accelerate gives the processes one batch after another. `group_by_prefix`
 brings rows with a shared prefix into one step and one batch. With `padding_free` the batches that processes compute at
-the same time cost about equally much. Both only permute the order, by the data and by the order itself: so all
-processes and a resumed run have the same one.
+the same time cost about equally much. Both only permute the order, and depend only on the data and on TRL's order. So
+all processes and a resumed run have the same order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Batches", "RowOrder", "group_rows"]
 @dataclass(frozen=True)
 class Batches:
     """
-    How TRL's batches follow one another in the order of an epoch: `accumulation` times one for each process.
+    How TRL's batches follow one another in an epoch: `accumulation` times one batch for each process.
 
     Attributes:
         size (`int`): Rows of a batch.
@@ -49,9 +49,9 @@ class Batches:
         accumulation (`int`, *optional*, defaults to 1): Batches of each process in an optimizer step.
         is_filled (`bool`, *optional*, defaults to `False`):
             Whether accelerate fills the last batches with the first rows of the order (`even_batches`). The permuted
-            order ends with these rows, so that no others are trained twice.
+            order ends with these rows, so that no other rows are trained twice.
         quadratic (`float`, *optional*, defaults to 0.0):
-            Cost of a row of `n` tokens beyond `n`, over `n * n`: that of attention.
+            Cost of attention: a row of `n` tokens costs `n + quadratic * n * n`.
     """
 
     size: int
@@ -84,7 +84,7 @@ class Batches:
         return np.concatenate([*result, order[:0]])
 
     def _balanced(self, rows: np.ndarray, costs: RowCosts) -> np.ndarray:
-        """Rows of some batches, whose costs become even; rows with a shared prefix come into one of them."""
+        """Rows of some batches, permuted for equal costs; rows with a shared prefix come into one batch."""
         if len(rows) % (self.size * self.processes):
             return rows
         rows_costs = costs[rows]
@@ -131,9 +131,9 @@ class _GroupedStream(TorchIterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker, batches = get_worker_info(), self.batches
         if worker is not None and worker.num_workers > 1:
-            # Workers make batches in turns, each from other rows, so a step is never in one worker.
+            # Workers make batches in turn, each from different rows, so no worker has a whole step.
             batches = Batches(batches.size)
-        buffer = max(self.buffer // batches.per_step, 1) * batches.per_step  # a buffer ends where a step does
+        buffer = max(self.buffer // batches.per_step, 1) * batches.per_step  # a buffer ends at the end of a step
         stream = iter(self.rows)
         while rows := list(islice(stream, buffer)):
             order = batches.permuted(range(len(rows)), self.order.costs(rows), is_grouped=True)
@@ -144,7 +144,7 @@ class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
     _is_first_epoch = False
-    """Whether no row of the running training, in which rows are grouped, was drawn."""
+    """Whether the running training groups rows and has not drawn any yet."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_grouping(self.settings, config)
@@ -152,8 +152,8 @@ class RowOrder(Part):
         is_stream = data is not None and not isinstance(data, Dataset)
         if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
             raise ValueError(
-                f"`group_by_prefix=True` looks for rows that begin alike, and the training dataset is a "
-                f"`{type(data).__name__}`, which does not show all its rows. Set the number of rows to read ahead "
+                f"`group_by_prefix=True` compares the beginnings of all rows, but the training dataset is a "
+                f"`{type(data).__name__}`, which cannot list its rows. Set the number of rows to read ahead "
                 "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
             )
 
@@ -185,7 +185,7 @@ class RowOrder(Part):
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader
         self._is_first_epoch = is_grouped
-        # accelerate has chosen how processes draw alike (`use_seedable_sampler`), and its sampler stays as it is.
+        # accelerate makes processes draw the same rows (`use_seedable_sampler`), so its sampler stays unchanged.
         sampler = loader.batch_sampler
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
@@ -198,13 +198,13 @@ class RowOrder(Part):
         done = self.trainer.state.global_step
         if self._is_first_epoch and done:
             say(
-                f"Training goes on at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
-                "without it, rows of this epoch come twice, and others not at all."
+                f"Training resumes at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
+                "without it, some rows of this epoch come twice, and others not at all."
             )
         self._is_first_epoch = False
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
-        """Whether rows move to another process: the weight of a row does not depend on the rows beside it."""
+        """Whether rows may move to another process: their weight does not depend on other rows of the batch."""
         trainer, task = self.trainer, self.trainer.padding.task
         columns = {name for names in task.sequences for name in names}
         return (

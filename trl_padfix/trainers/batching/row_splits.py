@@ -1,7 +1,7 @@
 """
 The rows of a batch, split within a token budget.
 
-A batch is split by what it holds: its ids and masks, copied to the host once. [`RowSplitter`] finds the rows of each
+The ids and masks of a batch, copied to the host once, decide how it is split. [`RowSplitter`] finds the rows of each
 part, and [`chunk_batches`] its batch (`data/batch_parts.py`).
 """
 
@@ -35,20 +35,20 @@ class RowSplitter:
 
     Args:
         budget (`int`):
-            Most tokens of a part.
+            Maximum number of tokens of a part.
         sharing (`bool`):
             Whether shared prefixes of the rows of a part count once.
         shares_across (`bool`):
-            Whether prefixes that several parts share are computed once, and not by each of them.
+            Whether prefixes that several parts share are computed once instead of by each part.
         short (`float`):
-            Most tokens of a short row; under context parallelism short rows are in parts of their own.
+            Maximum number of tokens of a short row; under context parallelism short rows are in parts of their own.
         sync_count (`Callable[[int], int]`, *optional*):
             Takes the number of parts that this process needs, and returns the number that all processes must have.
         gather (`Callable`, *optional*):
             Joins lists of all processes, which then plan shared prefixes together.
         meets_in_tower (`bool`):
-            Whether processes that shard the model meet in its vision tower. All rows of all of them must then have
-            images, or none.
+            Whether processes that shard the model meet in its vision tower. Then either all rows of all processes must
+            have images, or none.
     """
 
     budget: int
@@ -60,7 +60,7 @@ class RowSplitter:
     meets_in_tower: bool = False
 
     def can_split(self, batch: Mapping[str, Any], count: int, images: ImageCounts | None) -> bool:
-        """Whether a batch of `count` rows has no images, or those of each row are known; alike on all processes."""
+        """Whether a batch of `count` rows has no images, or known images per row; the same on all processes."""
         has_images = has_pixels(batch)
         if self.sync_count is not None and self.meets_in_tower:
             lacks_images = images is None or not all(images["num_images"])
@@ -114,8 +114,7 @@ class RowSplitter:
         costs = batch_costs(host_ids, host_mask, rows_per_item, self.sharing and has_ids)
         items = self.pack(costs)
         if images is not None:
-            # DDP reduces the gradients of those parameters that the last backward used; those of the vision tower,
-            # too.
+            # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
         count = len(ids) // rows_per_item
         rows = [torch.tensor([item + k * count for k in range(rows_per_item) for item in part]) for part in items]
@@ -132,7 +131,7 @@ class RowSplitter:
         if (costs.tokens > self.budget).any():
             logger.warning_once(
                 f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
-                f"{costs.tokens.max()}: each is computed by itself, and needs the memory of its size. Raise the "
+                f"{costs.tokens.max()}: each has its own forward, and needs memory for its length. Raise the "
                 "budget, or lower `max_length`. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget

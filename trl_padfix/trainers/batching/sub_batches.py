@@ -3,7 +3,7 @@ Runs a forward in sub-batches within a token budget, for losses that need the ou
 
 [`SubBatches`] runs the rows of a call in sub-batches and returns the outputs of all rows, as one forward would.
 With gradients, each sub-batch but the last one is recomputed in the backward pass, one after another: memory holds the
-activations of one sub-batch at a time, and the gradient equals that of one forward, to rounding.
+activations of one sub-batch at a time, and the gradient equals the one of a single forward, up to rounding.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class _SplitBatch:
     inputs: list[tuple[torch.Tensor, torch.Tensor | None]]
 
     def calls(self, call: dict[str, Any], images: ImageCounts | None) -> list[dict[str, Any]]:
-        """The arguments of each sub-batch: its rows of values that have one for each row, and all other values."""
+        """The arguments of each sub-batch: its rows of values with one entry per row, and all other values."""
         name, count = _name_of_tokens(call), len(_tokens(call))
         calls = []
         for rows, (tokens, mask) in zip(self.split.rows, self.inputs, strict=True):
             of_rows = select_rows(call, rows, count, images)
             if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
                 of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
-            # The tensors themselves, and no copies: forwards on the same tensors find the layout of the first one.
+            # The same tensors, not copies: later forwards on them find the layout of the first one.
             calls.append(of_rows | ({name: tokens} if mask is None else {name: tokens, "attention_mask": mask}))
         return calls
 
@@ -72,13 +72,13 @@ class _SplitBatch:
 @dataclass
 class SubBatches:
     """
-    Runs the forwards of a batch in sub-batches; forwards on the same tensors are split alike.
+    Runs the forwards of a batch in sub-batches; forwards on the same tensors are split the same way.
 
     Args:
         make_splitter (`Callable`):
-            Returns the [`RowSplitter`] of the step; called at the first forward that is not one of a chunk.
+            Returns the [`RowSplitter`] of the step; called at the first forward outside of a chunk.
         images ([`ImageCounts`], *optional*):
-            Images of each row. Without them a forward with images is computed as one.
+            Images of each row. Without them a forward with images is not split.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
@@ -104,11 +104,11 @@ class SubBatches:
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""
-        # Image arguments with other names: how their processors number images by row is unknown.
+        # For image arguments with other names it is unknown which image belongs to which row.
         other_arguments = {k: v for k, v in call.items() if k != "inputs_embeds" and not k.startswith("pixel_")}
         has_images = find_multimodal(model, find_decoder(model)) is not None and bool(image_tensors(other_arguments))
         if has_images or not self.splitter.can_split(call, len(_tokens(call)), self.images):
-            reason = "processes that shard the model meet in its vision tower, and have rows with other images"
+            reason = "processes that shard the model meet in its vision tower, but not all of their rows have images"
             if self.splitter.sync_count is None:
                 reason = "it is unknown which of its images belong to which row"
             self.leave(model, call, f"{reason}. Lower the batch size")
@@ -127,7 +127,7 @@ class SubBatches:
             results = [model_forward.run(*args) for args in recomputed]
         outputs, router_logits = zip(*results, model_forward.run(*last), strict=True)
         if not _has_loss_of_logits(model, outputs[0], calls[0]):
-            reason = "it returns a loss that is no known function of its logits. Compute the loss from the logits"
+            reason = "it returns a loss that is not a known function of its logits. Compute the loss from the logits"
             self.leave(model, call, reason)
             return forward(**call)
         output = _concatenated(model, outputs, calls, torch.cat(batch.split.rows))
@@ -144,18 +144,18 @@ class SubBatches:
         return output
 
     def leave(self, model: PreTrainedModel, call: dict[str, Any], reason: str) -> None:
-        """Warn once of a forward that is computed as one, whatever its tokens."""
+        """Warn once of a forward that is not split, for any number of tokens."""
         ids = call.get("input_ids")
         if ids is None or ids.numel() > self.splitter.budget:
             logger.warning_once(
-                f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which is computed as "
-                f"one: {reason}, or leave the budget out. (Shown once.)"
+                f"`max_tokens_per_batch` was not applied to a forward of {type(model).__name__}, which runs "
+                f"unsplit: {reason}, or leave the budget out. (Shown once.)"
             )
 
 
 @dataclass(frozen=True, eq=False)
 class _ModelForward:
-    """The forward of a model in sub-batches; `with_router_logits` if it returns those of its experts."""
+    """The forward of a model in sub-batches; `with_router_logits` if it returns router logits."""
 
     model: Any
     forward: Callable[..., Any]
@@ -163,8 +163,8 @@ class _ModelForward:
     disabled: frozenset[Any] = field(default_factory=lambda: context().disabled)
 
     def layouts(self, plan: PrefixPlan | None, calls: list[dict[str, Any]]) -> list[PrefixedLayout | None]:
-        """The layouts of sub-batches with the states of the prefixes that they share, which are computed here."""
-        # The plan compared ids only, and positions distinguish tokens as well.
+        """Compute the prefixes that sub-batches share; returns the layouts of the sub-batches with these states."""
+        # The plan compared ids only, but positions distinguish tokens, too.
         if plan is None or calls[0].get("position_ids") is not None or not packs_now(self.model):
             return [None] * len(calls)
         schedule = PrefixSchedule(plan, detaches=False)
@@ -173,14 +173,14 @@ class _ModelForward:
     def _prefix_states(
         self, call: dict[str, Any], layout: PrefixedLayout, reads: list[ForwardStates]
     ) -> ForwardStates:
-        """The states of a prefix. Its forward is recomputed in backward, as that of a sub-batch is."""
+        """The states of a prefix. Like a sub-batch, its forward is recomputed in backward."""
         with_graph = torch.is_grad_enabled()
         outputs = {"output_router_logits": True} if self.with_router_logits else {}
 
         def run() -> ForwardStates:
             with within(own_checkpoint=True):
                 states = run_prefix_forward(find_decoder(self.model), call | outputs, layout, reads)
-            # The gradients of all sub-batches are added up in these tensors: in float32.
+            # The gradients of all sub-batches are added up in these tensors, so they are float32.
             return states.map(torch.Tensor.float) if with_graph else states
 
         return checkpoint(run, use_reentrant=False) if with_graph else run()
@@ -220,14 +220,14 @@ def _concatenated(
     model: PreTrainedModel, outputs: Sequence[Any], calls: list[dict[str, Any]], rows: torch.Tensor
 ) -> Any:
     """
-    The output of the whole call, without the loss of its logits and that of its experts.
+    The output of the whole call, without the losses of its logits and of its experts.
 
     `rows`: the numbers of the rows, sub-batch after sub-batch.
 
     Raises:
-        ValueError: If an output has neither a value for each row nor a rule of its own.
+        ValueError: If an output has neither a value for each row nor its own rule.
     """
-    # Inverse permutation: outputs are in the order of the sub-batches, this restores the order of the batch.
+    # Inverse permutation: outputs are in the order of the sub-batches; this restores the order of the batch.
     inverse, output = rows.argsort(), outputs[0]
     for name, value in list(output.items()):
         values = [sub_output.get(name) for sub_output in outputs]  # without images there are no features
@@ -252,7 +252,7 @@ def _concatenated(
             raise ValueError(
                 f"`max_tokens_per_batch` computes a batch in {len(calls)} sub-batches, and `{name}` of the "
                 f"{type(output).__name__} is a {type(value).__name__} without a row for each row of its sub-batch. "
-                "Leave the budget out, or ask the model for less."
+                "Leave the budget out, or request fewer outputs."
             )
     return output
 
@@ -289,11 +289,11 @@ def _loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -
 
 
 def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float:
-    """What the balancing loss of experts adds to the loss of an output."""
+    """The term that the balancing loss of experts adds to the loss of an output."""
     if output.get("aux_loss") is None:
         return 0.0
-    # Some models read the weight from their configuration only. So does, under transformers 5, the head of TRL before
-    # 1.16, whose outputs count tokens.
+    # Some models read the weight from their configuration only. TRL's head before 1.16, whose outputs count tokens,
+    # does the same under transformers 5.
     weights = [getattr(x, "router_aux_loss_coef", None) for x in (model, model.config.get_text_config())]
     if output.get("num_correct_tokens") is not None and Version(transformers.__version__).major > 4:
         weights.reverse()
@@ -302,7 +302,7 @@ def _balancing_term(model: PreTrainedModel, output: Any) -> torch.Tensor | float
 
 @torch.no_grad()
 def _has_loss_of_logits(model: PreTrainedModel, output: Any, call: dict[str, Any]) -> bool:
-    """Whether the loss of an output is the one of its logits: that of all rows can then be computed from theirs."""
+    """Whether the loss of an output follows from its logits: the loss of all rows then follows from all logits."""
     loss, logits, labels = output.get("loss"), output.get("logits"), call.get("labels")
     if loss is None or logits is None:
         return True

@@ -1,8 +1,8 @@
 """
-`max_tokens_per_batch`: a batch of TRL is split within a token budget, and nothing else of a step is changed.
+`max_tokens_per_batch`: splits TRL's batch within a token budget, and changes nothing else in a step.
 
 [`TokenBudget.compute_loss`] gets the batch that TRL's `compute_loss` gets. If its loss is a sum over rows with known
-weights, the rows run in chunks: forward and backward of one after another, and Trainer runs the backward of the last.
+weights, the rows run in chunks, each with forward and backward; Trainer runs the backward of the last.
 For any other loss the forwards of the batch run in sub-batches (`sub_batches.py`), which its backward recomputes.
 """
 
@@ -89,7 +89,7 @@ class TokenBudget(Part):
     @property
     def budget(self) -> int | None:
         """
-        Most tokens of a forward.
+        Maximum number of tokens of a forward.
 
         If `auto_find_batch_size` has lowered the batch size after a forward did not fit into memory, the budget is
         lowered by the same factor, because memory depends on tokens.
@@ -106,7 +106,7 @@ class TokenBudget(Part):
         if self.settings.max_tokens_per_batch is not None and (alpha := config.neftune_noise_alpha) is not None:
             raise ValueError(
                 f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
-                "`max_tokens_per_batch` makes other batches. Leave one of them out."
+                "`max_tokens_per_batch` changes the batches. Leave one of them out."
             )
 
     def attach(self) -> None:
@@ -121,7 +121,7 @@ class TokenBudget(Part):
         if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
             raise ValueError(
                 f"The model's {kind!r} rotary embedding depends on the longest row of a forward, and "
-                "`max_tokens_per_batch` makes other forwards. Leave the budget out, or lower `max_length`."
+                "`max_tokens_per_batch` splits forwards. Leave the budget out, or lower `max_length`."
             )
 
     def around_dataloader(self, dataset: Any, is_training: bool) -> contextlib.AbstractContextManager[None]:
@@ -140,13 +140,13 @@ class TokenBudget(Part):
         trainer, reason = self.trainer, self.why_all_rows()
         if reason and trainer.is_deepspeed_enabled:
             raise ValueError(
-                f"{reason}, so `max_tokens_per_batch` would compute forwards again in the backward pass, which "
+                f"{reason}, so `max_tokens_per_batch` would recompute forwards in the backward pass, which "
                 "DeepSpeed does not do. Leave one of them out."
             )
-        if reason and hook_beside_loss(trainer) is None:  # else a batch is padded, and whole
+        if reason and hook_beside_loss(trainer) is None:  # with such a hook a batch runs padded and unsplit
             logger.warning_once(
                 f"`max_tokens_per_batch`: {reason}, so the loss gets the outputs of all rows of a batch. All "
-                "sub-batches of its forward but one are computed again in the backward pass."
+                "sub-batches of its forward except one are recomputed in the backward pass."
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(
@@ -155,7 +155,7 @@ class TokenBudget(Part):
             )
 
     def why_all_rows(self) -> str | None:
-        """Why the loss of this trainer is not known to be a sum over rows, whatever the batch; `None` if it may be."""
+        """Why the loss of this trainer is not known to be a sum over rows, for any batch; `None` if it may be."""
         trainer = self.trainer
         if name := custom_loss_name(trainer) or custom_step_name(trainer):
             return f"whether `{name}` compares rows is unknown"
@@ -163,7 +163,7 @@ class TokenBudget(Part):
             return f"TRL's loss of {type(trainer).__name__} may compare rows"
         if trainer.padding.task.balances_experts():
             return "the load of experts is balanced over all rows"
-        # What acts in a backward (a hook that clamps gradients) has to see the gradient of the batch: one backward.
+        # A hook in a backward (one that clamps gradients) must get the gradient of the whole batch: one backward.
         return self._gradient_hook and f"`{self._gradient_hook}` acts in the backward pass"
 
     # -- models
@@ -184,21 +184,21 @@ class TokenBudget(Part):
 
     @property
     def _shards(self) -> bool:
-        """Whether processes with other rows meet in every forward."""
+        """Whether processes with different rows meet in every forward."""
         return is_sharded(self.trainer)
 
     @property
     def _matches(self) -> bool:
-        """Whether processes meet in every backward, and so need equally many."""
+        """Whether processes meet in every backward, and so need equal numbers of backwards."""
         return self._shards or is_zero(2, self.trainer.accelerator)
 
     @cached_property
     def _config(self) -> PretrainedConfig:
         return find_pretrained(self.trainer.model).config
 
-    @property  # not cached: code of a user may switch gradient checkpointing on at any time
+    @property  # not cached: user code may switch gradient checkpointing on at any time
     def _shares_across(self) -> bool:
-        """Whether prefixes are computed once in a batch, and not by each of its parts; logged once if they cannot."""
+        """Whether prefixes are computed once per batch instead of once per part; logs once if they cannot be."""
         # Under FSDP2 all processes can plan equal numbers of forwards; ZeRO-3 and FSDP1 expect one order of modules.
         trainer, meets = self.trainer, self._shards
         if meets and is_fsdp2(trainer) and self.why_all_rows() is None:
@@ -207,7 +207,7 @@ class TokenBudget(Part):
         return shares_across_parts(trainer.padding.handles, trainer.args, meets)
 
     def _leaves_whole(self) -> bool:
-        """Whether a batch is computed padded and as one, for a reason that `Task.why_padded` names."""
+        """Whether a batch is computed padded and unsplit, for a reason that `Task.why_padded` names."""
         return self.trainer.padding.why_padded is not None or hook_beside_loss(self.trainer) is not None
 
     # -- forwards in sub-batches
@@ -219,7 +219,7 @@ class TokenBudget(Part):
         A block whose forwards are run in sub-batches, if there is a budget.
 
         Within a chunk forwards are not split again. `concatenated`: ids and mask of the forward, if the loss
-        concatenates them into new tensors. `images`: images of the rows, by default those of the running step.
+        concatenates them into new tensors. `images`: images of the rows, by default the images of the running step.
         """
         if self._chunks is not None:
             if concatenated:
@@ -266,7 +266,7 @@ class TokenBudget(Part):
     def compute_loss(
         self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """TRL's `compute_loss`, `compute`: in chunks, if the loss is a sum over rows with known weights."""
+        """Run `compute`, TRL's `compute_loss`: in chunks if the loss is a sum over rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
         compute = partial(compute, task.model_for_loss(model))
         call = inspect.signature(Trainer.compute_loss).bind(trainer, model, inputs, *args, **kwargs).arguments
@@ -274,11 +274,11 @@ class TokenBudget(Part):
         if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
             return compute(inputs, *args, **kwargs)
         split, has_others = self._split(inputs), trainer.accelerator.num_processes > 1
-        if has_others and max_over_processes(trainer, int(split is None)):  # as on all processes, which gather metrics
+        if has_others and max_over_processes(trainer, int(split is None)):  # all processes must agree
             split = None
         if split is None or (split.count == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
-        # Alone, nothing is reduced: accelerate's state is that of all threads, and another one may be at its step.
+        # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
         runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
@@ -304,11 +304,11 @@ class TokenBudget(Part):
         """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
-            if self._matches:  # processes have other numbers of sequences in their rows
+            if self._matches:  # processes have different numbers of sequences in their rows
                 return None
             chunks = packed_chunks(inputs, self._splitter(shares_across=False))
             return _Split(len(chunks), lambda batch: chunks)
-        if mask is not None and mask.shape != ids.shape[:2]:  # a mask of four dimensions
+        if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask
             return None
         images, per_item = find_images(inputs, ids, self._config), task.rows_per_item
         splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
@@ -322,7 +322,7 @@ class TokenBudget(Part):
         return forward["input_ids"], forward.get("attention_mask")
 
     def _is_sum_over_rows(self, inputs: Any, num_items: Any) -> bool:
-        """Whether the loss of a batch is computed for a backward by Trainer, and is a sum over rows."""
+        """Whether Trainer computes the loss of a batch for a backward, and the loss is a sum over rows."""
         trainer, task = self.trainer, self.trainer.padding.task
         if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
             return False
@@ -334,10 +334,10 @@ class TokenBudget(Part):
 
     def _backward(self, compute: Callable[[], torch.Tensor], model: torch.nn.Module, num_items: Any) -> torch.Tensor:
         """
-        The loss of a chunk, after its backward: both as transformers' `training_step` computes those of a batch.
+        The loss of a chunk, after its backward; transformers' `training_step` computes both, as for a batch.
 
-        So this loss is scaled for accumulation, mixed precision and DeepSpeed exactly as that of the last chunk, which
-        the running `training_step` gets.
+        So this loss is scaled for accumulation, mixed precision and DeepSpeed exactly like the loss of the last chunk,
+        which the running `training_step` gets.
         """
         trainer, losses = self.trainer, []
 
@@ -354,8 +354,8 @@ class TokenBudget(Part):
         """
         A block with the forwards and backwards of a batch. If it raises, gradients are restored.
 
-        The chunks before the one that failed have had their backward. A `training_step` of a user that skips a batch
-        which does not fit into memory would otherwise update the weights by a part of the batch.
+        When a chunk fails, the chunks before it have had their backward. A user's `training_step` that skips a batch
+        too large for memory would otherwise update the weights by a part of the batch.
         """
         if self.budget is None:
             yield
@@ -363,7 +363,7 @@ class TokenBudget(Part):
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
         self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
-        # Copies, because backward adds to gradients in place; only where code of a user may catch the error.
+        # Copies, because backward adds to gradients in place; only where user code may catch the error.
         catches = custom_step_name(self.trainer, everywhere=True) is not None
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
         saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
@@ -379,14 +379,14 @@ class TokenBudget(Part):
 
     def on_batches(self, batches: Sequence[Any]) -> None:
         """
-        Tell once what one big batch would save, in tokens of these batches, which TRL accumulates in a step.
+        Report once how many tokens one big batch would save over these batches, which TRL accumulates in a step.
 
         A dry run prints it; a training only logs it at INFO, because it does not change from run to run.
         """
         handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
         if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:
             return
-        if not all(isinstance(batch, Mapping) for batch in batches):  # prompts, of which the step generates its batch
+        if not all(isinstance(batch, Mapping) for batch in batches):  # prompts, from which a step generates
             return
         self._has_told_saving = True
         forwards = [forward for batch in batches for forward in task.padded_batches(batch)[:1]]

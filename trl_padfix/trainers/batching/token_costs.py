@@ -36,7 +36,7 @@ class RowCosts:
 
     Attributes:
         tokens (`np.ndarray` of shape `(n,)`): Tokens of each row in a batch of its own.
-        order (`np.ndarray` of shape `(n,)`): The rows, sorted so that those with a shared prefix are neighbours.
+        order (`np.ndarray` of shape `(n,)`): The rows, sorted so that those with a shared prefix are adjacent.
         shared (`np.ndarray` of shape `(n,)`): Tokens that each row of `order` shares with the one before it (the LCP
             array of the sorted rows).
     """
@@ -58,8 +58,8 @@ class RowCosts:
 
     def _shared_in_subset(self, ranks: np.ndarray) -> np.ndarray:
         """
-        Shared prefixes of the sorted rows at these ascending `ranks`: of two rows that are not neighbours it is the
-        minimum of `shared` between them. With `shared` `[0, 5, 3]`, ranks `[0, 2]` give `[0, 3]`.
+        Shared prefixes of the sorted rows at ascending `ranks`: for two rows that are not adjacent, the minimum of
+        `shared` between them. With `shared` `[0, 5, 3]`, ranks `[0, 2]` give `[0, 3]`.
         """
         shared = np.zeros(len(ranks), dtype=np.int64)
         if len(ranks) > 1:
@@ -79,7 +79,7 @@ class RowCosts:
 
     @property
     def same_group(self) -> np.ndarray:
-        """Whether each row of `order` is in the group of the one before it, `(n,)`; the prefix of all rows aside."""
+        """Whether each row of `order` is in the group of the one before it, `(n,)`; ignores the prefix of all rows."""
         costs = self.without_shared(self.shared_by_all)
         tokens, shared = costs.tokens[costs.order], costs.shared
         return (shared > 0) & (shared >= MIN_SHARED_FRACTION * np.minimum(tokens, np.roll(tokens, 1)))
@@ -124,9 +124,9 @@ def text_costs(tokens: Sequence[int] | np.ndarray) -> RowCosts:
 
 def prefix_costs(tokens: np.ndarray, shareable: np.ndarray, order: np.ndarray, shared: np.ndarray) -> RowCosts:
     """
-    Costs of rows of `tokens`, of which the first `shareable` may be shared with other rows, all `(n,)`.
+    Costs of rows of `tokens`; other rows may share the first `shareable`. All arrays are `(n,)`.
 
-    `order` and `shared` are those of [`sort_by_prefix`].
+    `order` and `shared` come from [`sort_by_prefix`].
     """
     return RowCosts(tokens, order, np.minimum(shared, np.minimum(shareable[order], np.roll(shareable[order], 1))))
 
@@ -158,7 +158,7 @@ def dataset_costs(
         rows (`Dataset` or `Sequence[dict]`):
             The rows.
         sequences (`Sequence[tuple[str, ...]]`):
-            The columns of each sequence of a row, in their order: of a pair `("prompt_ids", "chosen_ids")` and
+            The columns of each sequence of a row, in their order: for a pair `("prompt_ids", "chosen_ids")` and
             `("prompt_ids", "rejected_ids")`. Only the first column counts for shared prefixes.
         max_length (`int`, *optional*), truncation_mode (`str`, *optional*, defaults to `"keep_start"`):
             As in [`truncated_tokens`].

@@ -1,1 +1,1 @@
-"""Checks before the first step, and what of a user's code they detect."""
+"""Checks before the first step, and detection of user code that acts in steps."""

@@ -85,7 +85,7 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
     try:
         model_config = load_model_config(model, config, prefix)
         names = names_in(MODEL_MAPPING[type(model_config)].forward)
-        # Nearly all decoders call `create_causal_mask`. Composite models are judged when they are loaded.
+        # Nearly all decoders call `create_causal_mask`. Composite models are checked when they are loaded.
         if "create_causal_mask" in names or model_config.get_text_config() is not model_config:
             return None
         # Take the class that `config.json` names: T5 and its encoder alone have the same kind of configuration.
@@ -93,7 +93,7 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
         with torch.device("meta"):
             return AutoModel.from_config(model_config) if architecture is None else architecture(model_config)
     except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
-        logger.info(f"{model!r} was not looked at before it is loaded ({type(error).__name__}: {error}).")
+        logger.info(f"{model!r} was not checked before it is loaded ({type(error).__name__}: {error}).")
         return None
 
 
@@ -107,7 +107,7 @@ def image_columns(dataset: Dataset | IterableDataset) -> str:
 
 
 def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bool) -> None:
-    """Warn of examples with other numbers of images than placeholders, or raise a `ValueError`. Decodes no image."""
+    """Warn of examples whose numbers of images and placeholders differ, or raise a `ValueError`. Decodes no image."""
     misplaced: list[tuple[int, int, int]] = []
     column = "images" if "images" in dataset.column_names else "image"
     texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
@@ -135,7 +135,7 @@ def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | No
     """
     The kind of a rotary embedding whose frequencies depend on the longest row of a forward.
 
-    `None` if the model has none, or if no row can be longer than the rows of its pretraining, up to which the
+    `None` if the model has none, or if no row can be longer than the rows of its pretraining: up to that length the
     frequencies are constant.
     """
     for module, kind in length_dependent_ropes(model).items():

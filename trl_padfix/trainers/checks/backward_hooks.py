@@ -1,4 +1,4 @@
-"""Detects code of a user that acts in the forward or backward pass, and so once for each part of a split batch."""
+"""Detects user code in the forward or backward pass, which runs once for each part of a split batch."""
 
 from __future__ import annotations
 

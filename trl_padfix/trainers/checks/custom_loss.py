@@ -30,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
-"""Modules whose losses are no user's: a task knows the reduction of its trainer's, or that it does not."""
+"""Modules whose losses are not user code; a task says whether their reduction is known."""
 
 LOSS_METHODS = {
     "compute_loss", "_compute_loss", "_compute_kl_logps", "_get_last_hidden_state",
@@ -39,12 +39,12 @@ LOSS_METHODS = {
 """TRL's methods that compute a loss, or a part of one: a user may override them."""
 
 DECORATORS = ("torch.utils._contextlib", "contextlib")
-"""Modules with decorators of TRL's methods, which leave the value of a loss as it is."""
+"""Modules with decorators of TRL's methods, which do not change the value of a loss."""
 
 
 def custom_loss_name(trainer: TaskTrainer) -> str | None:
     """
-    Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL's computes all of it.
+    Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL computes all of it.
 
     It is a method of a subclass or a mixin, a function that was set on a class or on the
     trainer itself, or `compute_loss_func`. Looking at the class is not enough, because methods may be patched onto it.
@@ -52,14 +52,14 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
     if name := _custom_method(trainer, LOSS_METHODS):
         return name
     loss_function = vars(trainer).get("compute_loss_func")
-    # GRPO of TRL 1.10 sets a text, which only turns a scaling off.
+    # GRPO in TRL 1.10 sets a string, which only turns a scaling off.
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
 def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
     """
-    Name of a user's hook on the base model or (with `inner` only) within it, if a user's loss or step may read what
-    the hook keeps; else `None`.
+    Name of a user's hook on the base model or within it (with `inner`: only within it), if a user's loss or step may
+    read what the hook keeps; else `None`.
     """
     if custom_loss_name(trainer) is None and _custom_method(trainer, {"training_step"}) is None:
         return None
@@ -69,10 +69,10 @@ def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
 
 
 def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool = False) -> str | None:
-    """What makes the forwards of a step padded ("The call has ..."); `None` if they may be packed, or `in_parts`."""
-    # Packed, the states of the whole decoder are unpacked before its hooks; those of a part are of some rows.
+    """Why the forwards of a step run padded ("The call has ..."); `None` if they may be packed, or `in_parts`."""
+    # Hooks of the whole decoder get unpacked states; under a budget these are the rows of one part.
     if name := hook_beside_loss(trainer, inner=not in_parts):
-        return f"`{name}`, a hook within the model, and your loss may read its states: padded, and of all rows"
+        return f"`{name}`, a hook within the model; your loss may read its states: padded, and of all rows"
     # A model without a head for tokens predicts no label from the token before it.
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
@@ -81,7 +81,7 @@ def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | No
     """
     Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
 
-    With `everywhere` also of one that runs around ours.
+    With `everywhere`, also a method that runs around ours.
     """
     classes = type(trainer).__mro__[:-1]
     ours = max(i for i, c in enumerate(classes) if c.__module__.startswith(TRUSTED[0]))
@@ -90,8 +90,8 @@ def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | No
 
 
 def _custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
-    """The first of `methods` that is a user's, by name; of the trainer and all its classes, or of `owners`."""
-    # All owners, also of methods that are hidden: those above may be called by `super()`.
+    """Name of the first of `methods` that is a user's: on the trainer and all its classes, or on `owners`."""
+    # All owners, also those with overridden methods: `super()` may call them.
     if owners is None:
         owners = [("trainer", vars(trainer)), *((c.__name__, vars(c)) for c in type(trainer).__mro__[:-1])]
     for owner, members in owners:
@@ -102,7 +102,7 @@ def _custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[s
 
 
 def is_custom_collator(collator: object) -> bool:
-    """Whether a collator is a user's: what it makes of a row may depend on the other rows of its batch."""
+    """Whether a collator is a user's: its result for a row may depend on the other rows of the batch."""
     if inspect.isroutine(collator):
         return not _is_trusted(collator)
     owners = [getattr(collator, "__dict__", {}), *map(vars, type(collator).__mro__)]
@@ -111,7 +111,7 @@ def is_custom_collator(collator: object) -> bool:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """A function, and those that it decorates, the innermost last."""
+    """A function and the functions that it decorates, the innermost last."""
     while value is not None:
         value = value.__func__ if isinstance(value, MethodType | staticmethod | classmethod) else value
         yield value

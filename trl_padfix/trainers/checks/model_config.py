@@ -26,5 +26,5 @@ def load_model_config(model: str, config: TrainingArguments | None, prefix: str 
 
 
 def model_init_kwargs(config: TrainingArguments, prefix: str) -> dict[str, Any]:
-    """Keyword arguments with which TRL loads a model; the reference is loaded with those of the policy."""
+    """Keyword arguments with which TRL loads a model; the reference is loaded with the policy's."""
     return getattr(config, f"{'' if prefix == 'ref_' else prefix}model_init_kwargs", None) or {}

@@ -14,14 +14,14 @@ from ...core.call.labels import follow_padding
 __all__ = ["PREFIXES", "scores_padding"]
 
 PREFIXES = ("", "KL_")
-"""Prefixes of the names in a batch, one for each forward of the policy: `KL_` are KTO's mismatched completions."""
+"""Prefixes of the names in a batch, one for each forward of the policy: `KL_` marks KTO's mismatched completions."""
 
 _READ = ("labels", "completion_mask", "input_ids", "attention_mask")
 
 
 def scores_padding(batch: object) -> bool:
     """Whether a loss over the labels or completion masks of a batch scores tokens from padding."""
-    if not isinstance(batch, Mapping):  # tuples and the like: only their loss knows what is in them
+    if not isinstance(batch, Mapping):  # tuples and the like: only their loss can interpret them
         return False
     forwards = [{name: _tensor(batch, prefix + name) for name in _READ} for prefix in PREFIXES]
     labeled = [forward for forward in forwards if _has_token_labels(forward)]

@@ -35,7 +35,7 @@ class SplitRows:
 
 
 def used_columns(is_needed: torch.Tensor) -> slice:
-    """The columns from the one before the first needed token, which may predict it, to that of the last one."""
+    """Columns from the one before the first needed token (it may predict that token) to the last needed one."""
     columns = is_needed.any(0).nonzero()
     return slice(max(int(columns[0]) - 1, 0), int(columns[-1]) + 1) if len(columns) else slice(0, 1)
 
@@ -43,7 +43,7 @@ def used_columns(is_needed: torch.Tensor) -> slice:
 def chunk_batches(
     batch: Mapping[str, Any], split: SplitRows, rows_per_item: int, images: ImageCounts | None, count: int
 ) -> list[dict[str, Any]]:
-    """The batch of each part of `count` rows: its rows, and of values for each token its columns."""
+    """The batch of each part of `count` rows: its rows, and for values per token also its columns."""
     shape = batch["input_ids"].shape if "input_ids" in batch else None
     chunks = []
     for rows, columns in zip(split.rows, split.columns, strict=True):
@@ -57,9 +57,9 @@ def chunk_batches(
 
 def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
     """
-    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never those of the first column.
+    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never tokens of the first column.
 
-    `None` if such a loss is not all that reads the rows: then no column may be left out.
+    `None` if anything but such a loss reads the rows: then no column may be left out.
     """
     if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
         return None

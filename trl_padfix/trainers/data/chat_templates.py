@@ -48,7 +48,7 @@ def check_turns(
     if isinstance(dataset, Dataset):
         step = -(-len(dataset) // MAX_RENDERED_ROWS)  # evenly spaced; -(-a // b) rounds up
         sample = [*dataset.select(range(0, len(dataset), step))]
-    else:  # its first rows; all of them are read in training only
+    else:  # the first rows of a stream; only training reads all of them
         sample = [*dataset.take(MAX_STREAMED_ROWS)]
     differing = []
     for row in sample:

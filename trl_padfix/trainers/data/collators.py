@@ -18,15 +18,12 @@ from .data_warnings import count_and_warn, name_rows, warn_or_raise
 
 __all__ = ["DataCollatorForLanguageModeling", "DataCollatorForPreference", "DataCollatorForReward"]
 
-EMPTY = (
-    "completions have no token; their log-probability is 0 whatever the model does. Drop them, or end completions "
-    "with an EOS token"
-)
+EMPTY = "completions have no token; their log-probability is always 0. Drop them, or end completions with an EOS token"
 """Text of the warning about empty completions in a trainer."""
 
 
 def check_padding_side(padding_side: str | None, optional: bool = False) -> None:
-    """Raise a `ValueError` for another `padding_side`; if it is `optional`, `None` stands for the tokenizer's."""
+    """Raise a `ValueError` for an invalid `padding_side`; if it is `optional`, `None` stands for the tokenizer's."""
     if padding_side not in ("left", "right") and not (optional and padding_side is None):
         sides = "'left', 'right' or None (the tokenizer's own)" if optional else "'left' or 'right'"
         raise ValueError(f"`padding_side` must be {sides}, got {padding_side!r}.")
@@ -37,7 +34,7 @@ class SidedCollator:
     """
     Padding side and row checks for TRL's collators; a mixin, in front of TRL's class.
 
-    A collator used by itself raises an error for invalid rows: those that cannot be scored. A trainer checks its
+    A collator used by itself raises an error for invalid rows, which cannot be scored. A trainer checks its
     dataset before the first step and does not stop for an invalid row of a stream. With `for_trainer` these rows are
     counted in `odd_rows`, warned about, and weighted as in TRL's trainer, unless it is `strict`.
     """
@@ -114,7 +111,7 @@ class SidedCollator:
             f"Rows {rows} of the batch begin with a completion token: no prompt token is left to predict it from, and "
             "left padding would score it from padding. Give every row a prompt (a BOS token is enough), truncate with "
             "`truncation_mode='keep_start'`, or pad right.",
-            "rows begin with a completion token, which nothing predicts; their batches are padded right, where TRL "
+            "rows begin with a completion token, which nothing predicts. Their batches are padded right: TRL then "
             "does not score it. Give every row a prompt (a BOS token is enough)",
         )
         return batch
@@ -152,8 +149,8 @@ class DataCollatorForPreference(CompletionMixin, trl_dpo.DataCollatorForPreferen
             because they have checked their data before the first step.
 
     Raises:
-        ValueError: For another `padding_side`, for a pair with an empty completion, and for a left-padded row without
-            a prompt token (its first token would be scored from padding).
+        ValueError: For an invalid `padding_side`, for a pair with an empty completion, and for a left-padded row
+            without a prompt token (its first token would be scored from padding).
 
     Example:
 
@@ -186,7 +183,7 @@ class DataCollatorForReward(SidedCollator, trl_reward.DataCollatorForPreference)
             As in [`DataCollatorForPreference`].
 
     Raises:
-        ValueError: For another `padding_side`, and for a pair with an empty sequence.
+        ValueError: For an invalid `padding_side`, and for a pair with an empty sequence.
 
     Example:
 
@@ -227,13 +224,13 @@ class DataCollatorForLanguageModeling(SidedCollator, trl_sft.DataCollatorForLang
             As in [`DataCollatorForPreference`]. Labels of first tokens then stand in column 0, where no loss scores
             them: transformers counts them in some models.
         packed_rows (`bool`, *optional*, defaults to `False`):
-            Whether rows with `seq_lengths` are packed ones, and are concatenated also with `padding_free=False`: their
-            positions then tell the sequences apart. Trainers set it for `eval_packing`.
+            Whether rows with `seq_lengths` are packed, and are concatenated even with `padding_free=False`: their
+            positions then separate the sequences. Trainers set it for `eval_packing`.
         **kwargs:
-            The other fields of TRL's.
+            The other fields of TRL's collator.
 
     Raises:
-        ValueError: For another `padding_side`, and for an empty row.
+        ValueError: For an invalid `padding_side`, and for an empty row.
 
     Example:
 
@@ -284,7 +281,7 @@ def pad_right(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_swapped_labels(batch: dict[str, Any], swap: bool) -> dict[str, Any]:
-    """A left-padded batch in which the label of each first token and that of column 0 are swapped, or both -100."""
+    """A left-padded batch in which the labels of each first token and of column 0 are swapped, or both -100."""
     labels, first = batch["labels"].clone(), batch["attention_mask"].argmax(1)
     rows = (first > 0).nonzero().flatten()
     columns = first[rows]

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
-    """The columns of a dataset, a streamed one included; none where there is no dataset."""
+    """The columns of a dataset, also of a stream; an empty set without a dataset."""
     if dataset is None:
         return set()
     return set(getattr(dataset, "column_names", None) or next(iter(dataset), ()))
@@ -39,7 +39,7 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
 
 def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
     """Length of each list of a column, `(n,)`; 0 for a missing one."""
-    # Of int32 in Arrow; an empty array first, since there may be no rows.
+    # Arrow's lengths are int32. An empty array comes first, since there may be no rows.
     return np.concatenate([np.empty(0, dtype=np.int64), *map(_lengths, _batches(dataset, column))])
 
 
@@ -100,17 +100,17 @@ def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ..
 def _flat(dataset: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Concatenated lists of each batch, and offsets `(n + 1,)`: list `i` is `numbers[offsets[i] : offsets[i + 1]]`."""
     for batch in _batches(dataset, column):
-        # From lengths and not from Arrow's own offsets: those of a sliced chunk do not begin at 0.
+        # From lengths, not from Arrow's own offsets: the offsets of a sliced chunk do not begin at 0.
         yield pc.list_flatten(batch).to_numpy(), np.append(0, np.cumsum(_lengths(batch)))
 
 
 def _lengths(batch: pa.ChunkedArray) -> np.ndarray:
-    """Length of each list; 0 for a missing one, which has none in Arrow."""
+    """Length of each list; 0 for a missing list, whose length is null in Arrow."""
     return pc.fill_null(pc.list_value_length(batch), 0).to_numpy()
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
-    """The Arrow arrays of a column. Where rows were filtered or shuffled, nearly each is an array of its own."""
+    """The Arrow arrays of a column. After a filter or shuffle, nearly every row is an array of its own."""
     for batch in _batches(dataset, column):
         yield from batch.chunks
 
@@ -122,7 +122,7 @@ def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
 
 
 def is_empty(dataset: Dataset | IterableDataset, dataset_name: str) -> bool:
-    """Whether a dataset has no row; a `ValueError` unless it is for an evaluation and TRL has prepared it."""
+    """Whether a dataset has no row; if so, an error unless it is for evaluation and TRL has prepared it."""
     is_stream = isinstance(dataset, IterableDataset)
     if not (is_stream and next(iter(dataset), None) is None) and not (isinstance(dataset, Sized) and not len(dataset)):
         return False
@@ -136,7 +136,7 @@ def is_empty(dataset: Dataset | IterableDataset, dataset_name: str) -> bool:
 def require_columns(
     dataset: Dataset | IterableDataset, dataset_name: str, alternatives: list[set[str]], needs: str
 ) -> None:
-    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. It names the first one's."""
+    """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. The error names the first."""
     columns = column_names(dataset)
     if all(alternative - columns for alternative in alternatives):
         missing = sorted(alternatives[0] - columns)

@@ -1,4 +1,4 @@
-"""What is doubtful in data: a warning with the first rows, or with `strict` an error."""
+"""Warnings about doubtful data, which name the first rows; with `strict` they are errors."""
 
 from __future__ import annotations
 

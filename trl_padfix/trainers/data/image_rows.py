@@ -1,4 +1,4 @@
-"""Rows of a batch with their images, which processors lay one behind the other."""
+"""Rows of a batch with their images, which processors concatenate over all rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ ImageCounts = Mapping[str, Sequence[int]]
 """`num_images` of each row of a batch, and `num_tiles` where a processor cuts images, by TRL's names."""
 
 _OF_IMAGES = ("pixel_", "image_", "spatial_shapes", "num_tiles")
-"""Beginnings of the names of what a model gets of images."""
+"""Prefixes of the names of a model's image arguments."""
 
 _WITHOUT_ROWS = {"cache_position", "logits_to_keep"}
-"""Arguments with one value per column, of which there may be as many as rows."""
+"""Arguments with one value per column; a batch may have as many columns as rows."""
 
 
 def numbered_images(values: Mapping[str, Any]) -> dict[str, list[int]]:
-    """What TRL's batches, or the arguments of its methods, say of the images of each row."""
+    """Numbers of images and tiles of each row, from TRL's batches or the arguments of its methods."""
     return {name: values[name] for name in ("num_images", "num_tiles") if isinstance(values.get(name), list)}
 
 
@@ -109,7 +109,7 @@ def split_images(batch: Mapping[str, Any], count: int, counts: ImageCounts | Non
     given = {name: value for name, value in batch.items() if value is not None}
     try:
         split = split_pixel_values_by_grid(given | {name: list(n) for name, n in counts.items()})
-    except (RuntimeError, ValueError):  # other images than were counted
+    except (RuntimeError, ValueError):  # the images do not match the counts
         return None
     added = counts.keys() - batch.keys()
     return {k: v for k, v in split.items() if k not in added} if isinstance(split["pixel_values"], list) else None
@@ -133,10 +133,10 @@ def select_rows(
             split[name] = value[rows]
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) * rows_per_item == count:
             split[name] = value[items]
-        # A list of tensors is one of layers, unless it was made above.
+        # A list of tensors has one per layer, unless it was made above.
         elif isinstance(value, list) and len(value) == count and (value is not batch[name] or not _has_tensors(value)):
             split[name] = [value[i] for i in numbers]
-    # A model that gets no pixels computes text; of an empty tensor its tower would fail.
+    # Without pixels a model computes text; with an empty tensor its vision tower would fail.
     if has_pixels(split) and counts is not None and not any(counts["num_images"][i] for i in numbers):
         return without_images(split)
     if not has_pixels(split):
@@ -147,7 +147,7 @@ def select_rows(
 
 
 def are_cut_by_rows(batch: Mapping[str, Any], count: int, rows_per_item: int) -> bool:
-    """Whether all values of a batch of `count` rows are images, plain values, or have one for each row or item."""
+    """Whether all values of a batch of `count` rows are images, plain values, or have one entry per row or item."""
     entries = {count, count // rows_per_item}
     return all(
         len(value) in entries if isinstance(value, list) else value.dim() == 0 or len(value) in entries

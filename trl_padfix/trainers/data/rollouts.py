@@ -1,5 +1,5 @@
 """
-Makes training data of recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
+Makes training data from recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
 
 A rollout is a row with `messages` (tool calls and answers of tools included), a reward, and the task that it is a
 trial of.
@@ -206,7 +206,7 @@ class RecordedRollouts:
     ```
     """
 
-    __name__ = "recorded"  # TRL reads it of a `rollout_func`, and an instance has none
+    __name__ = "recorded"  # TRL reads the name of a `rollout_func`; instances have none
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"Rollouts are compared with one another, so a `datasets.Dataset` is needed, and not a "
-            f"`{type(dataset).__name__}`. Make one of a stream with `Dataset.from_generator`."
+            f"`{type(dataset).__name__}`. Make one from a stream with `Dataset.from_generator`."
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
@@ -280,7 +280,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
 
 
 def _as_number(value: Any) -> float:
-    """A value as a number; NaN if it is none."""
+    """A value as a number; NaN if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -289,9 +289,7 @@ def _as_number(value: Any) -> float:
 
 def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
     """The indices of the rows of each task."""
-    _require(
-        dataset, task, "Trials are compared within a task: name the column that they have in common with `task=`."
-    )
+    _require(dataset, task, "Trials are compared within a task: name the column of the task with `task=`.")
     trials: dict[Any, list[int]] = {}
     for i, name in enumerate(dataset[task][:]):
         trials.setdefault(name, []).append(i)

@@ -21,7 +21,7 @@ TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns that hold text or messages."""
 
 INSTEAD_OF_CONTENT = ("tool_calls", "thinking", "reasoning_content")
-"""What a message may have in place of its content."""
+"""Keys that a message may have in place of its content."""
 
 
 class DoubtfulRowError(ValueError):
@@ -29,15 +29,15 @@ class DoubtfulRowError(ValueError):
 
 
 class EmptyTextError(DoubtfulRowError):
-    """A row with an empty text beside its prompt, to which TRL adds an EOS token."""
+    """A row with a prompt and an empty text; TRL adds an EOS token to the text."""
 
 
 def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterable[str], strict: bool = True) -> Any:
     """
-    Check that every row of the dataset `name` has text, or messages with text, in those of `columns` that exist.
+    Check that every row of the dataset `name` has text, or messages with text, in each existing column of `columns`.
 
-    Returns the dataset. Doubtful rows, which a chat template may render, are warned about. Of a stream, rows are
-    checked as they come up: invalid ones are left out, counted and warned about, and doubtful ones are kept.
+    Returns the dataset. Warns about doubtful rows, which a chat template may render. Rows of a stream are checked when
+    they are read: invalid ones are left out and counted in a warning, doubtful ones are kept.
 
     Raises:
         ValueError: For an invalid row of a dataset; with `strict` for every row that is invalid or doubtful.
@@ -64,7 +64,7 @@ def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterab
 
 
 def _is_valid(chunk: pa.Array, column: str) -> bool:
-    """Whether Arrow's types and null counts prove all rows valid: a fast test, mostly enough without [`check_row`]."""
+    """Whether Arrow's types and null counts prove all rows valid: a fast test that mostly saves [`check_row`]."""
     if pa.types.is_string(chunk.type):
         is_full = column == "prompt" or not pc.any(pc.equal(chunk, "")).as_py()
         return column != "messages" and not chunk.null_count and is_full
@@ -151,7 +151,7 @@ def _defect(message: Any) -> str | None:
         return 'without a text `role` ("user" or "assistant", for instance)'
     content = message.get("content")
     has_replacement = content is None and any(message.get(part) for part in INSTEAD_OF_CONTENT)
-    return None if has_replacement or isinstance(content, (str, list)) else "whose `content` is no text"
+    return None if has_replacement or isinstance(content, (str, list)) else "whose `content` is not text"
 
 
 def _short(value: Any) -> str:

@@ -34,7 +34,7 @@ def check_tokenizer(processing_class: PreTrainedTokenizerBase | ProcessorMixin) 
 
 
 def check_vocabulary(processing_class: PreTrainedTokenizerBase | ProcessorMixin) -> None:
-    """Refuse a tokenizer of special tokens only: transformers makes it of a model folder without tokenizer files."""
+    """Refuse a tokenizer of special tokens only: transformers makes one for a folder without tokenizer files."""
     tokenizer = tokenizer_of(processing_class)
     if tokenizer is None or set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         return
@@ -51,7 +51,7 @@ def require_eos(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin,
     columns: Iterable[str],
 ) -> None:
-    """Raise a `ValueError` if plain texts in `columns` are to be ended with an EOS token and there is none."""
+    """Raise a `ValueError` if plain texts in `columns` need an EOS token and the tokenizer has none."""
     if tokenizer_of(processing_class).eos_token is not None:
         return
     row = next(iter(dataset), {})

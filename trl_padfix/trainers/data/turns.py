@@ -1,5 +1,5 @@
 """
-Makes one training row of each turn of the assistant in a conversation.
+Makes one training row from each turn of the assistant in a conversation.
 
 The prompt of a row is the conversation before the turn, the completion is the turn, both as the chat template renders
 them when the model generates that turn. Templates that drop earlier thinking (Qwen3 and later) render a turn
@@ -69,7 +69,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     if not isinstance(dataset, Dataset | IterableDataset):
         raise TypeError(
             f"`expand_turns` takes a dataset of `datasets`, and the {name} dataset is a `{type(dataset).__name__}`. "
-            "Make one of it with `Dataset.from_generator` or `IterableDataset.from_generator`."
+            "Make one from it with `Dataset.from_generator` or `IterableDataset.from_generator`."
         )
     is_stream = isinstance(dataset, IterableDataset)
     columns = sorted(column_names(dataset))
@@ -108,7 +108,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         return rows
 
     types: Any = dataset.features
-    # Given, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
+    # Passed, because Arrow would infer null for a column that is empty in the first batch, and fail in a later one.
     features = types and Features(
         {column: types[column] for column in other_columns}
         | dict.fromkeys(("prompt", "completion"), types["messages"])
@@ -117,7 +117,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     if is_stream:
         return dataset.map(expand, **how)
     # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
-    how |= {"load_from_cache_file": False, "desc": f"Making a row of each turn of the {name} dataset"}
+    how |= {"load_from_cache_file": False, "desc": f"Making a row from each turn of the {name} dataset"}
     rows: Any = dataset.map(expand, **how)
     _report(counts, len(dataset), len(rows), name)
     return rows
@@ -135,7 +135,7 @@ def check_turn_settings(config: TrainingArguments) -> None:
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
         if getattr(config, field, None) is refused:
             raise ValueError(
-                f"`expand_turns=True` makes a row of each turn and trains on that turn, and `{field}={refused}` asks "
+                f"`expand_turns=True` makes a row of each turn and trains on that turn; `{field}={refused}` asks "
                 f"for other tokens. Leave `{field}` out: each turn of the assistant is trained on, and nothing else."
             )
 
@@ -153,10 +153,10 @@ def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 _LEFT_OUT = {
     "without": "have no turn of the assistant to train on and are left out",
-    "first": "begin with the assistant; that turn has no prompt and is no row",
+    "first": "begin with the assistant; that turn has no prompt and gives no row",
     "joined": "have consecutive messages of the assistant; they are one turn",
 }
-"""What is said of conversations that are not used as they are."""
+"""Texts about conversations that are not used unchanged."""
 
 
 def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]], list[str]]:
@@ -173,10 +173,10 @@ def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]
 
 
 def _report(counts: Counter[str], conversations: int, rows: int, name: str) -> None:
-    """Warn about conversations that are not used as they are; raise a `ValueError` if there is no row."""
+    """Warn about conversations that are not used unchanged; raise a `ValueError` if there is no row."""
     if not rows:
         raise ValueError(
-            f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant behind "
+            f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant after "
             "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
         )
     for kind, text in _LEFT_OUT.items():

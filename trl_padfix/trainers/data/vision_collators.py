@@ -30,18 +30,18 @@ class VisionCollator(SidedCollator):
             images = len(example["images"])
             placeholders = count_placeholders(example, images, self.processor)  # type: ignore[attr-defined]
             if placeholders != images:
-                treatment = "rows have other images than placeholders; they are left to the model"
+                treatment = "rows have more or fewer images than placeholders; the model gets them unchanged"
                 self.raise_or_count(1, misplaced_message(row, images, placeholders, "the batch"), treatment)
         return dict(super().torch_call(examples))  # type: ignore[misc]
 
     def refuse_cut(self, batch: dict[str, Any], count: int, what: str) -> None:
-        """[`SidedCollator.raise_or_count`] for those of the `count` examples that have an empty completion."""
+        """[`SidedCollator.raise_or_count`] for examples (of `count`) that have an empty completion."""
         # Modulo, since row `count + i` is the rejected completion of example `i`.
         rows = sorted({i % count for i in (batch["completion_mask"].sum(1) == 0).nonzero().flatten().tolist()})
         if not rows:
             return
         within = f"a completion without a token (within `max_length={self.max_length}`)"  # type: ignore[attr-defined]
-        why = "log-probability would be 0 whatever the model does. Drop them, or raise `max_length`"
+        why = "log-probability would always be 0. Drop them, or raise `max_length`"
         error = f"{what.capitalize()} {rows} of the batch have {within}: its {why}."
         self.raise_or_count(len(rows), error, f"{what} have {within}, whose {why}")
 
@@ -65,8 +65,8 @@ class DataCollatorForVisionPreference(VisionCollator, trl_dpo.DataCollatorForVis
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, and for a pair with more or fewer images than placeholders, or with a
-            completion that has no token (left).
+        ValueError: For an invalid `padding_side`, and for a pair with more or fewer images than placeholders, or with
+            a completion that has no token (left).
 
     Example:
 
@@ -117,7 +117,7 @@ class DataCollatorForVisionLanguageModeling(VisionCollator, trl_sft.DataCollator
             The other fields of TRL's.
 
     Raises:
-        ValueError: For another `padding_side`, and for an example with more or fewer images than placeholders.
+        ValueError: For an invalid `padding_side`, and for an example with more or fewer images than placeholders.
 
     Example:
 
@@ -159,7 +159,7 @@ def misplaced_message(row: int, images: int, placeholders: int, where: str) -> s
 
 
 def count_placeholders(example: dict[str, Any], images: int, processor: Any) -> int:
-    """Placeholders in the text of an example with this number of `images`; as many if its text does not show them."""
+    """Number of placeholders in the text of an example; `images` if the text does not show them."""
     value = next((example[name] for name in ("messages", "prompt", "text") if example.get(name)), None)
     if not value:
         return images
@@ -169,14 +169,14 @@ def count_placeholders(example: dict[str, Any], images: int, processor: Any) -> 
     messages = [message for message in value if message["role"] != "tool"]
     parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
     placeholders = sum(part["type"] == "image" for part in parts)
-    # TRL puts all images before the first content of a user that is plain text.
+    # TRL puts all images before the first plain text of a user.
     if any(m["role"] == "user" and isinstance(m.get("content"), str) for m in messages):
         placeholders += images
     return placeholders
 
 
 def copied(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Shallow copies of the examples, since TRL's collators write to them; `images` is a list, perhaps empty."""
+    """Shallow copies of the examples, since TRL's collators write to them; `images` is a list, possibly empty."""
     copies = [dict(example) for example in examples]
     for example in copies:
         if "images" in example and example["images"] is None:

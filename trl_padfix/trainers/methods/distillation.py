@@ -35,7 +35,7 @@ class DistillationTask(OnlineTask):
         return trained_tokens(chunk) / trained_tokens(batch).clamp(min=1)
 
     def scoring_module(self, model: torch.nn.Module) -> Any:
-        return find_pretrained(model).base_model  # TRL computes the chunked divergence of hidden states
+        return find_pretrained(model).base_model  # TRL computes the chunked divergence from hidden states
 
 
 class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
@@ -51,7 +51,7 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`], for one of the models.
-        ValueError: For no teacher, a missing `prompt` column, and for prompts without a token.
+        ValueError: For a missing teacher, a missing `prompt` column, and for prompts without a token.
 
     Example:
 

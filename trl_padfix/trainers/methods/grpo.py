@@ -20,11 +20,12 @@ class GRPOTask(OnlineTask):
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         trainer = self.trainer
-        # The entropy of a token is compared with those of all tokens of the batch; Liger's loss is one fused call.
+        # The entropy of a token is compared with the entropy of all tokens of the batch; Liger's loss is one fused
+        # call.
         uses_entropy = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1
         if uses_entropy or getattr(trainer, "use_liger_kernel", False):
             return None
-        if trainer.loss_type in ("cispo", "dapo", "vespo"):  # sums over tokens, divided by those of a generation
+        if trainer.loss_type in ("cispo", "dapo", "vespo"):  # sums over tokens, divided by the tokens of a generation
             return 1.0
         if trainer.loss_type == "bnpo":  # a mean over the tokens of the batch
             return trained_tokens(chunk) / trained_tokens(batch).clamp(min=1)
@@ -56,7 +57,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     means over micro-batches change, because the micro-batches do.
 
     Logs `perf/tokens_per_second` (real tokens of the policy's forwards per second, generation included),
-    `padfix/pad_fraction` and `padfix/shared_fraction` beside TRL's metrics.
+    `padfix/pad_fraction` and `padfix/shared_fraction` in addition to TRL's metrics.
 
     Args:
         *args, **kwargs:

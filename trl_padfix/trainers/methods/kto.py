@@ -42,13 +42,13 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
         pad_to_multiple_of (`int`, *optional*):
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
-            `"left"` or `"right"`, also of the mismatched completions of the KL term.
+            `"left"` or `"right"`, also for the mismatched completions of the KL term.
         for_trainer (`bool`, *optional*, defaults to `False`):
             Whether invalid rows are counted in `odd_rows` and give a warning, instead of an error. Trainers set it,
             because they check their data before the first step.
 
     Raises:
-        ValueError: For another `padding_side`, for an empty completion, and for a left-padded row without a prompt
+        ValueError: For an invalid `padding_side`, for an empty completion, and for a left-padded row without a prompt
             token (its first token would be scored from padding).
 
     Example:
@@ -102,7 +102,7 @@ class KTOTask(Task):
         checked = super().check_dataset(dataset, arguments)
         if "label" in column_names(dataset) and isinstance(dataset, Dataset):
             for row, label in enumerate(values(dataset, "label")):
-                if label not in (0, 1):  # TRL takes -1 for desirable
+                if label not in (0, 1):  # TRL treats -1 as desirable
                     raise ValueError(
                         f"Row {row} (counted from 0) of the {arguments.dataset_name} dataset has {label!r} in column "
                         "`label`, and `True` (desirable) or `False` is needed. Map it: "
@@ -126,7 +126,7 @@ class KTOTask(Task):
     def around_chunks(self, inputs: dict[str, Any], sub_batches: Any) -> Iterator[dict[str, Any]]:
         """Compute the KL term once, with the first chunk, from all rows of all processes."""
         trainer, compute = self.trainer, self.trainer._compute_kl_logps
-        kl_means: dict[bool, torch.Tensor] = {}  # of the policy: `True`; of the reference: `False`
+        kl_means: dict[bool, torch.Tensor] = {}  # the policy's under `True`, the reference's under `False`
 
         def mean(logps: torch.Tensor) -> torch.Tensor:
             return reduce(logps.mean(), "mean")[None]
@@ -143,8 +143,8 @@ class KTOTask(Task):
             return
         batch = inputs
         if (precomputed := inputs.get("ref_KL_logps")) is not None:
-            # TRL takes the mean of these values over the rows of a chunk; with the mean of all rows in each place
-            # that is the mean of all rows, whatever the chunk.
+            # TRL takes the mean of these values over the rows of a chunk. Each value is the mean of all rows, so every
+            # chunk gets that mean.
             batch = {**inputs, "ref_KL_logps": mean(precomputed).expand(len(precomputed))}
         with temporarily_set(trainer, _compute_kl_logps=of_all_rows):
             yield batch
@@ -174,7 +174,7 @@ class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     TRL's [`~trl.KTOTrainer`] without padding, like [`DPOTrainer`].
 
     The forward of the mismatched completions of the KL term is packed, too, and the logged `padfix/` metrics count it.
-    `prefix_sharing=True` shares prefixes within each of both forwards.
+    `prefix_sharing=True` shares prefixes within each of the two forwards.
 
     Args:
         *args, **kwargs:

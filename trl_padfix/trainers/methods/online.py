@@ -81,7 +81,7 @@ class OnlineTask(Task):
             self._check_prompts_of(dataset, name)
 
     def _check_prompts_of(self, dataset: Dataset | IterableDataset, name: str) -> None:
-        """Warn of prompts of nothing but white space that have no token; raise a `ValueError` with `strict`."""
+        """Warn of prompts without a token, such as white space; raise a `ValueError` with `strict`."""
         if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
             return
         rows = blank_texts(dataset, "prompt")
@@ -126,13 +126,13 @@ class OnlineTask(Task):
 
         TRL shuffles the rows of a generation over its micro-batches, which scatters the completions of a prompt. The
         step does not depend on this order under three conditions: the loss is a sum over rows with weights that do
-        not depend on their micro-batch, the micro-batches of a generation fill whole steps, and no code of a user
-        acts on the loss or the gradient of a micro-batch.
+        not depend on their micro-batch, the micro-batches of a generation fill whole steps, and no user code acts on
+        the loss or the gradient of a micro-batch.
         """
         trainer, args, settings = self.trainer, self.trainer.args, self.trainer.padding.settings
         accumulated = args.gradient_accumulation_steps
         steps = getattr(args, "steps_per_generation", accumulated)
-        # Under a budget a batch is TRL's to the row; one big batch shares all prefixes of a step.
+        # Under a budget a batch keeps exactly TRL's rows; one big batch shares all prefixes of a step.
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
             return False
@@ -141,7 +141,7 @@ class OnlineTask(Task):
         of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
         if of_user := of_user or gradient_hook_name(trainer):
             logger.warning_once(
-                f"Rows stay in TRL's micro-batches: whether `{of_user}` compares those of a micro-batch is unknown. "
+                f"Rows stay in TRL's micro-batches, because `{of_user}` may compare the rows of a micro-batch. "
                 "With `gradient_accumulation_steps=1` a step shares all prefixes."
             )
         return of_user is None
@@ -218,8 +218,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 
     Args:
         batches (`list[dict]`):
-            Micro-batches with `prompt_ids` of shape `(B, P)`. Every value that is no scalar has `B` rows, except
-            images, of which `num_images` gives the number per row.
+            Micro-batches with `prompt_ids` of shape `(B, P)`. Every value that is not a scalar has `B` rows, except
+            images: `num_images` gives their number per row.
         window (`int`):
             Number of micro-batches of one optimizer step; divides `len(batches)`.
 
@@ -227,7 +227,7 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
         `list[dict]`: the same number of micro-batches, with the same sizes.
 
     Raises:
-        ValueError: If a value has other entries.
+        ValueError: If a value is neither a scalar nor has an entry for each row.
 
     Example:
 
@@ -271,8 +271,8 @@ def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
         is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
-                f"`{name}` of a batch has no value for each of its {count} rows, so it is unknown which of its "
-                f"{len(value)} values belong to a row, and {remedy}"
+                f"`{name}` of a batch does not have one value for each of its {count} rows, so it is unknown which "
+                f"of its {len(value)} values belong to a row, and {remedy}"
             )
 
 
@@ -282,5 +282,5 @@ def _image_keys(batch: dict[str, Any]) -> torch.Tensor:
     if pixels is None or len(pixels) != len(ids):
         return ids.new_zeros(len(ids), 1)
     sums = [row.double().sum() for row in pixels]
-    # Reinterpret the bits as integers, so that they fit beside the token ids and compare exactly.
+    # Reinterpret the bits as integers, so that they fit next to the token ids and compare exactly.
     return torch.stack(sums).view(torch.int64).to(ids)[:, None]

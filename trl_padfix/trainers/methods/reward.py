@@ -62,7 +62,7 @@ class RewardTask(PairTask):
                 rows = rows_of_only(dataset, column, pad_token_id)
                 if len(rows):
                     raise ValueError(
-                        f"`{column}` of pair {rows[0]} of the {name} dataset is nothing but pad tokens: padded "
+                        f"`{column}` of pair {rows[0]} of the {name} dataset has only pad tokens: padded on the "
                         "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "
                         "its own, set `pool_last_token=True`, or pad right."
                     )
@@ -70,7 +70,7 @@ class RewardTask(PairTask):
     def model_for_loss(self, model: torch.nn.Module) -> Any:
         def forward(margin: Any = None, **inputs: Any) -> Any:
             # TRL calls the model with the whole batch. Layers pass unknown arguments on to their attention, which
-            # would receive `margin` beside its mask.
+            # would receive `margin` together with its mask.
             return model(**inputs)
 
         return forward

@@ -14,7 +14,7 @@ __all__ = ["RLOOTrainer"]
 
 
 class RLOOTask(OnlineTask):
-    """Rows come in groups: completions of one prompt, each of which is one action."""
+    """Rows come in groups: completions of one prompt; each completion is one action."""
 
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 

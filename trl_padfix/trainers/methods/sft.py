@@ -47,7 +47,7 @@ class SFTTask(Task):
         side = self.trainer.padding.settings.padding_side
         if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
             raise ValueError(
-                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one behind "
+                f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
@@ -55,7 +55,7 @@ class SFTTask(Task):
         name, processing_class = arguments.dataset_name, arguments.processing_class
         if is_empty(dataset, name):
             return dataset
-        if arguments.formatting_func is None:  # else the chat template is not what writes the rows
+        if arguments.formatting_func is None:  # otherwise the chat template does not write the rows
             dataset = self._check_rows(dataset, arguments)
         if self.trainer.padding.settings.expand_turns:
             check_turns(dataset, processing_class, name)
@@ -169,7 +169,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For input that could not be trained on as meant: missing columns, no chat template, no row with a
+        ValueError: For input that cannot be trained on as intended: missing columns, no chat template, no row with a
             token to train on, no pad token.
 
     Example:

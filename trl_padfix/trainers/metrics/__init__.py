@@ -1,1 +1,1 @@
-"""What is counted and watched while a trainer runs."""
+"""Token counts and evaluation means of a running trainer."""

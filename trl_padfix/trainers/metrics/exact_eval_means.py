@@ -53,9 +53,9 @@ class ExactMeans(Part):
             if name != "train" and (is_stream or (keeps_duplicates and has_duplicates)):
                 raise NotImplementedError(
                     f"`exact_eval_means=True` counts each row of the {name} dataset once, and {processes} processes "
-                    "repeat some to fill their last batches, which cannot be left out of a stream, of packed "
-                    "rows, of rows with images, or of what `compute_metrics` is given. Set it to False, or choose a "
-                    "`per_device_eval_batch_size` that times the processes divides the rows."
+                    "repeat some to fill their last batches. Repeated rows cannot be dropped from a stream, from "
+                    "packed rows, rows with images, or the inputs of `compute_metrics`. Set it to False, or choose a "
+                    "`per_device_eval_batch_size` whose product with the number of processes divides the rows."
                 )
 
     def acts_in_steps(self) -> bool:
@@ -129,13 +129,13 @@ def drop_duplicate_rows(
         batch (`dict`):
             The batch of this process.
         rows_per_item (`int`):
-            Rows of an item: 2 for a pair, whose rejected row is `items` rows behind the chosen one.
+            Rows of an item: 2 for a pair, whose rejected row is `items` rows after the chosen one.
         replicas (`int`, *optional*, defaults to `1`):
             Number of adjacent processes that have the same batch.
 
     Returns:
-        The batch, and whether any of its rows is no duplicate. A batch of duplicates only is returned as it is: the
-        process must run its forward with the others.
+        The batch, and whether it has a row that is not a duplicate. A batch of duplicates only is returned unchanged:
+        the process must run its forward with the others.
 
     Example: with a remainder of 3 and 2 items per process, process 0 keeps both of its items and process 1 its first.
     """

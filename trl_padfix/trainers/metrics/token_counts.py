@@ -60,7 +60,7 @@ class TokenCounter:
 
     def __init__(self) -> None:
         self.sums: dict[torch.device, torch.Tensor] = {}
-        """Sums of counts by their device: a tensor there is read only by the report, which waits for the device."""
+        """Sums of counts by their device: only the report reads them, because reading waits for the device."""
         self.seconds = 0.0
         self._since: float | None = None
 
@@ -157,7 +157,7 @@ class TokenCounts(Part):
 
 
 def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool = True) -> dict[str, float]:
-    """The metrics of a mode since its last report, those of evaluation by names with `eval_`."""
+    """The metrics of a mode since its last report, with names that begin with `eval_` for evaluation."""
     prefix = "eval_" if mode == "eval" else ""
     return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
 
@@ -179,7 +179,7 @@ def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) 
 
 
 def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
-    """Show real tokens per second, and the fraction of the batch that is not computed, behind the progress bar."""
+    """Show real tokens per second, and the fraction of the batch that is not computed, after the progress bar."""
     text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
     if "padfix/pad_fraction" in metrics:
         # The second fraction is of real tokens, so the computed parts are multiplied.

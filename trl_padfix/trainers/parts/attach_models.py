@@ -30,7 +30,7 @@ def attach_to_models(
         trainer ([`~transformers.Trainer`]):
             The trainer.
         attach (`Callable`):
-            Removes padding from a model, and keeps the handle: a later check may fail, and its caller then detaches.
+            Removes padding from a model, and keeps the handle: a later check may fail, and the caller then detaches.
         models (`list`, *optional*):
             Some of the trainer's models; by default all.
 

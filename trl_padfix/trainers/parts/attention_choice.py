@@ -84,7 +84,7 @@ class AttentionChoice(Part):
             if models[prefix] is not None:
                 self._undo.callback(restore_attention, set_attention(models[prefix], implementation))
         if models["ref_"] is None and "ref_" in self._chosen:
-            # The policy computes the reference's forwards, too, so another implementation would be ignored in silence.
+            # The policy computes the reference's forwards, too, so another implementation would be silently ignored.
             of_reference, of_policy = self._chosen["ref_"], self._chosen.get("")
             of_policy = of_policy or str(find_pretrained(self.trainer.model).config._attn_implementation)
             if of_reference != of_policy:
@@ -102,7 +102,7 @@ class AttentionChoice(Part):
 def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
     ours = parse_implementation(vars(settings)[f"{prefix}attn_implementation"])
-    kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has none of its own
+    kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has no such field
     theirs = parse_implementation(kwargs.get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(

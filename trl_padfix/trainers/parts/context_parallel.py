@@ -5,8 +5,8 @@ accelerate provides the device mesh, the data loader that gives all processes of
 the sharding over `dp_shard x cp`. Its ring attention, which cuts padded rows, is replaced. transformers and TRL treat
 a context-parallel group like a tensor-parallel one: all its processes compute the full loss of one batch.
 
-Trainers that generate are refused, and so they are with tensor parallelism, under which processes share a batch, too:
-each process would draw completions of its own, and the run would hang when these have different lengths.
+Trainers that generate are refused, also under tensor parallelism, where processes share a batch, too. Each process
+would draw its own completions, and the run would hang when their lengths differ.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ class ContextParallel(Part):
 
     def check_batch(self, batch: dict[str, Any]) -> None:
         """
-        Compare the batch with those of the other processes of the group: collectives would hang if they differ.
+        Compare the batch with the batches of the other processes of the group: collectives would hang if they differ.
 
         This costs one small reduction in each step, for which the host waits.
 
         Raises:
-            ValueError: If the processes of the group have different ids, masks or labels; on each of them.
+            ValueError: If the processes of the group have different ids, masks or labels; raised on each of them.
         """
         group = self.group
         if group is not None and not group.all_equal(_checksums(batch), self.trainer.accelerator.device):
@@ -117,19 +117,19 @@ class ContextParallel(Part):
         if self.group is None:
             return contextlib.nullcontext()
         gathers = {"gather": accelerator.gather}
-        if "gather_for_metrics" in vars(accelerator):  # set by a user: that of the class calls `gather`
+        if "gather_for_metrics" in vars(accelerator):  # set by a user: the class's method calls `gather`
             gathers["gather_for_metrics"] = accelerator.gather_for_metrics
         return temporarily_set(accelerator, **{name: self._of_groups(gather) for name, gather in gathers.items()})
 
     def _of_groups(self, gather_all: Callable) -> Callable:
-        """`gather_all` with the rows of one process of each group, where it gives those of all processes."""
+        """`gather_all`, reduced to the rows of one process of each group where it returns all processes."""
         assert self.group is not None
         size, processes = self.group.size, self.trainer.accelerator.num_processes
 
         def gather_of_groups(values: object, *args: object, **kwargs: object) -> Any:
             def first_of_each(x: torch.Tensor) -> torch.Tensor:
                 gathered = gather_all(x, *args, **kwargs)
-                # Not all: an outer block of this kind has taken one process of each group already, or `gather` is
+                # Otherwise an outer block like this one has taken one process of each group already, or `gather` is
                 # switched off, because the metrics of a micro-batch stay local.
                 is_all = len(gathered) == processes * (len(x) if x.dim() else 1) if gathered.dim() else False
                 return gathered.unflatten(0, (processes, -1))[::size].flatten(0, 1) if is_all else gathered
@@ -164,8 +164,8 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
     for size, generates in {"cp_size": task.generates_rows is not False, "tp_size": task.generates_rows}.items():
         if generates and splitting_parallelism(accelerator, size):
             return (
-                f"{type(trainer).__name__} generates rows on every process, and with `{size}` some share theirs: they "
-                f"would differ. Train with `{size}=1`; `dp_shard_size` (FSDP2) shards the model."
+                f"{type(trainer).__name__} generates rows on every process, and with `{size}` some must share "
+                f"their rows. Train with `{size}=1`; `dp_shard_size` (FSDP2) shards the model."
             )
     if not splitting_parallelism(accelerator, "cp_size"):
         return None
@@ -185,13 +185,13 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
 def _checksums(batch: dict[str, Any]) -> list[Any]:
     """
     Two numbers for the whole-number tensors of a batch: one differs if numbers of rows, sizes or the order of tensors
-    differ, and one on the device if values do (but for rare collisions).
+    differ; the other, on the device, if values differ (except for rare collisions).
     """
     shapes: int = 0
     values: Any = 0
     tensors = [x for x in batch.values() if isinstance(x, torch.Tensor) and not x.is_floating_point()]
     for i, x in enumerate(tensors, 1):
-        # Sizes are multiplied with a prime that is larger than numbers of rows, so that the two do not cancel out; the
+        # Sizes are multiplied by a prime that is larger than numbers of rows, so that the two do not cancel out; the
         # position `i` distinguishes orders.
         shapes += i * ((len(x) if x.dim() else 1) + 65_537 * x.numel())
         # Weights by position, within a tensor and (`* 3`) among tensors: swapped values have another checksum. int64
@@ -204,7 +204,7 @@ def _checksums(batch: dict[str, Any]) -> list[Any]:
 def _check_sizes(config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If processes share rows and the product of the sizes is not their number; on each of them.
+        ValueError: If processes share rows and the product of the sizes is not their number; raised on all of them.
     """
     parallelism = getattr(config, "parallelism_config", None)
     if parallelism is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):

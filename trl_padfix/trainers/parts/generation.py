@@ -50,8 +50,8 @@ class Generation(Part):
     """
     After the loss of an evaluation dataset, generates answers to its prompts.
 
-    Predictions and references go to `compute_metrics`, the texts to a file. The loss is computed as without it, but
-    keeps no logits.
+    Predictions and references go to `compute_metrics`, the texts to a file. The loss stays the same, but logits are
+    not kept.
     """
 
     evaluated: Any = None
@@ -80,7 +80,7 @@ class Generation(Part):
             longest = max(int(batch["attention_mask"].sum(1).max()) for *_, batch in batches)
             check_budget(self._generator, longest, **self._generation_settings())
             is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
-            if not is_sharded:  # the first prompt for one token: `generate` refuses what it cannot do
+            if not is_sharded:  # one token for the first prompt: `generate` refuses what it cannot do
                 self._generate_from(dataset, count=1, max_new_tokens=1, min_new_tokens=None)
 
     def around_dataloader(self, dataset: Any, is_training: bool) -> AbstractContextManager[Any]:
@@ -204,7 +204,7 @@ class Generation(Part):
 
 
 def _require_prompts(dataset: Any, name: str) -> None:
-    """Raise a `ValueError` if a dataset is no `Dataset` with rows that separate prompt and answer."""
+    """Raise a `ValueError` if a dataset is not a `Dataset` with rows that separate prompt and answer."""
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) and len(dataset) else set()
     if "messages" not in columns and not ("prompt" in columns and columns & {"completion", "chosen"}):
         raise ValueError(
@@ -217,7 +217,7 @@ def _require_prompts(dataset: Any, name: str) -> None:
 def _prompt_of(
     row: dict[str, Any], processing_class: PreTrainedTokenizerBase | ProcessorMixin, chat_template: str | None
 ) -> Prompt:
-    """Prompt and reference of a row: of `prompt` and `completion` or `chosen`, or else of `messages`."""
+    """Prompt and reference of a row: from `prompt` and `completion` or `chosen`, or else from `messages`."""
     images = [row["image"]] if row.get("image") is not None else list(row.get("images") or [])
     answers = [row[name] for name in ("completion", "chosen") if name in row]
     prompt, answer = (row["prompt"], answers[0]) if answers else (row["messages"], [])
@@ -245,7 +245,7 @@ def _prompt_of(
 
 
 def _write(samples: list[dict[str, str]], path: Path) -> None:
-    """Write samples to `path` as JSON lines; replaces those of an earlier evaluation of the same step."""
+    """Write samples to `path` as JSON lines; replaces the samples of an earlier evaluation of the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
     write_whole(path, lambda beside: beside.write_text("".join(lines), encoding="utf-8"))

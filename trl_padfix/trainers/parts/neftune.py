@@ -28,7 +28,7 @@ def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> Pre
         logger.info("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
         return False
     raise PaddingRemovalError(
-        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin alike and "
+        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
         "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
         "the padded batch."
     )

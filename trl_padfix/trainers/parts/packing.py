@@ -56,8 +56,8 @@ class RemovePadding(Part):
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
 
     def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
-        # Here the decoder packs. TRL's own `padding_free` would pack in the collator: since TRL 0.29 it warns that
-        # this is off, and before it raises.
+        # Here the decoder packs. TRL's own `padding_free` would pack in the collator: TRL 0.29 and later warn that
+        # this is off, and earlier versions raise an error.
         values: dict[str, Any] = {"padding_free": False}
         if self.settings.padding_free and config is not None and config.torch_compile:
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
@@ -77,11 +77,12 @@ class RemovePadding(Part):
             self._compile()
 
     def is_outdated(self) -> bool:
-        """Whether the trainer has other models than those attached to, or another trainer has taken them over."""
+        """Whether the trainer has new models without our patches, or another trainer has taken over its models."""
         padding, models = self.trainer.padding, models_of(self.trainer)
         if not padding.is_attached or padding.is_restored:
             return False
-        # Another trainer takes over what is attached. Where this one has attached nothing, what it attached is found.
+        # Another trainer takes over our attachments. If we have none, look for attachments of that trainer on our
+        # decoders.
         if any(attachment.taken_over for attachment in self._attachments):
             return True
         if not self._attachments and any(a.owned_by_trainer for d in self._decoders for a in attachments_on(d)):
@@ -111,7 +112,7 @@ class RemovePadding(Part):
         return attachment
 
     def _vocabulary(self) -> int | None:
-        """Number of token embeddings of the model; `None` if it does not tell."""
+        """Number of token embeddings of the model; `None` if the model has none."""
         return getattr(find_pretrained(self.trainer.model).get_input_embeddings(), "num_embeddings", None)
 
     def _check_token_ids(self) -> None:
@@ -146,7 +147,7 @@ class RemovePadding(Part):
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
     def _check_images(self, name: str, dataset: Dataset | IterableDataset) -> None:
-        """Refuse images if the model takes text only, or if their number differs from that of the placeholders."""
+        """Refuse images if the model takes text only, or if their number differs from the number of placeholders."""
         if not (images := image_columns(dataset)):
             return
         if trains_on_images(self.trainer) is False:

@@ -20,14 +20,14 @@ __all__ = ["PaddingSide"]
 
 logger = get_logger(__name__)
 
-VIRTUAL_TOKENS = "PEFT puts its virtual tokens before the padding, farther from a row than they are in the row alone"
+VIRTUAL_TOKENS = "PEFT puts its virtual tokens before the padding, farther from the row than without padding"
 
 
 class PaddingSide(Part):
     """
     `padding_side`: replaces TRL's collator by ours, and numbers the tokens of a left-padded row from its first one.
 
-    Where none of our fields is set, it acts for a tokenizer, or a collator of ours, that pads left, and only then.
+    If none of our fields is set, it acts only for a tokenizer, or a collator of ours, that pads left.
     """
 
     def __init__(self, trainer: Any):
@@ -51,7 +51,8 @@ class PaddingSide(Part):
         Replace TRL's collator. Ours count invalid rows instead of raising errors.
 
         Raises:
-            ValueError: If rows behind tokens that PEFT learns would be padded left: it puts these before the padding.
+            ValueError: If rows with PEFT's virtual tokens would be padded left: PEFT puts these tokens before the
+            padding.
         """
         trainer, collators = self.trainer, self.trainer.padding.task.collators
         collator = trainer.data_collator

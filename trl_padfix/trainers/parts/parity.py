@@ -67,17 +67,17 @@ class Parity(Part):
         self._first_steps: dict[str, int] = {}
         """The number of the first step of each mode."""
         self._widest: dict[str, Any] = {}
-        """The widest batch of training so far: it has the longest row, and nobody waits for the device to see that."""
+        """The widest training batch so far: it has the longest row, and its width is known without the device."""
         self._watches_length = self.settings.parity_check in (True, "forward")
         self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
         """Modes whose first step was not compared as a whole."""
 
     def _is_due(self, mode: str) -> bool:
-        """Whether the next forwards of a mode are compared, as far as is known before them."""
+        """Whether the next forwards of a mode are compared, as far as this is known before they run."""
         padding = self.trainer.padding
         if mode in padding.parity or not (padding.handles and self.settings.parity_check):
             return False
-        # Hooks that are registered after the first step: calls are computed padded from there on.
+        # With hooks that are registered after the first step, calls run padded from then on.
         has_begun = padding.parity or self._handle_of_user_step is padding.handle
         return not (has_begun and padding.handle.has_changed)
 
@@ -94,7 +94,7 @@ class Parity(Part):
                 yield
         except ParityError as error:
             failed = error
-        # In the first step only, whether or not this process compares one: the host waits for the others here.
+        # Only in the first step, because the host waits for the other processes here. All of them must call it.
         if self._first_steps.setdefault(step.mode, step.number) == step.number:
             raise_on_all(failed)
         elif failed is not None:
@@ -107,7 +107,7 @@ class Parity(Part):
         Every process comes here in the same steps, and decides by the number of the step and by its settings.
 
         Raises:
-            ParityError: If the packed row is not the row alone; on other processes a `RuntimeError`.
+            ParityError: If the packed row differs from the row alone; on other processes a `RuntimeError`.
         """
         trainer, handle = self.trainer, self.trainer.padding.handle
         meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sharded(trainer)
@@ -129,14 +129,14 @@ class Parity(Part):
     def _compare_longest(self, model: torch.nn.Module, handle: PaddingRemoval, batch: dict[str, Any]) -> None:
         reports = self.trainer.padding.parity.get("train")
         if not (batch and reports) or handle.has_changed or (length := longest_row(batch)) < 2:
-            return  # nothing is packed, or not any more, or there is nothing to predict
+            return  # nothing is packed (any longer), or there is nothing to predict
         begin = time.perf_counter()
         try:
             distance = check_longest_row(self.trainer.accelerator.unwrap_model(model), batch, reports[0])
         except UnpackableCallError:  # such rows are computed padded in training, too
             return
         said = (
-            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed behind "
+            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed after "
             "another row against alone:"
         )
         if not distance.ok:
@@ -159,7 +159,7 @@ class Parity(Part):
                 raise failed
         else:
             for handle in padding.handles:
-                handle.accept_hooks()  # the comparison after these forwards judges them
+                handle.accept_hooks()  # the comparison after these forwards checks them
             with self._compared_on_first_call(step.mode, step.model):
                 yield
 
@@ -183,7 +183,7 @@ class Parity(Part):
             yield
 
     def _check_step(self, step: Step) -> str | None:
-        """Compare the step of a trainer; what makes its loss another one without padding, if anything does."""
+        """Compare the step of a trainer; returns why its loss changes without padding, or `None`."""
         trainer = self.trainer
         begin = time.perf_counter()
         gradients = step.mode == "train" and self.settings.parity_check != "forward" and torch.is_grad_enabled()
@@ -204,8 +204,8 @@ class Parity(Part):
         """
         Compare the batches of a step.
 
-        Returns an error for the end of the step: with several processes, and of a batch that the model itself refuses,
-        of which TRL may have more to say.
+        Returns an error for the end of the step: with several processes, and for a batch that the model itself
+        refuses, because TRL's own error may say more.
         """
         padding = self.trainer.padding
         failed: Exception | None = None
@@ -213,7 +213,7 @@ class Parity(Part):
             if is_packed:
                 inputs = {name: step.inputs[name] for name in step.inputs.keys() & {"labels"}} | batch
                 if (multimodal := padding.handle.multimodal) is not None:
-                    # Its arguments beside ids, mask and labels: pixels, grids, token types.
+                    # Its arguments besides ids, mask and labels: pixels, grids, token types.
                     names = parameters_of(multimodal.forward).keys() - {"input_ids", "attention_mask", "labels"}
                     images = padding.task.parity_inputs(step.inputs, batch)
                     inputs |= {name: value for name, value in images.items() if name in names}
@@ -247,7 +247,7 @@ class Parity(Part):
             self.print_reports(mode)
 
     def _will_pack(self, batches: list[Any]) -> list[bool]:
-        """Whether each batch is packed; where processes meet in each forward, on all of them."""
+        """Whether each batch is packed; where processes meet in each forward, on all processes."""
         packed, trainer = [will_pack(self.trainer.padding.handle, batch) for batch in batches], self.trainer
         if trainer.accelerator.num_processes > 1 and is_sharded(trainer):
             packed = [all(of_batch) for of_batch in zip(*gather_object([packed]), strict=True)]
@@ -263,14 +263,14 @@ class Parity(Part):
         trains = mode == "train" and self.settings.parity_check != "forward"
         try:
             compare(trainer, [model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
-        except UnpackableCallError:  # as `will_pack`: the model around the decoder may not be able to, either
+        except UnpackableCallError:  # as in `will_pack`: the model around the decoder may not pack, either
             if self.settings.strict or is_sharded(trainer):  # processes that shard a model meet in each forward
                 raise
             if not reports:
                 del trainer.padding.parity[mode]
 
     def print_reports(self, mode: str) -> None:
-        """Print the reports of training, which include gradients; those of evaluation only if nothing is trained."""
+        """Print the training reports, which include gradients; evaluation reports only if nothing is trained."""
         trainer, parity = self.trainer, self.trainer.padding.parity
         if trainer.padding.is_dry_run:  # its table has them
             return
@@ -310,7 +310,7 @@ def compare(
         handle = attachment_of(model)
         if report.ok and report.fault and handle is not None:
             handle.say_once(
-                f"{report.fault}. The run goes on packed; what is computed padded has this error. {report}.", "fault"
+                f"{report.fault}. The run goes on packed; padded computations have this error. {report}.", "fault"
             )
     for report in reports[compared:]:  # after all forwards, which processes that shard the models compute together
         report.raise_if_failed()
@@ -351,7 +351,7 @@ def tensor_arguments(module: Any, args: Any, kwargs: dict[str, Any]) -> dict[str
 def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[str, Any]]:
     """A block that records the first call of a model that `handle` packs: its tensors by name, empty until then."""
     call: dict[str, Any] = {}
-    outer: dict[str, Any] = {}  # of a module of a user's around the model, which may need its labels
+    outer: dict[str, Any] = {}  # of a user's module around the model, which may need its labels
 
     def keep_labels(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         outer.update({name: x for name, x in tensor_arguments(module, args, kwargs).items() if name == "labels"})
@@ -368,7 +368,7 @@ def first_call(model: torch.nn.Module, handle: PaddingRemoval) -> Iterator[dict[
     # of the inner model, so that hooks of the inner model never run.
     called = find_peft(model) or find_pretrained(model)
     around = [_Recorder(model, recording, keep_labels)] if model is not called else []
-    # A hook, because ms-swift embeds images in another one, which runs later: the patch only sees embeddings. And a
+    # A hook, because ms-swift embeds images in another hook, which runs later: the patch only sees embeddings. And a
     # patch, because sentence-transformers calls `model.forward`, which runs no hooks.
     hook = called.register_forward_pre_hook(keep, with_kwargs=True, prepend=True)
     with hook, recording.attach([*around, _Recorder(called, recording, keep)]):

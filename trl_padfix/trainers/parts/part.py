@@ -51,8 +51,8 @@ class Step:
         number (`int`): The optimizer step; in training the first one is 1.
         padded_batches (`Callable`): `Task.padded_batches`.
         arguments (`dict`): The other arguments of `compute_loss` by name.
-        why_padded (`str`, *optional*): What makes its forwards padded ("The call has ...").
-        has_rows (`bool`): Whether any row of the batch counts; if none does, all repeat those of other processes.
+        why_padded (`str`, *optional*): Why its forwards run padded ("The call has ...").
+        has_rows (`bool`): Whether any row of the batch counts; otherwise all rows repeat rows of other processes.
         result (`Any`): The value that `compute_loss` returned, once it has.
     """
 
@@ -106,8 +106,8 @@ class Padding:
         task ([`Task`]):
             Describes the rows of the trainer, and how its loss depends on them.
         parts (`tuple[Part, ...]`):
-            The features of this package in the trainer, in the order of their hooks. Where none of our fields is set
-            there are none, or [`PaddingSide`] alone. `budget` is one of them, and `in_steps` those that act in steps.
+            The features of this package in the trainer, in the order of their hooks. If none of our fields is set,
+            there are none, or only [`PaddingSide`]. `budget` is one of them, and `in_steps` those that act in steps.
 
     Example:
 
@@ -127,7 +127,7 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.budget: Budget | None = None
-        self.checks_columns = True  # of prepared rows; a collator of a user's may read others
+        self.checks_columns = True  # of prepared rows; a user's collator may read others
         self.is_attached = False
         self.is_restored = False
         self.is_dry_run = False
@@ -186,7 +186,7 @@ class Part:
         """Called after `attach`, and again when the trainer computes with other models, or gets them back."""
 
     def acts(self) -> bool:
-        """Whether the part has anything to do; asked when TRL's `__init__` has ended. Otherwise it is left out."""
+        """Whether the part has anything to do; called after TRL's `__init__`. If not, the part is left out."""
         return True
 
     def is_outdated(self) -> bool:
@@ -218,7 +218,7 @@ class Part:
         return contextlib.nullcontext()
 
     def acts_in_steps(self) -> bool:
-        """Whether the four hooks below are called in steps; asked after `attach_to_models`."""
+        """Whether the four hooks below are called in steps; called after `attach_to_models`."""
         return type(self).around_step is not Part.around_step
 
     def begin_step(self, step: Step) -> Step:

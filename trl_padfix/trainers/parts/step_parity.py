@@ -47,7 +47,7 @@ ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
 EXACT = (2e-5, 1e-4)
-"""Relative differences of loss and gradient that pass unmeasured, in float32."""
+"""Relative differences of loss and gradient that pass without measuring the rounding, in float32."""
 
 HALF_LIMITS = (0.25, 2.0)
 """The same in half precision, in units of the dtype's epsilon."""
@@ -56,7 +56,7 @@ TIMES_ROUNDING = 3
 """Two steps may differ by this many times the difference of two padded ones that are right."""
 
 SAMPLED = 65536
-"""Most entries of the gradient of a parameter that are compared."""
+"""Maximum number of compared entries in the gradient of a parameter."""
 
 
 NOTHING = (0.0, 0.0)
@@ -86,9 +86,9 @@ class StepReport:
         loss, reference (`float`): The loss as configured, and the one that it is compared with.
         distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
         refilled (`tuple[float, float]`, *optional*):
-            Those of the padded step from itself with other tokens at padding, if it was computed.
+            Relative differences of the padded step when other tokens stand at padding, if computed.
         limits (`tuple[float, float]`): The largest differences that rounding explains.
-        same (`tuple[float, float]`): Those of two steps with the same kernels on the same shapes.
+        same (`tuple[float, float]`): The same limits for two steps with the same kernels on the same shapes.
         items (`int`): Number of rows (pairs) that were computed.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
@@ -128,9 +128,9 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     Compute a step on a few rows of its batch, as configured and without padding removal, and compare them.
 
     If the loss is a sum over rows with known weights, the step must be the sum of the steps of each row alone. For any
-    other loss it must be the padded step, and that step must not change with the tokens at padding. Where a fixed
-    limit is passed, rounding is measured: by padded steps with embeddings one rounding away and, in half precision,
-    with another attention function.
+    other loss it must be the padded step, and that step must not change with the tokens at padding. If a fixed limit
+    is exceeded, rounding is measured: by padded steps with embeddings one rounding away and, in half precision, with
+    another attention function.
 
     Metrics, plain attributes of the trainer, buffers, gradients and random states are put back.
 
@@ -140,7 +140,7 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     if not _can_repeat(trainer):
         return None
     batches = _few_items(trainer, step.inputs)
-    # Losses gather metrics, and shards parameters: all processes compute equally many forwards.
+    # Losses gather metrics and sharded models gather parameters: all processes compute equally many forwards.
     most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
     if fewest == 0 or (most > fewest and is_sharded(trainer)):
         return None
@@ -159,12 +159,12 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
 
 def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
     """Whether a step can be computed several times, with padding removal and without it."""
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as asked for
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
     return not (pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"))
 
 
 def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
-    """The batch of a few short items of different lengths, and that of each of them; empty if it cannot be cut."""
+    """The batch of a few short items of different lengths, and the batch of each; empty if it cannot be cut."""
     task = trainer.padding.task
     forwards = task.padded_batches(inputs)
     ids, mask = (forwards[0].get(name) for name in ("input_ids", "attention_mask")) if forwards else (None, None)
@@ -205,7 +205,7 @@ class _Comparison:
             reference = self._padded(batch) if weights is None else self._alone(items, weights)
         except Exception as error:  # a user's loss may need a whole batch
             logger.info(f"The step of a few rows was not compared, since its loss raises {error!r}.")
-        if self._on_any_process(not math.isfinite(reference.loss)):  # where one raised, no other may go on alone
+        if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
         limits, same = _limits(self.dtype), _limits(_dtype_of_weights(self.trainer))
@@ -214,7 +214,7 @@ class _Comparison:
             packed = self._as_configured(batch)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of a user's loss, of what padding removal gives it
+        except Exception as error:  # a user's loss may fail without padding
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
@@ -224,7 +224,7 @@ class _Comparison:
         )
         if weights is not None and not self._on_any_process(not report.ok):
             return report
-        # Rounding may hide how rows depend on one another. What stands at padding changes no real token at all, unless
+        # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
@@ -266,11 +266,11 @@ class _Comparison:
         return others
 
     def _weights(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
-        """The weights of the items in the loss of `batch` in training; `None` if it may be no sum over them."""
+        """The weights of the items in the loss of `batch` in training; `None` if it may not be a sum over them."""
         padding = self.trainer.padding
         # A rotary embedding that depends on the longest row of a forward.
         depends_on_rows = any(handle.anatomy.length_dependent_ropes for handle in padding.handles)
-        needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term is of all rows
+        needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term needs all rows
         reason = padding.budget.why_all_rows() or gradient_hook_name(self.trainer)
         if self.step.mode == "eval" or depends_on_rows or needs_all or reason is not None:
             return None
@@ -331,7 +331,7 @@ def _dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
 def _other_padding(
     batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
-    """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with those of other tokens at its padding."""
+    """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with other tokens' embeddings at padding."""
     for ids, mask in ((batch["input_ids"], batch["attention_mask"]) for batch in batches):
         if args and args[0].shape == ids.shape and torch.equal(args[0], ids):
             others = output.detach().flatten(0, 1)[torch.randperm(mask.numel(), device=mask.device)]
@@ -340,6 +340,6 @@ def _other_padding(
 
 
 def _one_rounding_away(dtype: torch.dtype, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, as drawn."""
+    """A forward hook: embeddings with each number one rounding of `dtype` larger or smaller, at random."""
     signs = torch.randint(0, 2, output.shape, device=output.device, dtype=torch.int8) * 2 - 1
     return output + output.detach() * signs * (torch.finfo(dtype).eps / 2)
