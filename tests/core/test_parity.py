@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import by_turns
+from kit.processes import logged
 from kit.tolerance import tolerance
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo import families
@@ -121,6 +122,14 @@ def test_modes_and_stats_come_back_after_an_exception():
         assert handle.enabled
         assert handle.stats.padded_tokens == 0
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_after_a_check_fsdp_computes_with_the_weights_of_its_step(tmp_path):
+    found = logged("multi_gpu", tmp_path, "kit.sharded_parity")
+    assert found["checked"] == found["unchecked"]
+    assert abs(found["stale"][1] - found["unchecked"][1]) > 0.1
 
 
 # -- what is wrong fails

@@ -19,7 +19,7 @@ from trl_padfix.core.attention.segments import attend_by_segment, gather_keys
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
-from trl_padfix.core.parallel.local import LocalLabels
+from trl_padfix.core.parallel.local import ContextParallelTokens, LocalLabels
 from trl_padfix.core.parallel.mixers import with_context_parallel
 
 
@@ -115,6 +115,23 @@ def test_values_of_all_processes_come_in_the_order_of_the_packed_row(monkeypatch
     monkeypatch.setattr(Group, "all_gather_for_loss", lambda self, x, lengths: in_rank_order)
     for cp_layout, part in zip(group, parts, strict=True):
         assert cp_layout.all_gather_for_loss(part).equal(tokens)
+
+
+def test_features_of_visual_tokens_go_with_their_tokens():
+    """Those of several layers (Qwen3-VL), which are in the order of the visual tokens; positions have axes."""
+    tokens = torch.arange(LAYOUT.packed_tokens)
+    visual = tokens % 3 == 1
+    features = tokens[visual].float()[:, None]
+    call = {"inputs_embeds": tokens[None, :, None], "position_ids": tokens.expand(3, 1, -1)}
+    call |= {"visual_pos_masks": visual[None], "deepstack_visual_embeds": [features, -features]}
+    for cp_layout in cp_layout_of(LAYOUT, 3):
+        own, found = cp_layout.local(tokens), ContextParallelTokens(cp_layout).select(call)
+        assert found["inputs_embeds"].flatten().equal(own)
+        assert found["position_ids"].equal(own.expand(3, 1, -1))
+        of_own = own[own % 3 == 1].float()[:, None]
+        assert found["visual_pos_masks"].sum() == len(of_own) < len(features)
+        for layer, expected in zip(found["deepstack_visual_embeds"], (of_own, -of_own), strict=True):
+            assert layer.equal(expected)
 
 
 def test_a_label_is_scored_where_its_token_is_computed():

@@ -64,10 +64,10 @@ def one_process(models, tmp_path_factory):
     """TRL's trainer in this process."""
 
     @cache
-    def run(family: str, kind: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(family: str, kind: str, holes: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         output = tmp_path_factory.mktemp("one_process")
         with stable_topk():
-            logs = train_saved(kind, trl, models / family, output, per_device_train_batch_size=STEP_ROWS)
+            logs = train_saved(kind, trl, models / family, output, holes, per_device_train_batch_size=STEP_ROWS)
         return curve(logs), load_file(output / "model.safetensors")
 
     return run
@@ -114,6 +114,22 @@ def test_two_processes_give_the_trajectory_of_one(strategy, models, one_process,
         steps = [log for log in found[case] if "loss" in log]
         assert max(log["padfix/pad_fraction"] for log in steps) > 0.05, case
         assert (max(log["padfix/shared_fraction"] for log in steps) > 0.05) == (mode == "prefix sharing"), case
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("zero3", marks=[pytest.mark.matrix, NEEDS_DEEPSPEED])])
+def test_a_process_may_compute_its_batch_padded_while_the_other_one_packs(strategy, models, one_process, tmp_path):
+    """Its rows have masked tokens between real ones; TRL's figures without such tokens are the control."""
+    cases = ["bloom,dpo,holes"]
+    found = launch(strategy, cases, models, tmp_path)
+    for case in cases:
+        family, kind, _ = case.split(",")
+        steps = [log for log in found[case] if "loss" in log]
+        assert min(log["padfix/padded_forwards"] for log in steps) > 0, case
+        assert max(log.get("padfix/pad_fraction", 0.0) for log in steps) > 0.05, case  # none if both are padded
+        assert_same(tmp_path / case, found[case], one_process(family, kind, holes=True), models / family)
+        with pytest.raises(AssertionError, match="not close"):
+            assert_same(tmp_path / case, found[case], one_process(family, kind), models / family)
 
 
 @pytest.mark.matrix

@@ -72,7 +72,19 @@ def save_initial(family: str, folder: Path) -> None:
         model.save_pretrained(folder / family / name)
 
 
-def train_saved(kind: str, library: Any, models: Path, output: Path, **config: Any) -> list[dict]:
+UNIFORM_TOKENS = 11
+"""Tokens of the rows of one length: twice five words, and the end."""
+
+
+def hide_tokens(collator: Any, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Hides a token within the rows of one length, which one process of two has."""
+    batch = collator(examples)
+    uniform = batch["attention_mask"].sum(1) == UNIFORM_TOKENS
+    batch["attention_mask"][uniform, 3] = 0
+    return batch
+
+
+def train_saved(kind: str, library: Any, models: Path, output: Path, holes: bool = False, **config: Any) -> list[dict]:
     """Train the models that [`save_initial`] left in a folder, and save the policy; returns the log."""
     given = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 1e-1, "max_grad_norm": 1.0, "max_length": 26}
     given |= {"per_device_eval_batch_size": 2, "train_sampling_strategy": "sequential"} | config
@@ -83,6 +95,8 @@ def train_saved(kind: str, library: Any, models: Path, output: Path, **config: A
     given |= {"model": policy, "train_dataset": data, "eval_dataset": data.select(range(4))}
     given |= {"ref_model": reference} if kind == "dpo" else {}
     trainer = make_trainer(library, kind.upper(), output, **given)
+    if holes:
+        trainer.data_collator = partial(hide_tokens, trainer.data_collator)
     trainer.train()
     trainer.evaluate()
     trainer.save_model(str(output))
@@ -103,6 +117,7 @@ def main(path: str, *cases: str) -> dict[str, Any]:
             os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = SHARDED_LAYERS[family]
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(family not in WITH_BUFFERS).lower()
         with stable_topk(), leaking_layouts() if leaks else nullcontext():
-            given = config | {"parity_check": not leaks} | MODES[mode]
+            holes = mode == "holes"
+            given = config | {"parity_check": not leaks, "holes": holes} | MODES["padding-free" if holes else mode]
             logged[case] = train_saved(kind, trl_padfix, folder / family, folder / case, **given)
     return logged

@@ -387,7 +387,7 @@ MUTANTS = [
         "else torch.cat([m for m in masks if m is not None])",
         "else None",
         "the load-balancing loss of sub-batches counts padding",
-        ("trainers/test_sub_batches_experts.py",),
+        ("trainers/test_prefix_schedule.py",),
     ),
     # -- collators
     Mutant(

@@ -8,10 +8,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from simulated_gpu.simulated_cuda import CUDA, Counts, to_simulated
+from simulated_gpu.simulated_cuda import CUDA, to_simulated
 
 
-__all__ = ["on_simulated", "place_models", "step", "waits_and_losses"]
+__all__ = ["on_simulated", "place_models", "step"]
 
 
 def on_simulated(value: Any) -> Any:
@@ -29,24 +29,11 @@ def place_models(trainer: Any) -> None:
             to_simulated(model)
 
 
-def step(trainer: Any, batch: dict[str, Any], training: bool = True) -> torch.Tensor:
+def step(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
     """The loss of a step under bfloat16 autocast; its gradients go to the parameters."""
-    trainer.model.train(training)
+    trainer.model.train()
     device = mock.patch.object(type(trainer.accelerator), "device", CUDA)  # some trainers move their batches there
-    with device, torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(training):
+    with device, torch.autocast("cuda", torch.bfloat16):
         loss = trainer.compute_loss(trainer.model, copy(batch))
-    if training:
-        loss.backward()
+    loss.backward()
     return loss.detach().cpu()
-
-
-def waits_and_losses(
-    gpu: Counts, trainer: Any, *batches: dict[str, Any], training: bool = True
-) -> tuple[list[dict], list[torch.Tensor]]:
-    """Run a step on each of `batches`: the host waits that lines of the package caused, and the loss."""
-    waits, losses = [], []
-    for batch in batches:
-        gpu.reset()
-        losses.append(step(trainer, batch, training))
-        waits.append(dict(gpu.ours()))
-    return waits, losses

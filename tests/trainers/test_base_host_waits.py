@@ -9,37 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from kit.methods import DEFAULTS, make_trainer
-from simulated_gpu.simulated_steps import on_simulated, place_models, step, waits_and_losses
+from simulated_gpu.simulated_steps import on_simulated, place_models, step
 
 import trl_padfix
 
 
-def make(kind: str, tmp_path, package: Any = trl_padfix, **given: Any) -> Any:
-    given = {"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "max_steps": 3} | given
-    given = {name: DEFAULTS[kind][name]() for name in ("train_dataset", "eval_dataset")} | given
-    return make_trainer(
-        package, kind, tmp_path / "run", **({"padding_free": True} if package is trl_padfix else {}) | given
-    )
+def make(kind: str, folder: Any, **given: Any) -> Any:
+    given |= {"per_device_train_batch_size": 8, "max_steps": 3, "padding_free": True}
+    return make_trainer(trl_padfix, kind, folder, train_dataset=DEFAULTS[kind]["train_dataset"](), **given)
 
 
-def first_batch(trainer: Any, loader: str = "train") -> dict[str, torch.Tensor]:
-    """The first batch, on the device; a step has been run on it, with the comparison of the first batch."""
-    batch = on_simulated(next(iter(getattr(trainer, f"get_{loader}_dataloader")())))
+def waits_of(gpu: Any, trainer: Any, *batches: Any) -> list[int]:
+    """Waits in a step on each of the batches, after one with the comparison of the first batch."""
     place_models(trainer)
-    step(trainer, batch, training=loader == "train")
-    return batch
+    batches = [on_simulated(batch) for batch in batches]
+    step(trainer, batches[0])
+    waits = []
+    for batch in batches:
+        gpu.reset()
+        step(trainer, batch)
+        assert gpu.varlen  # the kernel of packed rows
+        waits.append(sum(gpu.ours().values()))
+    return waits
 
 
-def waits_of_step(gpu: Any, trainer: Any, loader: str = "train") -> int:
-    batch = first_batch(trainer, loader)
-    (waits,), _ = waits_and_losses(gpu, trainer, batch, training=loader == "train")
-    assert gpu.varlen  # the kernel of packed rows
-    return sum(waits.values())
-
-
-PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
+PACKING = {"packing": True, "max_length": 32}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +49,8 @@ PACKING = {"packing": True, "max_length": 32, "eval_packing": False}
     ],
 )
 def test_a_step_waits_once_for_its_batch(kind, config, waits, sharing, gpu, tmp_path):
-    assert waits_of_step(gpu, make(kind, tmp_path, prefix_sharing=sharing, **config)) == waits
+    trainer = make(kind, tmp_path, prefix_sharing=sharing, **config)
+    assert waits_of(gpu, trainer, next(iter(trainer.get_train_dataloader()))) == [waits]
 
 
 def test_each_step_of_a_generation_waits_once(gpu, tmp_path):
@@ -62,8 +58,4 @@ def test_each_step_of_a_generation_waits_once(gpu, tmp_path):
     trainer.current_gradient_accumulation_steps = 2  # `train` sets it
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    place_models(trainer)
-    batches = [on_simulated(batch) for batch in trainer._buffered_inputs]
-    step(trainer, batches[0])
-    waits, _ = waits_and_losses(gpu, trainer, *batches)
-    assert [sum(w.values()) for w in waits] == [1, 1]
+    assert waits_of(gpu, trainer, *trainer._buffered_inputs) == [1, 1]

@@ -205,6 +205,32 @@ def test_trls_own_trainers_have_none():
     assert {c: custom_loss_name(object.__new__(c)) for c in classes} == dict.fromkeys(classes)
 
 
+def test_a_step_that_is_skipped_moves_no_weight(tmp_path):
+    """A user's step skips a batch that does not fit into memory; it fails after a chunk has had its backward."""
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True, max_steps=1)
+    train, calls, skipped = trainer.training_step, [], []
+
+    def fail(module, args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def step(*args, **kwargs):
+        try:
+            return train(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            skipped.append(1)
+            return torch.zeros(())
+
+    trainer.training_step = step
+    trainer.model.model.layers[0].register_forward_pre_hook(fail)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert skipped
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+
+
 def called_in(trainer_class, method, known=()):
     """Names of the methods of TRL's class that `method` calls on `self`, and those that these call."""
     owner = next((c for c in trainer_class.__mro__ if method in vars(c) and c.__module__.startswith("trl.")), None)

@@ -29,14 +29,14 @@ def tuned():
     return model
 
 
-def losses(library, kind, adapter, folder, side="left", **fields):
+def losses(library, kind, adapter, folder, **fields):
     """The losses of two steps of four rows (pairs)."""
     given = {"num_virtual_tokens": 5, "task_type": "CAUSAL_LM"}
     torch.manual_seed(1)
     model = get_peft_model(build_model(initializer_range=0.2), ADAPTERS[adapter](**given))
     for parameter in model.prompt_encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    tokenizer = build_tokenizer(padding_side=side)
+    tokenizer = build_tokenizer(padding_side="left")
     batches = {
         "max_steps": 2,
         "per_device_train_batch_size": 4,
