@@ -115,7 +115,7 @@ def _alone(exact: torch.nn.Module, rows: list[Row], balances: bool) -> Step:
         balance = load_balancing_loss_func(layers, config.num_experts, config.num_experts_per_tok)
         loss = loss + config.router_aux_loss_coef * balance
     loss.backward()
-    return Step(float(loss.detach()), gradients(exact), size)
+    return Step(float(loss.detach()), {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}, size)
 
 
 def preferences(model: torch.nn.Module, reference: torch.nn.Module, pairs: list[Pair], beta: float) -> Step:

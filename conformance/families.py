@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 
@@ -72,8 +73,24 @@ WITHOUT = {"gemma2": ("sdpa",), "gpt_oss": ("sdpa",), "mamba2": ("sdpa", "eager"
 """Attention implementations that a family does not have."""
 
 
+def load(folder: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """The model of a folder, with a head of its own where it was tied; another `seed` moves its weights a little."""
+    given = {"dtype": torch.float32} | ({"attn_implementation": attention} if attention else {})
+    model = AutoModelForCausalLM.from_pretrained(folder, **given, **changes)
+    if model.config.tie_word_embeddings:
+        model.config.tie_word_embeddings = False
+        model.get_output_embeddings().weight = nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for parameter in model.parameters() if seed else ():
+            parameter.mul_(1 + 0.05 * torch.randn_like(parameter))
+    return model.train()
+
+
 def build(family: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random model in float32, in training mode, without dropout unless `changes` ask for it."""
+    """A random model, or the model of a folder: in float32, in training mode, without dropout but for `changes`."""
+    if family not in FAMILIES:
+        return load(family, attention, seed, **changes)
     config = AutoConfig.for_model(family, **{**_SIZES, **FAMILIES[family], **changes})
     auto = AutoModelForImageTextToText if family == "qwen2_5_vl" else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):

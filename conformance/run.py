@@ -5,6 +5,7 @@ Does your packing leak?
     python conformance/run.py trl-sft-packing-bfd      one of them
     python conformance/run.py adapters/in_trl.py       all of a file, also of one of yours
     python conformance/run.py NAME --model qwen3_next  the cases of rows on another family
+    python conformance/run.py NAME --model smollm2     the same on the model of a folder, for instance a real one
     python conformance/run.py NAME --case sinks
     python conformance/run.py NAME --json report.json
     python conformance/run.py NAME --bits              tokens that have the bits of their row alone; no outcome
@@ -66,7 +67,7 @@ def found(wanted: str) -> list[Adapter]:
 
 def outcome(case: Case, adapter: Adapter, family: str) -> dict[str, Any]:
     """What came of a case: `ok`, `LEAK`, `error` (it stopped, which is no wrong number) or `not run`."""
-    row: dict[str, Any] = {"case": case.name, "model": case.family or family}
+    row: dict[str, Any] = {"case": case.name, "model": case.family or Path(family).name}
     try:
         differences = case.run(adapter, family)
     except NotRun as reason:
@@ -89,7 +90,8 @@ def report(adapter: Adapter, families: list[str], only: str | None) -> dict[str,
     rows = []
     for family in families:
         for case in CASES:
-            if (family != families[0] and case.family) or only not in (None, case.name):
+            other = family != families[0] or family not in FAMILIES
+            if (other and case.family) or only not in (None, case.name):
                 continue
             rows.append(row := outcome(case, adapter, family))
             figures = f"{row['loss']:9.1e} {row['gradient']:9.1e}" if "loss" in row else row["reason"]
@@ -121,11 +123,15 @@ def kept_bits(adapter: Adapter, family: str) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", nargs="?", help="a name, or a file with a list ADAPTERS")
-    parser.add_argument("--model", default="qwen3", choices=[*FAMILIES, "all"], help="family for the cases of rows")
+    parser.add_argument(
+        "--model", default="qwen3", help=f"for the cases of rows: all, a folder, or one of {', '.join(FAMILIES)}"
+    )
     parser.add_argument("--case", choices=[case.name for case in CASES], help="this case alone")
     parser.add_argument("--json", type=Path, help="where to write the report")
     parser.add_argument("--bits", action="store_true", help="count the tokens with the bits of their row alone")
     given = parser.parse_args()
+    if given.model not in (*FAMILIES, "all") and not Path(given.model).is_dir():
+        parser.error(f"--model {given.model}: neither a family nor a folder")
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     adapters = found(given.adapter or "")

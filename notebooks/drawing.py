@@ -1,4 +1,4 @@
-"""Draws the pictures of the notebooks: batches coloured by row, curves, and losses over time."""
+"""Draws the pictures of the notebooks: batches coloured by row, curves, and losses with their seconds."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def draw(panels: Mapping[str, Mapping[str, Curve | float]]) -> None:
             axis.plot(*points, style, label=name, linewidth=2)
         if curves:
             axis.legend(fontsize=8)
-            what, _, over = title.partition(" over ")
-            axis.set(xlabel=over or "step", ylabel=what)
+            axis.set(xlabel="step", ylabel=title)
         else:
             axis.bar_label(axis.bar(list(values), list(values.values())), fmt="{:,.0f}")
             axis.margins(y=0.15)
@@ -119,9 +118,23 @@ def over_time(training: Trainer | Iterable[float]) -> Curve:
 
 
 def draw_race(runs: Mapping[str, Curve]) -> None:
-    """Draw the curves of [`over_time`] over steps and over seconds, and print the duration of each run."""
-    steps = {name: (list(range(1, len(losses) + 1)), losses) for name, (_, losses) in runs.items()}
-    draw({"loss over steps": steps, "loss over seconds": runs})
+    """
+    Draw the losses of [`over_time`] over steps, and the seconds of each run as bars; print the seconds.
+
+    A later curve is thinner than the curves before it: equal losses lie on one another, and all of them stay visible.
+    """
+    import matplotlib.pyplot as plt
+
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained", width_ratios=(3, 2))
     baseline = next(iter(runs.values()))[0][-1]
-    for name, (seconds, _) in runs.items():
-        print(f"{name}: {seconds[-1]:.1f} s, {baseline / seconds[-1]:.1f}x")
+    for i, (name, (seconds, losses)) in enumerate(runs.items()):
+        left.plot(range(1, len(losses) + 1), losses, label=name, linewidth=6 / 2**i, alpha=0.4 if i == 0 else 1)
+        label = f"{seconds[-1]:.1f} s, {baseline / seconds[-1]:.1f}x"
+        right.bar_label(right.barh(name, seconds[-1], alpha=0.4 if i == 0 else 1), [label], padding=4)
+        print(f"{name}: {label}")
+    left.set(xlabel="step", ylabel="loss", title="the losses of each step")
+    left.legend(fontsize=8)
+    right.set(xlabel="seconds", title="the seconds of all steps")
+    right.invert_yaxis()
+    right.margins(x=0.5)
+    plt.show()

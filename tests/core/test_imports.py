@@ -22,7 +22,7 @@ TESTS = {  # files, and folders of a subject with many chapters
 }
 NO_SOURCE = {  # tests of what no single module does
     "core": {"families", "imports", "row_bits", "stacks", "upstream", "vision", "vision_families"},
-    "trainers": {"row_bits", "every_method", "experimental", "mixers", "off", "vision", "vision_unpaired"},
+    "trainers": {"every_method", "experimental", "mixers", "off", "row_bits", "vision", "vision_unpaired"},
     "integrations": {"sentence_transformers"},
     "tools": {"bench", "gpu_report"},
     "cli": set(),

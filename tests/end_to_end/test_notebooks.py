@@ -1,6 +1,7 @@
 """The notebooks: executed from the first cell to the last, and committed with their outputs."""
 
 import os
+import re
 
 import pytest
 
@@ -20,6 +21,17 @@ CHOICE = "from real_model import smollm2\n\n\nREAL_MODEL = smollm2()"
 SMOLLM2 = os.environ.get("TRL_PADFIX_SMOLLM2", "")
 
 
+def printed(notebook):
+    cells = (cell for cell in notebook.cells if cell.cell_type == "code")
+    return "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
+
+
+def assert_equal_losses(notebook):
+    """The losses of a training with TRL, or padded, and of one without padding: what a notebook says of them."""
+    for found in re.findall(r"losses.* at most (\S+) apart", printed(notebook)):
+        assert float(found) < 1e-4
+
+
 def test_a_notebook_is_committed_with_its_outputs_and_without_paths():
     for name in NAMES:
         text = (FOLDER / name).read_text()
@@ -28,8 +40,10 @@ def test_a_notebook_is_committed_with_its_outputs_and_without_paths():
         code = [cell for cell in read(name).cells if cell.cell_type == "code"]
         assert "%pip install" in code[0].source  # the one cell that a machine without the package needs
         assert code[1].source == ("REAL_MODEL = False" if name not in REAL else CHOICE)
+        assert_equal_losses(read(name))
         if name in REAL:
             assert code[1].outputs[0].text == "SmolLM2-135M-Instruct\n"  # the stored outputs are a real model's
+            assert " apart (relative)" in printed(read(name))
         assert not any("assert" in cell.source for cell in code)
         outputs = [output for cell in code for output in cell.outputs]
         assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
@@ -48,6 +62,7 @@ def test_a_notebook_runs(name, monkeypatch):
     for cell in notebook.cells:
         cell.source = cell.source.replace("steps=40", "steps=20")
     execute(notebook)
+    assert_equal_losses(notebook)
     if name in REAL:
         assert "A tiny random model" in notebook.cells[2].outputs[0].text
 
@@ -60,4 +75,5 @@ def test_a_notebook_runs_on_a_real_model(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = read(name)
     execute(notebook)
+    assert_equal_losses(notebook)
     assert notebook.cells[2].outputs[0].text == "SmolLM2-135M-Instruct\n"
