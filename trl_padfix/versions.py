@@ -32,6 +32,7 @@ class Stack(NamedTuple):
 TESTED = (
     Stack("4.52.4", "0.17.0"),
     Stack("4.57.6", "1.10.0"),
+    Stack("5.10.2", "1.12.0"),
     Stack("5.24.0", "1.16.0"),
 )
 """Every pair that `nox` builds and tests, oldest first."""
