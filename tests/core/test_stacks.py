@@ -178,7 +178,7 @@ HYBRIDS = {
     "qwen3_next": "exact",
     "llama4_text": "exact",
     "ministral3": "exact",
-    "recurrent_gemma": "exact" if Version(transformers.__version__) >= Version("5.23") else "refused",
+    "recurrent_gemma": "exact" if Version(transformers.__version__) >= Version("5.10") else "refused",
 }
 
 

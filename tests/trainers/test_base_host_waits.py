@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from kit.methods import DEFAULTS, make_trainer
 from simulated_gpu.simulated_steps import on_simulated, place_models, step
 
 import trl_padfix
+from trl_padfix.trainers.metrics.token_counts import TokenCounts
 
 
 def make(kind: str, folder: Any, **given: Any) -> Any:
@@ -59,3 +61,21 @@ def test_each_step_of_a_generation_waits_once(gpu, tmp_path):
     trainer.model.train()
     trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     assert waits_of(gpu, trainer, *trainer._buffered_inputs) == [1, 1]
+
+
+def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tmp_path, monkeypatch):
+    trainer = make("SFT", tmp_path)
+    batch = next(iter(trainer.get_train_dataloader()))
+    waits_of(gpu, trainer, batch)
+    counter, accelerator = trainer.padding.part(TokenCounts).counters["train"], trainer.accelerator
+    alone = counter.report(True)
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    monkeypatch.setattr(type(accelerator), "device", torch.device("cuda:0"))
+    monkeypatch.setattr(accelerator, "reduce", lambda counts: counts * 2)
+    for name in ("gather", "gather_for_metrics"):
+        monkeypatch.setattr(accelerator, name, lambda x: x)
+    trainer.state.global_step = 1  # the first step, with the parity check, waits
+    assert waits_of(gpu, trainer, batch) == [1]  # for the batch
+    gpu.reset()
+    assert counter.report(True)["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
+    assert sum(gpu.ours().values()) == 1

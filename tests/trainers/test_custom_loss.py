@@ -116,6 +116,7 @@ def regularised():
 MODELS = {
     "rows": partial(with_loss, mean_of_rows),
     "term": regularised,
+    "classifier": partial(build_model, "reward"),
 }
 
 
@@ -123,16 +124,19 @@ MODELS = {
 def test_a_loss_that_the_model_returns_has_trls_figures(name, caplog):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        if name == "classifier":
+            return model(input_ids=ids, attention_mask=mask, labels=mask.sum(1).float() / 8).loss
         given = {"labels": inputs["labels"], "num_items_in_batch": num_items_in_batch}
         return model(input_ids=ids, attention_mask=mask, **given).loss
 
     found = []
     for library in (trl, trl_padfix):
         given = {"model": MODELS[name]()}
-        trainer = make(library, "SFT", "unused", budget=library is trl_padfix, **given)
+        kind = "Reward" if name == "classifier" else "SFT"
+        trainer = make(library, kind, "unused", budget=library is trl_padfix, **given)
         found.append(train_split(subclass(trainer, compute_loss=compute_loss)).figures)
     assert_same(found[1], found[0])
-    assert ("a loss that is not a known function of its logits" in caplog.text) == (name == "term")
+    assert ("a loss that is not a known function of its logits" in caplog.text) == (name in ("term", "classifier"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from datasets import Dataset
 from kit.methods import make_trainer
 from kit.rows import build_prompts
 from kit.trainer_runs import assert_same, trained
+from kit.vision_runs import build_pairs, build_processor, build_vlm
 
 import trl_padfix
 from trl_padfix.trainers.data.collators import SidedCollator
@@ -31,6 +32,30 @@ def train(library, kind, folder, data, config, **given) -> tuple[Any, torch.Tens
     config = {"max_steps": 3, "per_device_train_batch_size": 4} | config
     trainer = make_trainer(library, kind, folder, train_dataset=data, **config | given)
     return trainer, trained(trainer)
+
+
+# Completions that `max_length` cuts off
+
+
+def longest_prompt(processor, data: Dataset) -> int:
+    batch = trl.trainer.dpo_trainer.DataCollatorForVisionPreference(processor)([dict(row) for row in data])
+    return int((batch["attention_mask"] - batch["completion_mask"]).sum(1).max())
+
+
+def test_a_vision_pair_whose_completion_is_cut_off_weighs_as_in_trl(tmp_path, caplog):
+    processor, data = build_processor("llava"), build_pairs(9, (1, 1, 0))
+    config = {"max_length": longest_prompt(processor, data), "per_device_train_batch_size": 3}
+    runs = {}
+    for library in (trl, trl_padfix):
+        given = {"model": build_vlm("llava", processor), "ref_model": build_vlm("llava", processor)}
+        given["processing_class"] = processor
+        with caplog.at_level(logging.WARNING, logger="trl_padfix"):
+            more = MODES["padding-free, left"] if library is trl_padfix else {}
+            runs[library] = train(library, "DPO", tmp_path, data, config | more, **given)
+    assert_same(runs[trl_padfix][1], runs[trl][1])
+    message = f"1 pairs have a completion without a token (within `max_length={config['max_length']}`)"
+    assert sum(message in text for text in caplog.messages) == 1
+    assert sum(runs[trl_padfix][0].data_collator.odd_rows.values()) > 0
 
 
 # Rows without a prompt, and without a token

@@ -15,7 +15,7 @@ import trl
 from datasets import Dataset
 from kit.cells import MATRIX
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_same, break_mode, trained
+from kit.trainer_runs import assert_same, break_mode, build_model, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -174,6 +174,11 @@ def test_other_images_than_placeholders_are_found_before_the_first_step(tmp_path
     data = data.remove_columns("prompt").map(ask_for_one, with_indices=True)
     with pytest.raises(ValueError, match=r"Example 2 of the train dataset has 2 images and 1 placeholders"):
         build_trainer(trl_padfix, "DPO", "llava", tmp_path, train_dataset=data, strict=True)
+
+
+def test_images_without_a_vision_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"train dataset has images .*Qwen2ForCausalLM takes text only"):
+        build_trainer(trl_padfix, "DPO", "llava", tmp_path, model=build_model(), padding_free=True)
 
 
 def test_images_in_the_evaluation_alone_are_refused(tmp_path):
