@@ -6,6 +6,7 @@ import pytest
 import trl
 from kit.methods import make_trainer
 from kit.trainer_runs import (
+    MODES,
     SIDED_MODES,
     TWO_MODES,
     assert_same,
@@ -19,7 +20,7 @@ from kit.trainer_runs import (
 
 import trl_padfix
 import trl_padfix.core.patches.heads
-from trl_padfix import RewardTrainer
+from trl_padfix import DataCollatorForReward, PaddingRemovalError, RewardTrainer
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,23 @@ def test_where_the_pad_token_ends_rows_the_score_is_trls_or_that_of_the_last_tok
     assert_same(train_with_pad(make, RewardTrainer, "<eos>", pool_last_token=True, **config), at_the_end)
     with pytest.raises(AssertionError, match="not close"):
         assert_same(before_the_end, at_the_end)
+
+
+def with_another_pad(make, trainer_class, **config):
+    """A training whose collator pads with a token that the model takes for text, on the right."""
+    collator = DataCollatorForReward(pad_token_id=5)
+    return run(make(trainer_class, {"max_steps": 5} | config, data_collator=collator), watch_inputs(""))
+
+
+def test_where_padding_is_scored_the_figures_are_trls(make):
+    mode = "prefix sharing"
+    theirs = with_another_pad(make, trl.RewardTrainer).trajectory("mean_reward", "min_reward")
+    ours = with_another_pad(make, RewardTrainer, **MODES[mode])
+    assert_same(ours.trajectory("mean_reward", "min_reward"), theirs)
+    assert ours.trainer.padding.stats.padded_forwards > 0
+    assert ours.entered == ours.counts()["padded"]
+    with pytest.raises(PaddingRemovalError, match=r"and in rows \[.*\] of the batch that is padding"):
+        with_another_pad(make, RewardTrainer, strict=True, **MODES[mode])
 
 
 class Hides:

@@ -106,25 +106,6 @@ def test_a_loss_that_reads_padding_is_computed_padded(kind, precision, tmp_path,
     assert_sees(monkeypatch, caplog, build)
 
 
-def test_a_loss_that_packed_states_end_in_an_error_is_computed_padded(tmp_path):
-    """A hook within the model keeps the states of a batch; a loss set on the trainer reads them by the mask."""
-
-    def build(library, **fields):
-        trainer, kept = make(library, "SFT", tmp_path, **DEFAULTS, **fields), {}
-        trainer.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.update(states=output))
-        compute = trainer.compute_loss
-
-        def compute_loss(model, inputs, *args, **kwargs):
-            loss = compute(model, inputs, *args, **kwargs)
-            return loss + kept["states"][inputs["attention_mask"].bool()].float().square().mean()
-
-        trainer.compute_loss = compute_loss
-        return trainer
-
-    theirs = to_the_bit(trained(build(trl)))
-    assert to_the_bit(trained(build(trl_padfix, padding_free=True))) == theirs
-
-
 @pytest.mark.parametrize(("kind", "precision"), [("centred", DEFAULTS), ("centred", {}), ("quantized", {})])
 def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precision, tmp_path, monkeypatch, caplog):
     def build(library, **fields):
