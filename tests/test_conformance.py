@@ -101,8 +101,8 @@ def rows_of_gsm8k() -> list[Row]:
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     with gzip.open(Path(__file__).parents[1] / "recipes/data/gsm8k/pairs.jsonl.gz", "rt") as file:
         others = [json.loads(file.readline())["prompt"].split(".")[0] + "." for _ in range(2)]
-    question = "Q: Tom has 3 boxes of 12 eggs. How many eggs are it?\nA: "
-    texts = [question + answer for answer in ("36", "3 * 12 = 36 eggs.", "15, because 3 + 12 is 15.")] + others
+    question = "Q: How many eggs are in 3 boxes of 6?\nA: "
+    texts = [question + answer for answer in ("18", "3 * 6 = 18.", "9, it is 3 + 6.")] + others
     return [Row.of(ids[:24]) for ids in tokenizer(texts)["input_ids"]]
 
 
