@@ -13,6 +13,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 ELSEWHERE = {
+    "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "recipes.md": "recipes/README.md",
     "security.md": "SECURITY.md",

@@ -13,8 +13,8 @@ import trl_padfix
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ELSEWHERE = {
-    "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "recipes.md": "recipes/README.md",
-    "security.md": "SECURITY.md",
+    "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "index.md": "README.md",
+    "recipes.md": "recipes/README.md", "security.md": "SECURITY.md",
 }  # fmt: skip
 """Pages of the site that `docs/copied_pages.py` makes from other files."""
 PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name not in ELSEWHERE)
