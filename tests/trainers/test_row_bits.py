@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from kit.cells import once_each
+from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.row_bits import SIZE, skip_without_one_order
 from kit.trainer_runs import build_model, words
@@ -93,7 +93,13 @@ def states_alone(rows: list[torch.Tensor], bf16: bool, **settings: Any) -> State
     return states
 
 
-@pytest.mark.parametrize(("kind", "bf16", "mode"), once_each(product(["SFT", "DPO"], [False, True]), [*MODES]))
+@pytest.mark.parametrize(
+    ("kind", "bf16", "mode"),
+    slow_but(
+        [("SFT", False, "prefix sharing"), ("DPO", False, "padding-free"), ("DPO", True, "prefix sharing")],
+        product(["SFT", "DPO"], [False, True], MODES),
+    ),
+)
 def test_parts_of_a_batch_keep_the_bits_of_each_row_alone(kind, bf16, mode, tmp_path, monkeypatch):
     config = MODES[mode] | {"max_tokens_per_batch": BUDGETS[mode]} | {"bf16": bf16}
     found, rows = states_of_step(kind, tmp_path, **config)
@@ -153,7 +159,13 @@ def ratios(folder: Any, **config: Any) -> list[torch.Tensor]:
     return [torch.cat(steps) for steps in recorded.steps.values()]
 
 
-@pytest.mark.parametrize(("has_budget", "bf16", "mode"), once_each(product([False, True], [True, False]), [*MODES]))
+@pytest.mark.parametrize(
+    ("has_budget", "bf16", "mode"),
+    slow_but(
+        [(False, True, "padding-free"), (False, False, "prefix sharing"), (True, True, "prefix sharing")],
+        product([False, True], [True, False], MODES),
+    ),
+)
 def test_the_ratio_of_an_on_policy_step_is_exactly_one(has_budget, bf16, mode, tmp_path):
     budget = {"max_tokens_per_batch": BUDGETS[mode]} if has_budget else {}
     on_policy, off_policy = ratios(tmp_path, bf16=bf16, **MODES[mode], **budget)
