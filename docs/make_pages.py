@@ -48,7 +48,7 @@ In evaluation each name begins with `eval_`.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute all rows of a prompt in one
 micro-batch. The step is the same, but the metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`,
-`cispo_clip_ratio`) cover other rows than in TRL. With a token budget or your own loss, micro-batches are TRL's.
+`cispo_clip_ratio`) are taken over other rows than in TRL. With a token budget or your own loss they are not.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

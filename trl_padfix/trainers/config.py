@@ -59,7 +59,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
             model a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            As `attn_implementation`, for the reference model. Defaults to the policy's.
+            Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
             Continue the prompts of the evaluation set during evaluation. As in `Seq2SeqTrainer`, `compute_metrics`
             receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
@@ -68,7 +68,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
             With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
-            override the model's generation config; its `num_return_sequences` is ignored.
+            override the model's generation config, whose `num_return_sequences` is ignored.
         eval_generation_samples (`int`, *optional*):
             With `predict_with_generate`: generate only for this many rows at the beginning of each evaluation set. By
             default for all.
