@@ -24,7 +24,7 @@ from zoo.family_outcomes import stable_topk
 import conformance.cases
 from conformance.adapter import Adapter, NotRun, backward
 from conformance.adapters.in_trl_padfix import ADAPTERS, SFT, RemovePadding
-from conformance.arbiter import CONTROL, IGNORED, Difference, Row, Step, alone, gradients
+from conformance.arbiter import CONTROL, IGNORED, Difference, Row, Step, alone, gradients, preferences
 from conformance.cases import CASES, Case, rows
 from conformance.families import VOCABULARY
 from conformance.leaks import LEAKS
@@ -139,7 +139,13 @@ def test_a_real_model_passes_a_case_that_its_planted_leak_fails(name, last_alone
             last_alone[:] = rows, alone(model, rows)
         return last_alone[1]
 
+    pairs: list[Step] = []
+
+    def once_of_pairs(*args: Any, **kwargs: Any) -> Step:
+        return (pairs or pairs.append(preferences(*args, **kwargs)) or pairs)[0]
+
     monkeypatch.setattr(conformance.cases, "alone", once)
+    monkeypatch.setattr(conformance.cases, "preferences", once_of_pairs)
     case = replace(_CASES[name], rows=rows_of_gsm8k(), family=None)
     for adapter in REAL_CASES[name]:
         assert not any(difference.leaks for difference in case.run(adapter, SMOLLM2)), adapter.name
