@@ -25,7 +25,8 @@ class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingCon
         attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`], for the forwards of student and teacher.
         teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Like `attn_implementation`, but for the teacher. By default the teacher keeps the attention it is loaded with.
+            Like `attn_implementation`, but for the teacher. By default the teacher keeps the attention that it is
+            loaded with.
         **kwargs:
             All fields of [`~trl.DistillationConfig`].
 
