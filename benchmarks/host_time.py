@@ -35,6 +35,7 @@ from kit.methods import ONLINE, make_trainer
 from kit.trainer_runs import build_model
 from simulated_gpu.simulated_cuda import simulated_cuda
 from simulated_gpu.simulated_steps import on_simulated, place_models, step
+from torch.nn.functional import scaled_dot_product_attention
 
 import trl_padfix
 from trl_padfix.core.attention import attention, varlen
@@ -51,27 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 COLUMNS = ("trainer", "variant", "cpu", "one call", "ours, ms", "launches", "waits (ours)")
 
 
-class OneCall(torch.autograd.Function):
-    """Attention on `(T, heads, D)` that takes all segments for one; one node of the graph, as flash-attn's."""
-
-    @staticmethod
-    def forward(ctx: Any, *states: torch.Tensor) -> torch.Tensor:
-        states = tuple(x.transpose(0, 1)[None] for x in states)
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states)
-        ctx.save_for_backward(*states, output, lse)
-        return output[0].transpose(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(
-            x[0].transpose(0, 1) for x in backward(grads[0].transpose(0, 1)[None], *ctx.saved_tensors, 0.0, False)
-        )
-
-
 def one_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """In place of torch's variable-length kernel."""
-    return OneCall.apply(query, key, value)
+    """Causal attention on `(T, heads, D)` that takes all segments for one."""
+    states = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True).squeeze(0).transpose(0, 1)
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def shared_step(
         gathered.extend(StorageWeakRef(x.untyped_storage()) for x in found)
         return found
 
-    monkeypatch.setattr(kernels, "gather_keys", gather)
+    monkeypatch.setattr("trl_padfix.core.attention.attention.gather_keys", gather)
     model = build_model(num_hidden_layers=2, **config).to(torch.bfloat16)
     ids = torch.randint(2, 38, (4, 47), generator=torch.Generator().manual_seed(0))
     ids[:, :36] = ids[0, :36]

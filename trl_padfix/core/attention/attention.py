@@ -35,7 +35,7 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
-from .segments import attend_by_segment, gathered_keys, in_attention_dtype
+from .segments import attend_by_segment, gather_keys, gathered_again, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 
@@ -50,7 +50,8 @@ _IGNORED = {"position_ids", "cache_position", "position_embeddings", "use_cache"
     "num_items_in_batch",  # of the loss; older models pass it on to their layers
     "mm_token_type_ids",  # image or text token; transformers up to 5.0 passes it on to every layer
 }
-_SUPPORTED_KWARGS = _IGNORED | {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
+_ARGUMENTS = {"s_aux", "softcap", "dropout", "scaling", "sliding_window"}
+"""Arguments that attention functions get."""
 
 
 def register_packed_attention() -> None:
@@ -158,11 +159,10 @@ def packed_attention(
         # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
         kwargs.pop("is_causal", None)
     masks = _prepared_masks(name, attention_mask, call)
-    supported = _SUPPORTED_KWARGS | call.passed_on
-    if unknown := [k for k, v in kwargs.items() if k not in supported and isinstance(v, torch.Tensor)]:
-        raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
     mask_spec = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
-    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED | call.passed_on}
+    kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED and k not in call.passed_on}
+    if unknown := [k for k, v in kwargs.items() if k not in _ARGUMENTS and isinstance(v, torch.Tensor)]:
+        raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
     # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
@@ -188,7 +188,9 @@ def _attend(
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-    with gathered_keys(layout, key, value) as (key, value):
+    gathered = gather_keys(layout, key, value)
+    with gathered_again(layout, (key, value), gathered):
+        key, value = gathered
         states = query, key, value, layout, kwargs
         if _is_flash(implementation):
             return attend_varlen(attend, module, *states)
@@ -219,10 +221,10 @@ def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> lis
 def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
     """Which keys `module` leaves out within a row: by its mask, or without one by its other arguments."""
     span = max(call.layout.spans)
-    chunk = getattr(module.config, "attention_chunk_size", None)
-    # A module without a mask passes its window as an argument, but not its chunks: rows longer than a chunk cannot be
-    # packed exactly then.
     if (mask_spec := mask) is None:
+        # A module without a mask passes its window as an argument, but not its chunks: rows longer than a chunk cannot
+        # be packed exactly then.
+        chunk = getattr(module.config, "attention_chunk_size", None)
         mask_spec = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
         raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
@@ -231,7 +233,7 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
             f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
             "from causal decoders; use `padding_free=False`."
         )
-    if _is_flash(call.implementation) and mask_spec.chunk is not None and mask_spec.chunk < span:
+    if mask_spec.chunk is not None and mask_spec.chunk < span and _is_flash(call.implementation):
         raise PaddingRemovalError(
             f"{name} attends in chunks of {mask_spec.chunk} tokens and a row of the batch spans {span}; "
             "FlashAttention cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."

@@ -2,14 +2,14 @@
 Attention over the segments of a layout, one segment at a time.
 
 [`attend_by_segment`] calls a model's `sdpa` or `eager` function on one block of queries of one segment at a time. The
-functions of `varlen.py` compute all segments in one call. Both take the keys of each segment from [`gathered_keys`],
+functions of `varlen.py` compute all segments in one call. Both take the keys of each segment from [`gather_keys`],
 one copy for each segment that reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..model.patching import saved_tensor_hooks
 
 
 __all__ = [
-    "GatherKeys", "attend_by_segment", "gather_keys", "gathered_keys", "in_attention_dtype", "query_blocks",
+    "GatherKeys", "attend_by_segment", "gather_keys", "gathered_again", "in_attention_dtype", "query_blocks",
     "sum_by_token", "visible_keys",
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def attend_by_segment(
         query (`torch.Tensor` of shape `(1, N, T, D)`):
             Queries of the packed row.
         key (`torch.Tensor` of shape `(1, K, sum of keys.lengths, D)`):
-            Keys of the segments, from [`gathered_keys`].
+            Keys of the segments, from [`gather_keys`].
         value (`torch.Tensor` of shape `(1, K, sum of keys.lengths, D)`):
             Their values.
         layout ([`Layout`]):
@@ -286,34 +286,34 @@ COPIES = 1024
 """Copies of fewer keys than this beyond those of the row stay in the graph: hooks cost time on the host."""
 
 
-@contextmanager
-def gathered_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def gathered_again(
+    layout: Layout, states: tuple[torch.Tensor, ...], gathered: tuple[torch.Tensor, ...]
+) -> AbstractContextManager[Any]:
     """
-    A block with the keys and values of all segments, `(1, K, sum of keys.lengths, D)`, for one call of attention.
+    A block with one call of attention on the keys and values that [`gather_keys`] has `gathered` from `states`.
 
     The graph keeps the states of the row only. Backward gathers again what the call has saved of the copies. Within
     hooks of others (a checkpoint's, offloading) it does not: they decide what is kept.
     """
-    gathered, index = gather_keys(layout, key, value), layout.key_index
-    copies = 0 if index is None else index.numel() - key.shape[2]
-    is_plain = type(key) is type(value) is torch.Tensor  # a subclass need not have a storage of its own
-    if index is None or copies < COPIES or not (is_plain and gathered[0].requires_grad) or saved_tensor_hooks() != ():
-        yield gathered
-        return
-    regathered = {
-        copy.untyped_storage().data_ptr(): _Regathered(states.detach(), index, states._version)
-        for copy, states in zip(gathered, (key, value), strict=True)
+    index = layout.key_index
+    if index is None or index.numel() - states[0].shape[2] < COPIES or not gathered[0].requires_grad:
+        return nullcontext()
+    is_plain = all(type(x) is torch.Tensor for x in states)  # a subclass need not have a storage of its own
+    if not is_plain or saved_tensor_hooks() != ():
+        return nullcontext()
+    sources = {
+        copy.untyped_storage().data_ptr(): _Regathered(of_row.detach(), index, of_row._version)
+        for copy, of_row in zip(gathered, states, strict=True)
     }
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        source = regathered.get(tensor.untyped_storage().data_ptr())
+        source = sources.get(tensor.untyped_storage().data_ptr())
         if source is None:
             saved = tensor.detach()  # the tensor itself would be a cycle where it is an output
             return lambda: saved
         return source.part(tensor)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part()):
-        yield gathered
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part())
 
 
 @dataclass(eq=False)
