@@ -58,20 +58,23 @@ def test_it_is_short_and_its_links_lead_somewhere():
     assert not re.findall(r"https?://", README)  # no place that does not exist
 
 
-FIGURES = {  # rows of the README, and the file and variants of their figures
-    "DPO of SmolLM2": ("dpo-hh-rlhf-4-pairs-smollm2-cpu", ["padding_free", "prefix_sharing"]),
-    "DPO, HH-RLHF, 8 pairs": ("dpo-hh-rlhf-8-pairs-auto-cpu", ["padding_free", "prefix_sharing"]),
-    "DPO, GSM8K, 8 pairs": ("dpo-gsm8k-8-pairs-cpu", ["padding_free", "prefix_sharing"]),
-    "SFT, 32 turns of": ("sft-airline-32-rows-cpu", ["padding_free", "auto", "group_by_prefix"]),
+FIGURES = {  # rows of the README, and the file and variant of each figure
+    "DPO of SmolLM2": {
+        "padding_free": "dpo-hh-rlhf-8-pairs-smollm2-padding-free-cpu",
+        "prefix_sharing": "dpo-hh-rlhf-8-pairs-smollm2-sharing-cpu",
+    },
+    "DPO, HH-RLHF, 8 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-hh-rlhf-8-pairs-auto-cpu"),
+    "DPO, GSM8K, 8 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-gsm8k-8-pairs-cpu"),
+    "SFT, 32 turns of": dict.fromkeys(["padding_free", "auto", "group_by_prefix"], "sft-airline-32-rows-cpu"),
 }
 FIGURE = r"(?<![\w.])\d+\.\dx"
 
 
-def measured(name: str, variants: list[str]) -> tuple[list[str], str]:
-    """The speed-ups in a file of `docs/bench`, and the version that was measured."""
+def measured(variant: str, name: str) -> tuple[str, str]:
+    """The speed-up of a variant in a file of `docs/bench`, and the version that was measured."""
     found = json.loads((ROOT / f"docs/bench/{name}.json").read_text())
     speed = {variant["name"]: variant["speedup"] for variant in found["variants"]}
-    return [f"{speed[variant]:.1f}x" for variant in variants], found["versions"]["trl_padfix"]
+    return f"{speed[variant]:.1f}x", found["versions"]["trl_padfix"]
 
 
 def test_figures_are_those_of_the_files_they_come_from():
@@ -81,9 +84,9 @@ def test_figures_are_those_of_the_files_they_come_from():
     version, commit = re.search(r"version (\S+), commit ([0-9a-f]{7})", SPEED).groups()
     assert f"version {version}, commit {commit}" in README
     for ours, row in rows.items():
-        figures, measured_version = measured(*FIGURES[ours])
-        assert re.findall(FIGURE, row) == figures
-        assert measured_version == version
+        figures, versions = zip(*map(measured, *zip(*FIGURES[ours].items(), strict=True)), strict=True)
+        assert re.findall(FIGURE, row) == list(figures)
+        assert set(versions) == {version}
         rows_there = [line for line in SPEED.splitlines() if line.startswith("|")]
         assert any(all(figure in line for figure in figures) for line in rows_there)  # with its command
-    assert len(re.findall(FIGURE, README)) == sum(len(variants) for _, variants in FIGURES.values())  # and no others
+    assert len(re.findall(FIGURE, README)) == sum(map(len, FIGURES.values()))  # and no others
