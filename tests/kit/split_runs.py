@@ -216,7 +216,8 @@ def counted() -> Iterator[dict[str, int]]:
             return  # a module within a layer; the layer itself is called from outside
         call = context().packed
         # FSDP2 gives the class of a layer a name of its own.
-        if call is not None and type(module).__name__.endswith(LAYERS):
+        # The parity check computes a row alone on each process.
+        if call is not None and call.tokens.is_divided and type(module).__name__.endswith(LAYERS):
             counts["local"] += args[0].shape[:-1].numel()
             counts["packed"] += call.layout.packed_tokens
             counts["calls"] += 1

@@ -187,7 +187,7 @@ def attend_compiled(
         """Attention over segments in one call, on `(T, heads, D)`."""
         cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
         if segments.keys is not None:
-            key, value = GatherKeys.apply(*segments.keys, key, value)
+            key, value = GatherKeys.apply(key, value, *segments.keys)
         if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
             longest = segments.longest_query, segments.longest_key
             return torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)

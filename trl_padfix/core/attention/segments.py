@@ -271,14 +271,15 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
 
 
-def gather_keys(layout: Layout, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gather_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The keys and values of all segments, concatenated: each `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
     if layout.key_index is None:
-        return states
-    order = layout.key_sort_order if any(x.requires_grad for x in states) else (None, None)
+        return key, value
+    order = layout.key_sort_order if key.requires_grad or value.requires_grad else (None, None)
     # Tokens first, the memory layout that variable-length kernels read. `squeeze(0)` instead of `[0]`: its gradient is
     # a view, that of an index a copy of all states.
-    gathered = GatherKeys.apply(layout.key_index, *order, *(x.squeeze(0).transpose(0, 1) for x in states))
+    states = (x.squeeze(0).transpose(0, 1) for x in (key, value))
+    gathered = GatherKeys.apply(*states, layout.key_index, *order)
     return tuple(x.transpose(0, 1).unsqueeze(0) for x in gathered)
 
 
@@ -356,14 +357,15 @@ class GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, index: torch.Tensor, order: torch.Tensor | None, offsets: torch.Tensor | None, *states: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, key: torch.Tensor, value: torch.Tensor, index: torch.Tensor, order: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         ctx.order, ctx.offsets = order, offsets
-        return tuple(x.index_select(0, index) for x in states)
+        return key.index_select(0, index), value.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *(sum_by_token(x, ctx.order, ctx.offsets) for x in grads)
+        return *(sum_by_token(x, ctx.order, ctx.offsets) for x in grads), None, None, None
 
 
 def sum_by_token(rows: torch.Tensor, order: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
