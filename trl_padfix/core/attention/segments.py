@@ -309,12 +309,22 @@ def gathered_again(
 
     def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         source = sources.get(tensor.untyped_storage().data_ptr())
-        if source is None:
-            saved = tensor.detach()  # the tensor itself would be a cycle where it is an output
-            return lambda: saved
-        return source.part(tensor)
+        if source is not None:
+            return source.part(tensor)
+        # The tensor itself would be a cycle where it is an output of the call.
+        saved, version = tensor.detach(), tensor._version
+        return lambda: _unmodified(saved, version)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part())
+
+
+def _unmodified(saved: torch.Tensor, version: int) -> torch.Tensor:
+    """A saved tensor, with the check that autograd makes only where no hooks are set."""
+    if saved._version != version:
+        raise RuntimeError(
+            "A tensor that attention saved in a packed forward was modified in place before its backward."
+        )
+    return saved
 
 
 @dataclass(eq=False)
@@ -334,10 +344,9 @@ class _Regathered:
         place = saved.shape, saved.stride(), saved.storage_offset()
 
         def read() -> torch.Tensor:
-            if self.states._version != self.version:
-                raise RuntimeError("Keys or values of a packed forward were modified in place before its backward.")
+            states = _unmodified(self.states, self.version)
             if self.copy is None:
-                self.copy, self.unread = self.states[0].transpose(0, 1).index_select(0, self.index), self.parts
+                self.copy, self.unread = states[0].transpose(0, 1).index_select(0, self.index), self.parts
             copy, self.unread = self.copy, self.unread - 1
             if not self.unread:
                 self.copy = None
