@@ -53,7 +53,7 @@ CASES = [
     (["dpo", *CPU, "--dataset_name", "with_an_empty_file"], "train.jsonl' is empty"),
     (["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
-    (["sft", *RUN, "--eval_strategy", "often"], "often"),
+    (["sft", *CPU, "--eval_strategy", "often"], "invalid choice: 'often' (choose from no, steps, epoch)"),
     (["trainn"], "trainn"),
 ]
 

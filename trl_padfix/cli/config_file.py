@@ -97,6 +97,7 @@ def check_given(method: str, given: Given) -> None:
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, given, fields)
     _check_numbers(given, fields)
+    _check_choices(given, fields)
     values = {_whole(name, fields): value for name, value in given.values.items()}
     _check_paths(values)
     if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
@@ -172,6 +173,27 @@ def _check_numbers(given: Given, fields: dict[str, set[str]]) -> None:
                 NUMBERS[kind](value)
             except ValueError:
                 raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.") from None
+
+
+def _check_choices(given: Given, fields: dict[str, set[str]]) -> None:
+    """Raise a `ValueError` for a word that the enumeration of a field does not have."""
+    spec = find_spec("transformers")
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    trees = (ast.parse((folder / file).read_text("utf-8")) for file in ("trainer_utils.py", "training_args.py"))
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+    for name, value in given.values.items():
+        kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
+        enumeration = next((cls for kind, cls in classes.items() if kind in kinds and _is_enumeration(cls)), None)
+        if enumeration is None or not isinstance(value, str):
+            continue
+        members = [part.value for part in enumeration.body if isinstance(part, ast.Assign)]
+        words = [member.value for member in members if isinstance(member, ast.Constant)]
+        if len(words) == len(members) and value not in words:
+            raise ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(words)}).")
+
+
+def _is_enumeration(cls: ast.ClassDef) -> bool:
+    return any(ast.unparse(base) == "ExplicitEnum" for base in cls.bases)
 
 
 def _check_paths(given: dict[str, Any]) -> None:
