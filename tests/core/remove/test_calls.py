@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,6 +61,30 @@ def test_a_model_can_be_called_as_before():
         assert got.shape == expected.shape, name
         assert_equal_where_real(got, expected, mask)
         assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL), name
+
+
+class Twice(transformers.Qwen2ForCausalLM):
+    """Calls its decoder on two batches of one shape, then its head on both."""
+
+    def forward(self, input_ids, attention_mask=None, others=None, unpacked=None, **kwargs):
+        first = self.model(input_ids, attention_mask, use_cache=False)[0]
+        with unpacked or nullcontext():
+            second = self.model(*others, use_cache=False)[0]
+        return self.lm_head(first), self.lm_head(second)
+
+
+@pytest.mark.parametrize("of_second", ["mixed", "full", "disabled"])
+def test_a_head_packs_no_states_with_the_layout_of_another_decoder_call(of_second):
+    """The layout of one call would leave real tokens of the other out, or in their place the logits of others."""
+    model, (ids, mask) = Twice(build("qwen2").config).eval(), batch("mixed")
+    masks = mask, torch.ones_like(mask) if of_second == "full" else mask.flip(0)
+    with torch.no_grad():
+        expected = model(ids, mask, (ids.flip(0), masks[1]))
+        with remove_padding(model) as handle:
+            unpacked = handle.disabled() if of_second == "disabled" else None
+            got = model(ids, mask, (ids.flip(0), masks[1]), unpacked)
+    for x, y, real in zip(got, expected, masks, strict=True):
+        assert_equal_where_real(x, y, real)
 
 
 def test_inputs_embeds_are_packed():

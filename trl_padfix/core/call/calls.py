@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..context import context, set_until_reset
+from ..context import context
 from ..layout.layout import Layout
 from .prefix_states import PrefixStates
 from .prepared_masks import PreparedMasks
 from .tokens import LocalTokens
 
 
-__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "record_layout", "rows_call"]
+__all__ = ["LAYOUT", "ModelCall", "PackedCall", "RowsCall", "model_call", "packed_call", "rows_call"]
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ class ModelCall:
             Whether the model selects columns of the decoder's output by an index, in any order, before its head.
         pools_last (`bool`):
             Whether the decoder returns the state of each row's last real token in all columns of the row.
-        layout ([`Layout`], *optional*):
-            Layout of the states `(B, L, H)` that the decoder has returned, for the modules after it.
+        returned (`list`):
+            For each call of the decoder so far, the layout of the states `(B, L, H)` that it returned, or `None`.
         doubled_features (`list[tuple[weakref.ref[torch.Tensor], int]]`):
             Outputs of towers whose two halves are equal, with their version counters.
     """
@@ -62,7 +62,7 @@ class ModelCall:
     model_arguments: dict[str, Any] = field(default_factory=dict)
     selects_columns: bool = False
     pools_last: bool = False
-    layout: Layout | None = None
+    returned: list[Layout | None] = field(default_factory=list)
     doubled_features: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
 
 
@@ -140,12 +140,6 @@ def model_call(decoder: nn.Module) -> ModelCall:
     # The running call may belong to another attached model.
     call = context().model
     return call if isinstance(call, ModelCall) and call.decoder is decoder else ModelCall(decoder)
-
-
-def record_layout(call: ModelCall, layout: Layout | None) -> None:
-    """Record the layout of the states that the decoder has returned, if the call is the running one."""
-    if context().model is call:
-        set_until_reset(model=replace(call, layout=layout))
 
 
 def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:

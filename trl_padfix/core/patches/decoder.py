@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call.arguments import padded_output
-from ..call.calls import model_call, packed_call, record_layout, rows_call
+from ..call.calls import model_call, packed_call, rows_call
 from ..call.inputs import DecoderInputs
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
@@ -37,6 +37,7 @@ class DecoderPatch(DecoderForward):
     """Packs the arguments of the decoder, runs it on the packed row, and unpacks its output."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        model_call(self.module).returned.append(None)
         if context().attention:
             call = bind(self.wrapped, args, kwargs)
             # The caller built its masks for the attention in the config; eager attention adds them to its scores.
@@ -77,8 +78,6 @@ class DecoderPatch(DecoderForward):
             if planned is not None and planned.tokens.is_divided:
                 raise
             handle.run_padded(error)
-            # The head must not pack the states; it may have the layout of an earlier call of the same decoder.
-            record_layout(outer, None)
             tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
             self.match_other_processes({k: x for k, x in tokens.items() if x is not None})
             return padded_output(unchanged(), outer, inputs.given_mask)

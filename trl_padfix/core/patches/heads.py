@@ -156,7 +156,8 @@ class HeadPatch(ForwardPatch):
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
         call = model_call(self.attachment.decoder)
-        layout = None if call.selects_columns else call.layout
+        # After two calls of the decoder it is unknown which states these are.
+        layout = None if call.selects_columns or len(call.returned) != 1 else call.returned[0]
         # An integer `logits_to_keep` slices columns off the states, so their shape no longer matches the batch.
         if layout is None or not args or args[0].dim() != 3 or tuple(args[0].shape[:2]) != layout.batch_shape:
             return self.wrapped(*args, **kwargs)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.calls import LAYOUT, ModelCall, PackedCall, record_layout
+from ..call.calls import LAYOUT, ModelCall, PackedCall
 from ..call.inputs import DecoderInputs
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
@@ -167,7 +167,7 @@ class PackedPlan(Plan):
         unpacked = super().unpack(output, outer)  # may refuse the call: the head must not pack its states then
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
         if not (outer.pools_last or outer.scored_index is not None):
-            record_layout(outer, self.tokens.layout)
+            outer.returned[-1:] = [self.tokens.layout]  # of this call
         return unpacked
 
     def _forward(self, tokens: LocalTokens, states: PrefixStates | None = None) -> Any:

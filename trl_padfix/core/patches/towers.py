@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..call.arguments import padded_output
-from ..call.calls import model_call, record_layout
+from ..call.calls import model_call
 from ..call.images import tensors_in
 from ..context import within
 from ..model.inspection import bind, parameters_of, takes_any_argument
@@ -53,12 +53,7 @@ class MultimodalPatch(BatchPatch):
         outer = model_call(self.attachment.decoder)
         # The states for the head are selected here, not in the decoder: modules in between may need all of them.
         with within(model=replace(outer, outer_arguments=call, scored_index=None)):
-            output = self.wrapped(**call)
-            layout = model_call(self.attachment.decoder).layout
-        if outer.scored_index is not None:
-            return padded_output(output, outer)
-        record_layout(outer, layout)  # the `within` above restores the call of the model
-        return output
+            return padded_output(self.wrapped(**call), outer)
 
 
 class TowerPatch(ForwardPatch):
