@@ -84,7 +84,7 @@ class DecoderPatch(DecoderForward):
         if planned is None:
             if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self.match_other_processes(inputs.arguments)
-            return unchanged()
+            return padded_output(unchanged(), outer, inputs.given_mask)
         handle.stats.add(planned.tokens.layout)
         return output
 

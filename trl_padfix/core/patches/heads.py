@@ -23,7 +23,7 @@ from ..call.tokens import ScoredLabels
 from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import to_device_async
-from ..layout.layout import Layout, pack, unpack
+from ..layout.layout import pack, unpack
 from ..model.changes import has_reader
 from ..model.inspection import bind
 from ..model.older import has_cache
@@ -82,21 +82,19 @@ class LMHeadPatch(BatchPatch):
     def _with_fused_head(self, outer: ModelCall, call: dict[str, Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The output of a call with a fused head, which gets the labeled positions as one row."""
         labels = kwargs.get("labels")
-        if labels is None or kwargs.get("shift_labels") is not None:
+        if labels is None or kwargs.get("shift_labels") is not None or not self._can_select_states(call, labels):
             return self.wrapped(*args, **kwargs)
-        try:
-            layout = self._layout_of({k: v for k, v in call.items() if k not in ("labels", "fused_lm_head")})
-        except UnpackableCallError:
-            return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
         (host_labels,) = on_host(labels)
         on_cpu = (host_labels[:, 1:] != -100).flatten().nonzero().squeeze(1)
-        if not self._can_select_states(call, labels, layout) or on_cpu.numel() == 0:
+        if on_cpu.numel() == 0:
             return self.wrapped(*args, **kwargs)
         # `index` counts in `(B, L - 1)`, states in `(B, L)`: the label of a position is in the next column.
         index, columns = to_device_async(on_cpu, labels.device), labels.shape[1] - 1
         row, column = index // columns, index % columns
-        in_batch = row * labels.shape[1] + column, labels[row, column + 1]
-        local = ScoredLabels(*in_batch) if layout is None else self.attachment.tokens_of(layout).labels(*in_batch)
+        try:
+            local = self._local_labels(call, row * labels.shape[1] + column, labels[row, column + 1])
+        except UnpackableCallError:
+            return self.wrapped(*args, **kwargs)  # the decoder warns of this error, or raises it
         head_arguments = {**kwargs, "labels": None, "shift_labels": local.labels.unsqueeze(0)}
         with within(model=replace(outer, scored_index=local.index, selects_columns=False)):
             output = self.wrapped(*args, **head_arguments)
@@ -108,25 +106,31 @@ class LMHeadPatch(BatchPatch):
         local.complete_loss(self.module, output, kwargs.get("num_items_in_batch"))
         return output
 
-    def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor, layout: Layout | None) -> bool:
+    def _can_select_states(self, call: dict[str, Any], labels: torch.Tensor) -> bool:
         """Whether the decoder can return the states of some positions only, and no user hook gets them."""
         decoder, multimodal = self.attachment.decoder, self.attachment.multimodal
-        if has_reader(decoder) or (multimodal is not None and has_reader(multimodal)):
+        if has_cache(call) or has_reader(decoder) or (multimodal is not None and has_reader(multimodal)):
             return False
-        if multimodal is None:
-            return layout is not None and tuple(labels.shape) == layout.batch_shape
-        ids = call.get("input_ids")
-        return ids is not None and ids.shape == labels.shape and not has_cache(call)
+        ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+        batch = embeds if ids is None and multimodal is None else ids
+        return batch is not None and batch.shape[:2] == labels.shape
 
-    def _layout_of(self, call: dict[str, Any]) -> Layout | None:
-        """The layout of the decoder's call, if the decoder packs it and has the model's arguments."""
-        if self.attachment.multimodal is not None:
-            return None
-        inputs = DecoderInputs.read(call, self.attachment)
-        layout = layout_of(inputs, self.attachment)
-        if layout is not None and not layout.is_trivial:
-            check_call(self.attachment, inputs, layout)
-        return layout
+    def _local_labels(self, call: dict[str, Any], index: torch.Tensor, labels: torch.Tensor) -> ScoredLabels:
+        """
+        The labels that this process scores.
+
+        Raises:
+            UnpackableCallError: If processes divide the row, and this call cannot be packed.
+        """
+        handle = self.attachment
+        if not handle.divides_rows or handle.multimodal is not None:  # which selects of the states of all processes
+            return ScoredLabels(index, labels)
+        inputs = DecoderInputs.read(call, handle)  # labels are divided as the tokens of the packed row are
+        layout = layout_of(inputs, handle)
+        if layout is None:
+            return ScoredLabels(index, labels)
+        check_call(handle, inputs, layout)
+        return handle.tokens_of(layout).labels(index, labels)
 
 
 def _mask_of(attachment: PaddingRemoval, call: dict[str, Any], name: str) -> torch.Tensor | None:
