@@ -16,6 +16,7 @@ from transformers.utils import logging
 from .call.batch_cache import planned_layout
 from .call.calls import PackedCall, packed_call, rows_call
 from .call.tokens import LocalTokens
+from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
@@ -221,6 +222,17 @@ class PaddingRemoval(Attachment):
         """The tokens of a packed row that this process computes."""
         return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)
 
+    @property
+    def running_stats(self) -> PaddingStats:
+        """The counts of the forwards of this thread: `stats`, or those of a running comparison."""
+        stats = context().stats
+        return stats if isinstance(stats, PaddingStats) else self.stats
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a call of this thread that cannot be packed raises an error."""
+        return self.strict or context().strict
+
     def why_unpacked(self) -> str:
         """Why no forward was packed so far, for a warning."""
         if self.stats.padded_forwards:
@@ -269,10 +281,10 @@ class PaddingRemoval(Attachment):
                 micro-batches: a padded micro-batch would compute these prefixes again, and leave others without them.
         """
         planned = planned_layout()
-        if self.strict or (planned is not None and isinstance(planned.layout, PrefixedLayout)):
+        if self.is_strict or (planned is not None and isinstance(planned.layout, PrefixedLayout)):
             raise error
         with _counting:
-            self.stats.padded_forwards += 1
+            self.running_stats.padded_forwards += 1
         self.say_once(
             f"A call of {type(self.decoder).__name__} is computed padded: its numbers are the model's own, and no "
             f"work is saved. {error} `handle.stats.padded_forwards` counts such calls, and "
@@ -296,16 +308,6 @@ class PaddingRemoval(Attachment):
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
         return self.changes is not None and self.changes.has_changed
 
-    @contextmanager
-    def temporarily(self, **values: Any) -> Iterator[None]:
-        """Set attributes until the block ends."""
-        saved = {name: vars(self)[name] for name in values}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            vars(self).update(saved)
-
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         # transformers searches `position_ids` for packed sequences, and the host waits for the result. Packed forwards
         # have a layout and need no search.
@@ -325,7 +327,7 @@ class PaddingRemoval(Attachment):
         if not self._patches:
             resume_packed_search(self)
             restore_attention(self.attention_before)
-            self.attention_before = []
+            self.attention_before, self.changes = [], None
 
     def remember(self, call: PackedCall) -> None:
         """Record a packed forward for as long as gradient checkpointing can recompute it."""

@@ -35,6 +35,7 @@ from ..trainers.parts.attach_models import attach_to_models
 from ..trainers.parts.neftune import prefix_sharing_with_neftune
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
+from ..trainers.temporary_attributes import set_until_closed
 
 
 if TYPE_CHECKING:
@@ -129,8 +130,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     Raises:
         ValueError: For an invalid `prefix_sharing` or `packed_multiple_of`; when training begins, if padding removal
-        is
-            attached already.
+            is attached already.
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
         PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed, FSDP or
             `torch.compile` has wrapped already.
@@ -168,6 +168,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
         self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or it is done
+        self._is_training = False
 
     @property
     def stats(self) -> PaddingStats | None:
@@ -228,7 +229,7 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _pad_steps(self, trainer: Trainer) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
-        compute, saved = trainer.compute_loss, vars(trainer).get("compute_loss")
+        compute = trainer.compute_loss
 
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -237,26 +238,21 @@ class PaddingRemovalCallback(TrainerCallback):
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
-        trainer.compute_loss = compute_loss
-
-        def restore() -> None:
-            if vars(trainer).get("compute_loss") is compute_loss:  # not a method that other code has set since
-                del trainer.compute_loss
-                vars(trainer).update({} if saved is None else {"compute_loss": saved})
-
-        self._undo.callback(restore)
+        set_until_closed(self._undo, trainer, "compute_loss", compute_loss)
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""
         self._undo.close()
         self._recording.close()
-        self._trainer, self._first_call = None, None
+        self._trainer, self._first_call, self._is_training = None, None, False
 
     # -- events
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        if self._is_training:  # the last training raised an error, so it had no end
+            self.remove()
         if self._given is None:
             _refuse_sharded()
             self._begin(_Policy(model, args))
@@ -271,6 +267,7 @@ class PaddingRemovalCallback(TrainerCallback):
             self.attach(trainer)
         elif len(decoders) > len(attached):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(attached) :])
+        self._is_training = True
         self._pad_steps(trainer)  # here, since code may set `compute_loss` on a trainer before it trains
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)

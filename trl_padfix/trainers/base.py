@@ -177,7 +177,6 @@ class PaddingFreeMixin:
             take_over(models_of(self))
         outdated = [part for part in self.padding.parts if part.is_outdated()]  # all parts note the new models
         if outdated:
-            self.padding.parity.clear()  # a model is compared on its own first batch
             self._attach_to_models()
 
     def restore_padding(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-__all__ = ["temporarily_set"]
+__all__ = ["set_until_closed", "temporarily_set"]
 
 
 @contextlib.contextmanager
@@ -25,3 +25,16 @@ def temporarily_set(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, saved[name])
             else:
                 delattr(owner, name)
+
+
+def set_until_closed(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of `owner` until `stack` closes. A value that other code has set since then stays."""
+    saved = {name: vars(owner)[name]} if name in vars(owner) else {}
+
+    def undo() -> None:
+        if vars(owner).get(name) is value:
+            delattr(owner, name)
+            vars(owner).update(saved)
+
+    stack.callback(undo)
+    setattr(owner, name, value)

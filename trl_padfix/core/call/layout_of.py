@@ -111,7 +111,7 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
         return "shared"
     if handle.prefix_sharing is True and obstacle is not None:
-        if handle.strict:
+        if handle.is_strict:
             raise UnpackableCallError("prefix sharing", obstacle)
         handle.say_once(f"Padding is removed from a call, but no prefix is shared. {obstacle}", "prefix sharing")
     return "plain"

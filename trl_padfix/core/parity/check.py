@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..context import within
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
 from ..model.pipelines import by_name
@@ -168,7 +169,7 @@ def _comparing(
         stack.enter_context(handle.reenabled())
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are not such a reason: the comparison tests them.
-        stack.enter_context(handle.temporarily(stats=PaddingStats(), strict=True))
+        stack.enter_context(within(stats=PaddingStats(), strict=True))
         called = called_module(model, handle)
         sample = sample_of(called, batch, handle)
         if handle.anatomy.pools_by_token_id:
@@ -254,8 +255,11 @@ def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRe
         return scores_of(logits_of(by_name(model)(**inputs)), row, mask, columns)
 
     distributed = scores()
-    with handle.temporarily(context_parallel=None):
+    group, handle.context_parallel = handle.context_parallel, None
+    try:
         return (distributed - scores()).abs()
+    finally:
+        handle.context_parallel = group
 
 
 def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:

@@ -77,7 +77,7 @@ class Forwards:
                 raise
             except (RuntimeError, NotImplementedError) as error:  # a layer without a backward
                 obstacle = str(error).partition("\n")[0]
-                self.handle.stats.reset()
+                self.handle.running_stats.reset()
         outcome = self._packed_and_padded(gradients=False)
         return replace(outcome, gradient_obstacle=(obstacle or "") if gradients else "")
 
@@ -87,7 +87,7 @@ class Forwards:
             # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
             packed = packed._replace(gradient=self.handle.context_parallel.all_reduce_mean(packed.gradient))
         padded, others = self._twice(partial(self._scores, self.sample), gradients)
-        return Outcome(packed, padded, others, self.handle.stats.packed_tokens)
+        return Outcome(packed, padded, others, self.handle.running_stats.packed_tokens)
 
     def alone(self, gradients: bool) -> tuple[Scores, list[Scores], torch.dtype | None]:
         """

@@ -85,7 +85,7 @@ class DecoderPatch(DecoderForward):
             if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self.match_other_processes(inputs.arguments)
             return padded_output(unchanged(), outer, inputs.given_mask)
-        handle.stats.add(planned.tokens.layout)
+        handle.running_stats.add(planned.tokens.layout)
         return output
 
 

@@ -79,12 +79,15 @@ class SubBatches:
             Returns the [`RowSplitter`] of the step; called at the first forward outside of a chunk.
         images ([`ImageCounts`], *optional*):
             Images of each row. Without them a forward with images is not split.
+        keeps (`bool`, *optional*, defaults to `True`):
+            Whether a later forward on the same tensors reuses the split of the first one.
         checked_models (`MutableSet`, *optional*):
             Models whose load-balancing loss was compared with ours; the runner adds to it.
     """
 
     make_splitter: Callable[[], RowSplitter]
     images: ImageCounts | None = None
+    keeps: bool = True
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
     _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
 
@@ -99,8 +102,9 @@ class SubBatches:
                 return batch
         split = self.splitter.split(ids, mask, images=self.images)
         inputs = [(ids[rows], None if mask is None else mask[rows]) for rows in split.rows]
-        self._batches.append(_SplitBatch(BatchVersion.of(ids, mask), split, inputs))
-        return self._batches[-1]
+        batch = _SplitBatch(BatchVersion.of(ids, mask), split, inputs)
+        self._batches += [batch] if self.keeps else []
+        return batch
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], call: dict[str, Any]) -> Any:
         """The output of `forward` for all rows, computed in sub-batches."""

@@ -89,12 +89,14 @@ class TokenBudget(Part):
     @property
     def budget(self) -> int | None:
         """
-        Maximum number of tokens of a forward.
+        Maximum number of tokens of a forward; `None` without one, and once padding removal is undone.
 
         If `auto_find_batch_size` has lowered the batch size after a forward did not fit into memory, the budget is
         lowered by the same factor, because memory depends on tokens.
         """
         budget, args = self.settings.max_tokens_per_batch, self.trainer.args
+        if self.trainer.padding.is_restored:
+            return None
         if budget is None or not args.auto_find_batch_size:  # Trainer ignores another number that is set in `args`
             return budget
         return max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
@@ -233,9 +235,9 @@ class TokenBudget(Part):
             images = find_images(step.inputs, step.batches[0]["input_ids"], self._config)
         return within(runner=self._sub_batches(images or None))
 
-    def _sub_batches(self, images: ImageCounts | None) -> SubBatches:
+    def _sub_batches(self, images: ImageCounts | None, keeps: bool = True) -> SubBatches:
         return SubBatches(
-            lambda: self._splitter(not self._shards and self._shares_across), images, self._checked_models
+            lambda: self._splitter(not self._shards and self._shares_across), images, keeps, self._checked_models
         )
 
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
@@ -253,7 +255,10 @@ class TokenBudget(Part):
         )
 
     def around_ref_logps(self) -> contextlib.AbstractContextManager[None]:
-        return self.split_forwards()
+        if self.budget is None or self._leaves_whole():
+            return contextlib.nullcontext()
+        # The block holds all batches of a dataset, and each of them runs once.
+        return within(runner=self._sub_batches(None, keeps=False))
 
     def acts_in_steps(self) -> bool:
         return self.settings.max_tokens_per_batch is not None

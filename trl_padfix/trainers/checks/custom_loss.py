@@ -14,7 +14,7 @@ from ...core.model.changes import is_harmless
 from ...core.model.find import find_pretrained
 from ...core.model.inspection import module_of, name_of
 from ..data.batch_labels import scores_padding
-from ..temporary_attributes import temporarily_set
+from ..temporary_attributes import set_until_closed, temporarily_set
 
 
 if TYPE_CHECKING:
@@ -168,4 +168,4 @@ def observe_user_step(
             return of_user(model, *args, **kwargs)
 
     vars(observed)["is_observed"] = True
-    trainer.training_step = observed
+    set_until_closed(trainer.padding.undo, trainer, "training_step", observed)

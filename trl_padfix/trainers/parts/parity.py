@@ -62,6 +62,14 @@ class Parity(Part):
 
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
+        self._begin()
+
+    def attach_to_models(self) -> None:
+        self._begin()  # a model is compared on its own first batches
+
+    def _begin(self) -> None:
+        self.trainer.padding.parity.clear()
+        self.trainer.padding.why_padded = None
         self._handle_of_user_step: PaddingRemoval | None = None
         """Handle of the model that a user's `training_step` has computed with."""
         self._first_steps: dict[str, int] = {}

@@ -134,6 +134,7 @@ class Padding:
         self.in_steps: tuple[Part, ...] = ()
         self.running: Step | None = None
         self.why_padded: str | None = None  # set by the parity check of a step
+        self.undo = contextlib.ExitStack()  # of methods that were replaced on the trainer itself
 
     @property
     def handle(self) -> PaddingRemoval | None:
@@ -157,6 +158,7 @@ class Padding:
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""
         self.is_restored = True
+        self.undo.close()
         for part in self.parts:
             part.restore()
 

@@ -288,8 +288,7 @@ class _Comparison:
         """Loss and gradient of the step on `batch` within a token budget."""
         trainer, padding, step = self.trainer, self.trainer.padding, self.step
         with saved_state(trainer), contextlib.ExitStack() as stack:
-            for handle in padding.handles:
-                stack.enter_context(handle.temporarily(stats=PaddingStats()))
+            stack.enter_context(within(stats=PaddingStats()))
             stack.enter_context(temporarily_set(padding, running=None, in_steps=(padding.budget,)))
             stack.enter_context(temporarily_set(padding.settings, max_tokens_per_batch=budget))
             batch = step.like_inputs(batch)
