@@ -53,7 +53,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             default such a call runs padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
-            several lengths. Losses and metrics ignore the filler. For FP8 and compiled kernels, which need few lengths.
+            several lengths. Losses and metrics ignore the filler. For FP8 and compiled kernels that need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
