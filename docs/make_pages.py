@@ -62,7 +62,7 @@ GROUPS = {
 METRICS = """
 ## Metrics in the log
 
-These appear beside TRL's metrics. In evaluation each name begins with `eval_`.
+In evaluation each name begins with `eval_`.
 
 | metric | meaning |
 |---|---|
@@ -74,8 +74,8 @@ These appear beside TRL's metrics. In evaluation each name begins with `eval_`.
 | `perf/tokens_per_second` | real tokens per second of the training step |
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
-micro-batch. The step is the same, but metrics of a micro-batch differ from TRL's: `entropy`, `kl`, `clip_ratio/*` and
-`cispo_clip_ratio`. With a token budget or your own loss, rows stay where TRL puts them.
+micro-batch, unless you set a token budget or your own loss. The step is the same, but `entropy`, `kl`, `clip_ratio/*`
+and `cispo_clip_ratio`, which are means over micro-batches, differ from TRL's.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
