@@ -33,16 +33,16 @@ These are the fields that this package adds to TRL's configurations. Set them in
 
 | field | value | when |
 |---|---|---|
-| `padding_free` | `True` | always; `prefix_sharing` and `max_tokens_per_batch` need it |
-| `prefix_sharing` | `"auto"` | in most runs: it shares where it can, and otherwise trains without sharing |
-| | `True` | you know that your rows share prefixes, and want an error if the model or a setting cannot share them |
+| `padding_free` | `True` | always |
+| `prefix_sharing` | `"auto"` | in most runs |
+| | `True` | you want an error where the model or a setting cannot share |
 | `max_tokens_per_batch` | `16384` or more, on a GPU | one big batch in place of accumulation does not fit |
 | `attn_implementation` | `"auto"` | on a GPU with `flash-attn` installed |
 | `group_by_prefix` | `True` | rows that begin alike are far apart in your data |
 | `parity_check` | `"short"` or `"forward"` | the check takes too much memory |
 | | `False` | you measure time |
 
-TRL's setting that goes with them is [one big batch](from_trl.md#settings-that-pay-in-every-method).
+These go with [one big batch](from_trl.md#settings-that-pay-in-every-method).
 """
 GROUPS = {
     "The step": (
