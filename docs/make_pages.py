@@ -33,7 +33,7 @@ These are the fields that this package adds to TRL's configurations. Set them in
 
 | field | value | when |
 |---|---|---|
-| `padding_free` | `True` | always |
+| `padding_free` | `True` | always; the other fields build on it |
 | `prefix_sharing` | `"auto"` | in most runs |
 | | `True` | you want an error where the model or a setting cannot share |
 | `max_tokens_per_batch` | `16384` or more, on a GPU | one big batch in place of accumulation does not fit |
@@ -42,7 +42,7 @@ These are the fields that this package adds to TRL's configurations. Set them in
 | `parity_check` | `"short"` or `"forward"` | the check takes too much memory |
 | | `False` | you measure time |
 
-These go with [one big batch](from_trl.md#settings-that-pay-in-every-method).
+Set them with [one big batch](from_trl.md#settings-that-pay-in-every-method).
 """
 GROUPS = {
     "The step": (
