@@ -17,23 +17,50 @@ import trl
 from copied_pages import ELSEWHERE
 
 import trl_padfix
-from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
+from trl_padfix.cli.methods import METHODS
 
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    'Attention implementation of the model: a name; `"auto"` for an installed FlashAttention, else `sdpa`; '
-    'or for a vision model a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
+    "Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or, for a "
+    'vision model, a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
-WHEN = {
-    "parity_check": "Set `False` to measure time; `'short'` or `'forward'` if the check takes too much memory.",
-    "packed_multiple_of": "Set it if FP8 or compiled kernels need few lengths.",
-    "pool_last_token": "Set it if the pad token also occurs in the text.",
-}
-"""When to set a field, where its help does not say so."""
+OPENING = """
+These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
+(`--padding_free true`). If you set none, only TRL's code runs.
+
+## What to set
+
+| field | value | when |
+|---|---|---|
+| `padding_free` | `True` | always; the other fields build on it |
+| `prefix_sharing` | `"auto"` | in most runs |
+| | `True` | you want an error where the model or a setting cannot share |
+| `max_tokens_per_batch` | `16384` or more, on a GPU | one big batch in place of accumulation does not fit |
+| `attn_implementation` | `"auto"` | on a GPU with `flash-attn` installed |
+| `group_by_prefix` | `True` | rows that begin alike are far apart in your data |
+| `parity_check` | `"short"` or `"forward"` | the check takes too much memory |
+| | `False` | you measure time |
+
+Set them with [one big batch](from_trl.md#settings-that-pay-in-every-method).
+"""
+GROUPS = {
+    "The step": (
+        "padding_free", "prefix_sharing", "max_tokens_per_batch", "attn_implementation", "ref_attn_implementation",
+        "teacher_attn_implementation",
+    ),
+    "Checks": ("parity_check", "strict"),
+    "Rows": ("group_by_prefix", "group_by_prefix_buffer", "expand_turns", "padding_side", "pool_last_token"),
+    "Evaluation": (
+        "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
+        "eval_generation_samples",
+    ),
+    "Lengths of packed rows": ("packed_multiple_of",),
+}  # fmt: skip
+"""Headings of the page and their fields, from those that most runs set to those that few set."""
 
 METRICS = """
-## Logged beside TRL's metrics
+## Metrics in the log
 
 In evaluation each name begins with `eval_`.
 
@@ -46,9 +73,9 @@ In evaluation each name begins with `eval_`.
 | `padfix/auto_shared` | share of the forwards that shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of the training step |
 
-With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation compute all rows of a prompt in one
-micro-batch. The step is the same, but the metrics of a micro-batch (`entropy`, `kl`, `clip_ratio/*`,
-`cispo_clip_ratio`) are taken over other rows than in TRL. With a token budget or your own loss they are not.
+With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
+micro-batch, unless you set a token budget or your own loss. The step is the same, but `entropy`, `kl`, `clip_ratio/*`
+and `cispo_clip_ratio`, which are means over micro-batches, differ from TRL's.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
@@ -70,26 +97,17 @@ def options() -> str:
         for name, described in own_fields(method).items():
             by_name.setdefault(name, described)
             methods.setdefault(name, []).append(METHODS[method])
-    page = "# Options\n\n" + MADE
-    page += (
-        "This package adds these fields to TRL's. Set them in Python, in a YAML or as a flag (`--padding_free true`). "
-        "Start with the [settings that pay](from_trl.md#settings-that-pay-in-every-method). "
-        "A field that names no trainers is in all configurations.\n"
-    )
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
-    group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
-    first = next(iter(OPTION_GROUPS))
-    ordered = sorted(by_name, key=lambda name: [*OPTION_GROUPS].index(group_of.get(name, first)))
-    group = ""
-    for name in ordered:
-        if group != group_of.get(name, first):
-            group = group_of.get(name, first)
-            page += f"\n## {group[0].upper()}{group[1:]}\n"
-        default, described = by_name[name]
-        who = "" if len(methods[name]) == len(METHODS) else f" Trainers: {', '.join(methods[name])}."
-        text = " ".join([*described.split(), *WHEN.get(name, "").split()])
-        page += f"\n### `{name}`\n\nDefault: `{default}`.{who} {text}\n"
+    page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
+    for group, names in GROUPS.items():
+        page += f"\n## {group}\n"
+        for name in names:
+            default, described = by_name.pop(name)
+            who = "" if len(methods[name]) == len(METHODS) else f" Only in: {', '.join(methods[name])}."
+            page += f"\n### `{name}`\n\nDefault: `{default}`.{who}\n\n{' '.join(described.split())}\n"
+    if by_name:
+        raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}: put each field under one of its headings.")
     page += METRICS
     return page
 

@@ -196,7 +196,7 @@ def draw_learning(figure: Any, sources: dict[str, Any]) -> None:
         for name, evaluations in sources.items():
             axes.plot([e["step"] for e in evaluations], [e[key] for e in evaluations], **styles[name])
         axes.set(xlabel="optimizer steps", ylabel=label)
-    axes.legend(loc="lower right")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
 PICTURES = {

@@ -10,7 +10,7 @@ A real one (any flag of TRL's `trl dpo`, and ours):
     accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/dpo.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \
         --dataset_name trl-lib/ultrafeedback_binarized \
-        --padding_free true --prefix_sharing true \
+        --padding_free true --prefix_sharing auto \
         --per_device_train_batch_size 8 --learning_rate 5e-7 --output_dir runs/qwen-dpo
 """
 

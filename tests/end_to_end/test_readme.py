@@ -59,13 +59,12 @@ def test_it_is_short_and_its_links_lead_somewhere():
 
 
 FIGURES = {  # rows of the README, and the file and variant of each figure
-    "DPO of SmolLM2": {
+    "DPO, HH-RLHF, 8 pairs": {
         "padding_free": "dpo-hh-rlhf-8-pairs-smollm2-padding-free-cpu",
         "prefix_sharing": "dpo-hh-rlhf-8-pairs-smollm2-sharing-cpu",
     },
-    "DPO, HH-RLHF, 8 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-hh-rlhf-8-pairs-auto-cpu"),
-    "DPO, GSM8K, 8 pairs": dict.fromkeys(["padding_free", "prefix_sharing"], "dpo-gsm8k-8-pairs-cpu"),
-    "SFT, 32 turns of": dict.fromkeys(["padding_free", "auto", "group_by_prefix"], "sft-airline-32-rows-cpu"),
+    "SFT, HH-RLHF, 8 rows": {"padding_free": "sft-hh-rlhf-8-rows-smollm2-cpu"},
+    "GRPO, 8 completions": dict.fromkeys(["padding_free", "prefix_sharing"], "grpo-8-completions-smollm2-cpu"),
 }
 FIGURE = r"(?<![\w.])\d+\.\dx"
 

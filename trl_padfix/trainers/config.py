@@ -35,35 +35,34 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder receives one packed row of real tokens. The numbers stay the same. A model
-            that cannot be packed exactly is refused.
+            Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
+            up to rounding. A model that cannot be packed exactly is refused.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch
-            runs without sharing if that is cheaper. 'auto': share where model and batch allow it, and log how
-            often. Needs `padding_free`.
+            runs without sharing if that is cheaper. If the model or a setting cannot share prefixes, `True` is an
+            error, and `'auto'` trains without sharing and logs why. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded log-probabilities and gradients on a few short rows of the
-            first training and evaluation batch. If packed is wrong, the run stops. If the trainer's loss depends on
-            padding, warn and compute padded. After ten steps compare the longest row so far with that row alone.
-            'forward': without gradients. 'short': without the longest row.
+            first training and evaluation batch. If packed is wrong, the run stops. After ten steps, compare the
+            longest row so far with that row alone. `'forward'` leaves out gradients, `'short'` the longest row.
         strict (`bool`, *optional*, defaults to `False`):
             Stop for doubtful data: rows without a label, equal completions, more or fewer images than placeholders.
-            By default a warning counts such rows. With `padding_free` also stop at a call that cannot be packed; by
-            default it runs padded.
+            By default a warning counts such rows. With `padding_free`, also stop at a call that cannot be packed. By
+            default such a call runs padded.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
-            several lengths. Losses and metrics ignore the filler.
+            several lengths. Losses and metrics ignore the filler. For FP8 and compiled kernels that need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
-            model a name for each part. Defaults to transformers' choice.
+            Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
+            for a vision model, a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Continue the prompts of the evaluation set during evaluation. As in `Seq2SeqTrainer`, `compute_metrics`
-            receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
-            Texts go to `generations/` in the output directory.
+            Generate answers to the prompts of the evaluation set. As in `Seq2SeqTrainer`, `compute_metrics` receives
+            the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). Texts go
+            to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt.
         generation_kwargs (`dict`, *optional*):
@@ -74,14 +73,14 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             default for all.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
-            another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`:
-            `prefix_sharing` computes a prefix once per batch. Needs `padding_free`.
+            another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`,
+            because prefixes are shared within one batch. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
+            Put rows with long shared prefixes into the same batch: several pairs of a prompt, the turns of a
             conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         group_by_prefix_buffer (`int`, *optional*):
-            With `group_by_prefix` and a streamed dataset: number of rows to read ahead and group; at least the rows of
-            several optimizer steps.
+            With `group_by_prefix` and a streamed dataset: number of rows to read ahead and group. Use at least the
+            rows of several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
             are TRL's means over batches.
@@ -115,8 +114,9 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: score the last token of each row's attention mask. By default score the last token
-            that is not the pad token, as the padded computation does.
+            With `padding_free`: score the last token of each row's attention mask. By default the score is that of
+            the last token that is not the pad token, as in the padded computation. For data in which the pad token
+            also occurs in the text.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -234,8 +234,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row for each assistant turn in `messages`, rendered by the chat template at that turn (see the
-            function `expand_turns`). For templates that drop earlier thinking, and for rollouts of agents.
+            Make one row for each assistant turn in `messages`, rendered by the chat template at that turn. For
+            templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
