@@ -195,6 +195,7 @@ def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
             trainer.train()
     assert attachment_of(trainer.model) is callback.handles[0]
     trainer.train()
+    assert "compute_loss" not in vars(trainer)
     first = callback.stats.packed_tokens
     trainer.train()
     assert callback.stats.packed_tokens == first > 0
