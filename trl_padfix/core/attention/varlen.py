@@ -39,17 +39,21 @@ def attend_varlen(
     Raises:
         PaddingRemovalError: If the kernel does not support an argument of the module, or this precision or device.
     """
-    # flash-attn 2.8.3's Triton backend ignores these arguments without an error.
-    for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
-        if kwargs.get(name) is not None and _is_triton_backend():
-            raise PaddingRemovalError(
-                f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
-                f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
-            )
+    if _is_triton_backend():
+        # flash-attn 2.8.3's ignores these arguments without an error.
+        for name, alternative in {"softcap": "eager", "sliding_window": "sdpa"}.items():
+            if kwargs.get(name) is not None:
+                raise PaddingRemovalError(
+                    f"flash-attn's Triton backend ignores windows and softcaps, and {type(module).__name__} needs "
+                    f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
+                )
+        query, key, value = map(_tokens_first, (query, key, value))
     try:
         output, _ = attend(
             module,
-            *map(_tokens_first, (query, key, value)),
+            query,
+            key,
+            value,
             None,
             cu_seq_lens_q=layout.queries.cu_seqlens,
             cu_seq_lens_k=layout.keys.cu_seqlens,

@@ -84,8 +84,8 @@ class PackedCall:
             Positions that the decoder gets.
         last_position (`int` or `torch.Tensor`):
             Largest position of the padded call, padding included.
-        dry_run (`Callable`):
-            Records the arguments of each layer, by its `id`, for each bucket of `RowBuckets`.
+        dry_run (`Callable`, *optional*):
+            Records the arguments of each layer, by its `id`, for each bucket of `RowBuckets`; if a mixer needs rows.
         prepared ([`PreparedMasks`], *optional*):
             Masks from the module around the decoder, if they differ from the decoder's own.
         one_bucket (`bool`):
@@ -105,7 +105,7 @@ class PackedCall:
     decoder: nn.Module
     position_ids: torch.Tensor
     last_position: int | torch.Tensor = 0
-    dry_run: Callable[[Any], list[dict[int, dict[str, Any]]]] = lambda row_buckets: []
+    dry_run: Callable[[Any], list[dict[int, dict[str, Any]]]] | None = None
     prepared: PreparedMasks | None = None
     one_bucket: bool = False
     prefix_states: PrefixStates | None = None

@@ -125,7 +125,9 @@ def row_buckets(call: PackedCall, one_bucket: bool = False) -> RowBuckets:
 
 def calls_of_layers(call: PackedCall, one_bucket: bool = False) -> list[dict[int, dict[str, Any]]]:
     """The arguments of each layer for the rows of each bucket, from a dry run: by the `id` of the layer, by name."""
-    return call.cached(("calls of layers", one_bucket), lambda: call.dry_run(row_buckets(call, one_bucket)))
+    dry_run = call.dry_run
+    assert dry_run is not None  # a mixer needs rows
+    return call.cached(("calls of layers", one_bucket), lambda: dry_run(row_buckets(call, one_bucket)))
 
 
 class RowsPatch(ForwardPatch):

@@ -183,12 +183,12 @@ class PackedPlan(Plan):
             decoder=decoder,
             position_ids=self.packed["position_ids"],
             last_position=last_position,
-            dry_run=DryRun(patch, handle.mixers.layers, packed, last_position),
             prepared=self.inputs.prepared,
             one_bucket=patch.needs_equal_calls(),
             prefix_states=states,
             fixed_order=bool(handle.prefix_sharing),
             passed_on=frozenset(self.inputs.arguments) - patch.parameters,
+            dry_run=DryRun(patch, handle.mixers.layers, packed, last_position) if patch.has_rows else None,
         )
         if call.one_bucket:
             # Before the forward, as in `match_other_processes`: all processes gather parameters in the same order.
