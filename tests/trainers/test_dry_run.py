@@ -1,5 +1,7 @@
 """`dry_run(trainer)`: the first batch as in a run, without a step, and nothing left behind."""
 
+import re
+
 import pytest
 import torch
 from kit.methods import make_trainer
@@ -36,6 +38,19 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys):
     assert set(trainer.padding.parity) == {"train", "eval"}
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in trainer.model.named_parameters())
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]  # made when the trainer is
+
+
+def test_it_counts_the_whole_first_batch_also_in_parts(tmp_path, capsys):
+    """The parity check of the step has a backward of its own, and a budget one for each part."""
+    lines = []
+    for settings in ({}, {"max_tokens_per_batch": 60}):
+        trainer = make(tmp_path, padding_free=True, **settings)
+        assert dry_run(trainer)
+        lines += [line for line in capsys.readouterr().out.splitlines() if line.startswith("first batches")]
+        assert trainer.padding.stats.forwards > 1 or not settings
+    whole, in_parts = ([int(n) for n in re.findall(r"\d+", line)] for line in lines)
+    assert whole[1:] == in_parts[1:]  # real and computed tokens
+    assert 0 < whole[2] == whole[1] < whole[0]
 
 
 def test_a_training_after_it_is_the_same_training(tmp_path):

@@ -1,10 +1,10 @@
-"""The dry run of a training: everything up to the first backward, and no step."""
+"""The dry run of a training: the first step without its backward."""
 
 from __future__ import annotations
 
 import contextlib
 import textwrap
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_callback import DefaultFlowCallback
 
+from ..core.context import context
 from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
@@ -40,8 +41,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
     """
     Check a training without taking a step: the first batch, its forward, and packed against padded.
 
-    Everything runs as in `trainer.train()` up to the first backward, and as in `trainer.evaluate()` up to the second
-    batch. No weight changes, no file is written, and no callback runs. The main process prints one table: models and
+    The first step runs as in `trainer.train()`, but for its backward, and the first batch as in `trainer.evaluate()`. No weight changes, no file is written, and no callback runs. The main process prints one table: models and
     attention, data, settings, tokens of the first batch, and the parity check. Each process must call it.
 
     Args:
@@ -85,10 +85,14 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
             temporarily_set(trainer, _total_train_tokens=0),
             temporarily_set(trainer.padding, is_dry_run=True),
         ):
-            with _stopping(trainer.accelerator, "backward"), temporarily_set(trainer.args, eval_on_start=False):
+            with (
+                temporarily_set(trainer.accelerator, backward=_in_comparisons(trainer.accelerator.backward)),
+                temporarily_set(trainer.args, eval_on_start=False),
+                _stopping(trainer, "training_step"),
+            ):
                 trainer.train()
             if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
-                with _stopping(trainer, "prediction_step", computed=True):
+                with _stopping(trainer, "prediction_step"):
                     trainer.evaluate()
     finally:
         trainer.is_in_train = False
@@ -96,17 +100,21 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
             of_mode.clear()
 
 
+def _in_comparisons(backward: Callable[..., None]) -> Callable[..., None]:
+    """The `backward` of an accelerator, which computes nothing outside of the parity check."""
+    return lambda *args, **kwargs: backward(*args, **kwargs) if context().stats is not None else None
+
+
 @contextlib.contextmanager
-def _stopping(owner: Any, name: str, computed: bool = False) -> Iterator[None]:
-    """A block that ends at the first call of a method, or with `computed` after it."""
-    method = getattr(owner, name)
+def _stopping(trainer: PaddingFreeTrainer, name: str) -> Iterator[None]:
+    """A block that ends after the first call of a method of the trainer."""
+    method = getattr(trainer, name)
 
     def stop(*args: Any, **kwargs: Any) -> None:
-        if computed:
-            method(*args, **kwargs)
+        method(*args, **kwargs)
         raise _Stop
 
-    with contextlib.suppress(_Stop), temporarily_set(owner, **{name: stop}):
+    with contextlib.suppress(_Stop), temporarily_set(trainer, **{name: stop}):
         yield
 
 
