@@ -47,6 +47,15 @@ CASES = [
     (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
     (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
+    (["dpo", *CPU, "--config", "list_as_number.yaml"], "line 2: per_device_train_batch_size: invalid int value: [8]"),
+    (["dpo", *CPU, "--config", "fraction.yaml"], "line 2: per_device_train_batch_size: invalid int value: 8.5"),
+    (["dpo", *CPU, "--max_length", "None"], "invalid int value: 'None'. Write `null`"),
+    (["dpo", *CPU, "--prefix_sharing", "atuo"], "invalid choice: 'atuo' (choose from auto, true, false)"),
+    (["dpo", *CPU, "--tiny_model", "huge"], "invalid choice: 'huge' (choose from tiny, small)"),
+    (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' has no config.json"),
+    (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
+    (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
+    (["dpo", *CPU, "--micro_batch_size", "2"], "(in TRL it is `per_device_train_batch_size`)"),
     (["dpo", *CPU, "--config", "word.yaml"], "word.yaml, line 2: max_steps: invalid int value: 'many'"),
     (["dpo", *CPU, "--dataset_name", "./nowhere"], "there is no file or folder './nowhere'"),
     (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
@@ -64,6 +73,8 @@ def material(tmp_path_factory) -> Path:
     build_bad_data(folder)
     build_bad_models(folder / "models")
     (folder / "word.yaml").write_text("seed: 1\nmax_steps: many\n")
+    (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
+    (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()
     return folder

@@ -18,6 +18,7 @@ import yaml
 
 from ..field_names import hint
 from ..files import DATA_FILES, folder_obstacle, is_missing_path
+from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
 from .methods import METHODS
 
@@ -32,6 +33,13 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "at
 
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
+
+WORDS = {
+    "prefix_sharing": ["auto", *BOOLEANS],
+    "parity_check": ["forward", "short", *BOOLEANS],
+    "tiny_model": ["tiny", "small"],
+}
+"""Words that our fields take."""
 
 NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
@@ -165,23 +173,34 @@ def _whole(name: str, known: Iterable[str]) -> str:
 
 
 def _check_numbers(given: Given, fields: dict[str, set[str]]) -> None:
-    """Raise a `ValueError` for a word where a field takes a number or a truth value."""
+    """Raise a `ValueError` for another value where a field takes a number or a truth value."""
     for name, value in given.values.items():
         types = {kind.removesuffix(" | None") for kind in fields.get(name, ())}
-        if len(types) == 1 and isinstance(value, str) and (kind := types.pop()) in NUMBERS:
-            try:
+        if len(types) != 1 or (kind := types.pop()) not in NUMBERS or value is None:
+            continue
+        try:
+            is_right = not isinstance(value, list | dict)
+            if isinstance(value, str):
                 NUMBERS[kind](value)
-            except ValueError:
-                raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.") from None
+            elif isinstance(value, float):
+                is_right = kind != "int" or value.is_integer()
+        except ValueError:
+            is_right = False
+        if not is_right:
+            null = " Write `null` for no value." if value in ("None", "none") else ""
+            raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.{null}")
 
 
 def _check_choices(given: Given, fields: dict[str, set[str]]) -> None:
-    """Raise a `ValueError` for a word that the enumeration of a field does not have."""
+    """Raise a `ValueError` for a word that a field, or the enumeration of its type, does not have."""
     spec = find_spec("transformers")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()
     trees = (ast.parse((folder / file).read_text("utf-8")) for file in ("trainer_utils.py", "training_args.py"))
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, value in given.values.items():
+        if (words := WORDS.get(name)) and isinstance(value, str) and value.lower() not in words:
+            shown = [word for word in words if word not in BOOLEANS] + ["true", "false"] * (BOOLEANS[0] in words)
+            raise ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(shown)}).")
         kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
         enumeration = next((cls for kind, cls in classes.items() if kind in kinds and _is_enumeration(cls)), None)
         if enumeration is None or not isinstance(value, str):
@@ -197,10 +216,21 @@ def _is_enumeration(cls: ast.ClassDef) -> bool:
 
 
 def _check_paths(given: dict[str, Any]) -> None:
-    """Raise a `ValueError` for a model or dataset that is not there, a file as a dataset, and an empty file."""
+    """
+    Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
+    """
     for field in ("model_name_or_path", "dataset_name"):
         if (name := given.get(field)) and is_missing_path(name):
             raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
+    model = Path(given.get("model_name_or_path") or "nowhere")
+    if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
+    output_dir = given.get("output_dir") or "trainer_output"
+    resume_from = checkpoint_to_resume(given.get("resume_from_checkpoint"), output_dir)
+    if isinstance(resume_from, str) and not (Path(resume_from) / "trainer_state.json").is_file():
+        states = sorted(Path(output_dir).glob("checkpoint-*/trainer_state.json"))
+        there = ", ".join(str(state.parent) for state in states) or f"none in {str(output_dir)!r}"
+        raise ValueError(f"`resume_from_checkpoint`: {resume_from!r} is no checkpoint. Checkpoints: {there}.")
     # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
     path = Path(given.get("dataset_name") or "")
     if builder := DATA_FILES.get(path.suffix):
