@@ -68,3 +68,16 @@ def test_where_nothing_can_be_written_is_said_beforehand(tmp_path):
     assert "is a file" in folder_obstacle(tmp_path / "file" / "a" / "b")
     assert "cannot be written" in folder_obstacle("/proc/a/b")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]  # asking leaves nothing
+
+
+def test_two_processes_write_one_folder_and_each_of_them_whole(tmp_path, monkeypatch):
+    def as_another_process(folder):
+        (folder / "a").write_text("one")
+        with monkeypatch.context() as other:
+            other.setattr(os, "getpid", lambda: -1)
+            write_whole_folder(tmp_path / "model", lambda second: (second / "a").write_text("two"))
+        (folder / "b").write_text("one")
+
+    write_whole_folder(tmp_path / "model", as_another_process)
+    assert {path.name: path.read_text() for path in (tmp_path / "model").iterdir()} == {"a": "one", "b": "one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

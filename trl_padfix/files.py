@@ -113,9 +113,8 @@ def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Pat
     """[`write_whole`] for a folder: `write` fills an empty folder next to `path`, which then replaces the old one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, old = (path.with_name(f".{path.name}.{kind}") for kind in ("partial", "old"))
-    for left_over in (temporary, old):  # by a process that was killed
-        shutil.rmtree(left_over, ignore_errors=True)
+    # Two processes may write the same folder: each has a temporary one of its own.
+    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
     try:
         temporary.mkdir()
         write(temporary)
