@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import gzip
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.trainer_runs import break_mode
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, PreTrainedModel
-from zoo import families
-from zoo.family_outcomes import stable_topk
 
 import conformance.cases
-from conformance.adapter import Adapter, NotRun, backward
-from conformance.adapters.in_trl_padfix import ADAPTERS, SFT, RemovePadding
-from conformance.arbiter import CONTROL, IGNORED, Difference, Row, Step, alone, gradients, preferences
-from conformance.cases import CASES, Case, rows
-from conformance.families import VOCABULARY
+from conformance.adapter import Adapter, NotRun
+from conformance.adapters.in_trl_padfix import ADAPTERS, SFT
+from conformance.arbiter import CONTROL, Difference, Row, Step, alone, gradients, preferences
+from conformance.cases import CASES, Case
 from conformance.leaks import LEAKS
 from conformance.run import outcome
 from conformance.table import PAGE, REPORT, page
-from trl_padfix import PaddingRemovalError, remove_padding
 
 
 _CASES = {case.name: case for case in CASES}
@@ -151,96 +143,3 @@ def test_a_real_model_passes_a_case_that_its_planted_leak_fails(name, last_alone
         assert not any(difference.leaks for difference in case.run(adapter, SMOLLM2)), adapter.name
         gc.collect()  # a trainer refers to itself, and to its model
     assert max(difference.tolerances for difference in case.run(LEAKS[case.leak], SMOLLM2)) >= CONTROL
-
-
-# -- every family of the families' table
-
-
-class OfLogits(RemovePadding):
-    """The loss of next tokens from the logits: some models (BART) expect labels that are shifted already."""
-
-    def step(self, model: PreTrainedModel, batches: list[list[Row]]) -> Step:
-        (batch,) = batches
-        columns = [[torch.tensor(x) for x in (row.ids, row.labels, [1] * len(row.ids))] for row in batch]
-        ids, labels, mask = (
-            pad_sequence(list(column), batch_first=True, padding_value=value)
-            for column, value in zip(zip(*columns, strict=True), (0, IGNORED, 0), strict=True)
-        )
-        return self.padded_step(model, ids, mask, labels=labels)
-
-    def padded_step(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, **more: torch.Tensor) -> Step:
-        with remove_padding(model, prefix_sharing=self.prefix_sharing):
-            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-            labels = more["labels"][:, 1:].flatten()
-            return backward(model, torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels))
-
-
-SMALLER = {"xlstm": {"num_blocks": 2}}
-"""Changes of configs of the table: the tolerance of a model is that of `num_hidden_layers`: here 2, and not 32."""
-
-
-def build_family(family: str, attention: str | None = None, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model of the families' table without dropout, with a vocabulary for the rows of the cases and its own head."""
-    model_type, given = families.VARIANTS.get(family, (family, SMALLER.get(family, {})))
-    return families.build_type(model_type, {**given, "tie_word_embeddings": False, **changes}, attention).eval()
-
-
-RECORD = json.loads((Path(__file__).parent / "core" / "families.json").read_text())
-MODES = {"padding_free": False, "prefix_sharing": True}
-SIZES_OF_VOCABULARY = ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "n_words")
-OF_FAMILIES = [
-    _CASES["neighbours"],
-    # Rows of one token and of many windows, in all more tokens than the models have positions.
-    replace(_CASES["row alone"], rows=rows(9, 50, 1, 14, 3)),
-    _CASES["shared prefix"],
-]
-"""What can differ between families; labels, shapes of batches and accumulation are the same code in all."""
-
-
-@pytest.fixture
-def _family_models(monkeypatch) -> Iterator[None]:
-    """Cases on models of the families' table, each of which is built once, and the rows alone are computed once."""
-    models: dict[str, PreTrainedModel] = {}
-    steps: dict[str, Step] = {}
-
-    def build(family: str, attention: str | None, seed: int) -> PreTrainedModel:
-        if family not in models:
-            models[family] = build_family(family, attention, seed)
-        return copy.deepcopy(models[family])
-
-    def once(model: PreTrainedModel, rows: list[Row]) -> Step:
-        name = repr((model.config.model_type, rows))
-        if name not in steps:
-            steps[name] = alone(model, rows)
-        return steps[name]
-
-    monkeypatch.setattr(conformance.cases, "build", build)
-    monkeypatch.setattr(conformance.cases, "alone", once)
-    for name in SIZES_OF_VOCABULARY:
-        monkeypatch.setitem(families._SIZE_OF, name, VOCABULARY)
-    with stable_topk():  # which of two equal scores an indexer takes is open, and may depend on the length of a row
-        yield
-
-
-@pytest.mark.families
-@pytest.mark.usefixtures("_family_models")
-@pytest.mark.parametrize("family", [family for family, outcomes in RECORD.items() if "not_built" not in outcomes])
-def test_every_family_passes_the_cases_or_is_refused(family) -> None:
-    leaks: dict[str, list[Difference]] = {}
-    for mode, sharing in MODES.items():
-        adapter = OfLogits(family, sharing)
-        if RECORD[family][mode]["outcome"] == "refused":
-            with pytest.raises(PaddingRemovalError):
-                OF_FAMILIES[0].run(adapter, family)
-            continue
-        found = {f"{mode}, {case.name}": case.run(adapter, family) for case in OF_FAMILIES}
-        leaks |= {name: differences for name, differences in found.items() if any(d.leaks for d in differences)}
-    assert not leaks
-
-
-@pytest.mark.usefixtures("_family_models")
-@pytest.mark.parametrize("case", OF_FAMILIES, ids=lambda case: case.name)
-def test_a_family_that_leaks_fails_each_of_them(case, monkeypatch) -> None:
-    assert not any(d.leaks for d in case.run(OfLogits("llama", False), "llama"))
-    break_mode(monkeypatch, "padding-free")
-    assert max(d.tolerances for d in case.run(OfLogits("llama", False), "llama")) >= CONTROL

@@ -263,25 +263,6 @@ def masks_given(module, implementation, monkeypatch) -> list[torch.Tensor | None
     return masks
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention.segments, "QUERIES_PER_BLOCK", 4)
-    layout, _ = layout_of("holes", sharing=True)
-    module = attention_module(implementation=implementation)
-    masks = masks_given(module, implementation, monkeypatch)
-    attend(module, random_states(layout), layout, sliding_window=window)
-
-    longest = max(layout.keys.lengths) if window is None else 4 + window - 1
-    lengths = list(zip(layout.queries.lengths, layout.keys.lengths, strict=True))
-    # Without a mask `sdpa` attends whole rows, and rows that are made whole: those that share at most half.
-    whole = [keys <= 2 * own for own, keys in lengths] if (implementation, window) == ("sdpa", None) else []
-    assert sum(mask is None for mask in masks) == sum(whole) < len(masks)
-    in_blocks = [own for own, keys in lengths if not whole or keys > 2 * own]
-    assert len(masks) == sum(whole) + sum(-(-own // 4) for own in in_blocks)
-    assert all(mask is None or (mask.shape[-2] <= 4 and mask.shape[-1] <= longest) for mask in masks)
-
-
 @pytest.mark.parametrize(("shared", "masked"), [(5, False), (6, False), (7, True)])
 def test_a_row_that_shares_little_is_made_whole_instead_of_masked(shared, masked, monkeypatch):
     ids = torch.arange(24).view(2, 12)

@@ -8,9 +8,9 @@ from datasets import Dataset
 from kit.cells import by_turns
 from kit.observe import entered_tokens
 from kit.tolerance import tolerance
-from kit.trainer_runs import break_mode, make_plain_trainer, our_warnings, train_beside_plain
+from kit.trainer_runs import break_mode, our_warnings
 from torch import nn
-from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForTokenClassification, Trainer
+from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForTokenClassification
 from zoo import models
 
 from trl_padfix import (
@@ -106,21 +106,6 @@ def test_many_scores_of_a_row_are_those_of_the_padded_model(kind, side, monkeypa
         wrong = outputs(model, batch)
     for a, b in zip(wrong, theirs, strict=True):
         assert (a - b).norm() / b.norm() > 1e-3
-
-
-@pytest.mark.parametrize(("kind", "way"), by_turns(KINDS, ["callback", "trainer"]))
-def test_trainers_train_such_heads_and_compare_them_on_the_first_batch(way, kind, tmp_path, monkeypatch):
-    build, of_tokens = KINDS[kind]
-
-    def make(trainer_class=Trainer, **given):
-        given |= {"label_names": ["labels" if of_tokens else "answers"], "remove_unused_columns": False}
-        collator = {"data_collator": lambda rows: collate(rows, of_tokens=of_tokens)}
-        return make_plain_trainer(
-            tmp_path, trainer_class, model=build(), train_dataset=questions(), **collator, **given
-        )
-
-    trainer = train_beside_plain(way, make, monkeypatch)
-    assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0.2
 
 
 def test_the_parity_check_compares_the_decoder_of_a_module_that_needs_more_than_ids(monkeypatch):

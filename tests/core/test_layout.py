@@ -5,8 +5,6 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings, strategies
-from simulated_gpu.simulated_cuda import to_simulated
-from zoo.gpu_models import pairs
 from zoo.models import drawn_batches
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
@@ -204,35 +202,3 @@ def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
     seen = [tuple(sorted(tokens[k] for k in row.nonzero().flatten().tolist())) for row in layout.dense_mask()]
     assert seen == attended(layout, ids)
-
-
-# -- on a device that is not the host
-
-
-@pytest.mark.parametrize("build", [padding_free_layout, lambda mask: prefix_sharing_layout(to_simulated(IDS), mask)])
-def test_a_layout_costs_one_synchronisation(gpu, build):
-    mask = to_simulated(MASK)
-    gpu.reset()
-    layout = build(mask)
-
-    assert sum(gpu.synchronisations.values()) == 1
-    assert {layout.real_index.device, layout.packed_index.device, layout.queries.cu_seqlens.device} == {mask.device}
-
-
-def unpacking_copies_no_batch(gpu, unpack) -> None:
-    _, mask = map(to_simulated, pairs(8))
-    layout = padding_free_layout(mask)
-    states = pack(to_simulated(torch.randn(*mask.shape, 16)), layout)
-    gpu.reset()
-    unpack(states, layout)
-    assert dict(gpu.kernels) == {"new_zeros": 1, "index_copy_": 1}
-
-
-def test_a_second_padded_tensor_is_noticed(gpu):
-    def out_of_place(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        zeros = x.new_zeros(layout.padded_tokens, *x.shape[2:])
-        return zeros.index_copy(0, layout.real_index, x[0]).unflatten(0, layout.batch_shape)
-
-    unpacking_copies_no_batch(gpu, unpack)
-    with pytest.raises(AssertionError):
-        unpacking_copies_no_batch(gpu, out_of_place)

@@ -137,16 +137,6 @@ def test_what_is_computed_is_counted_and_logged(tmp_path):
     assert "forward" not in vars(ours.model.model)
 
 
-def test_a_leaking_layout_is_seen(tmp_path, monkeypatch):
-    theirs = trained(make("names of its own", tmp_path))
-    break_mode(monkeypatch, "padding-free")
-    checked, unchecked = (padding_free_trainer(Renamed, parity_check=check) for check in (True, False))
-    with pytest.raises(ParityError):
-        make("names of its own", tmp_path, trainer_class=checked).train()
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(trained(make("names of its own", tmp_path, trainer_class=unchecked)), theirs)
-
-
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
     ours = make("a loss of its own", tmp_path, trainer_class=padding_free_trainer(Weighted, padding_free=False))
     assert trained(ours).tolist() == trained(make("a loss of its own", tmp_path)).tolist()

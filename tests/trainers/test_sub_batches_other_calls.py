@@ -6,8 +6,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
-from kit.trainer_runs import break_mode, our_warnings
-from torch.utils.checkpoint import checkpoint
+from kit.trainer_runs import our_warnings
 
 import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
@@ -29,15 +28,6 @@ def without_mask(model, ids, mask):
 def with_hidden_states(model, ids, mask):
     output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     return output.logits * (1 + output.hidden_states[1].detach()[..., :1])
-
-
-def checkpointed(model, ids, mask, reentrant=False):
-    anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
-
-    def logits(ids, mask, anchor):
-        return model(input_ids=ids, attention_mask=mask).logits
-
-    return checkpoint(logits, ids, mask, anchor, use_reentrant=reentrant)
 
 
 def with_cache(model, ids, mask):
@@ -88,24 +78,6 @@ def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
     ours = run(name, CALLS[call], True, **mode)
     assert_same(ours.figures, run(name, CALLS[call], False).figures)
     assert max(ours.forwards) <= BUDGETS[name]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-def test_a_checkpoint_around_the_model_has_trls_figures(name, reentrant):
-    """A backward that computes the whole model again has no parts."""
-    call = partial(checkpointed, reentrant=reentrant)
-    theirs, ours = run(name, call, False), run(name, call, True, prefix_sharing=True)
-    assert_same(ours.figures, theirs.figures)
-    assert max(ours.forwards) > BUDGETS[name]
-
-
-def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
-    """The control: a reentrant checkpoint is packed."""
-    call = partial(checkpointed, reentrant=True)
-    leaking = run("SFT", call, True, **break_mode(monkeypatch, "padding-free"))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(leaking.figures, run("SFT", call, False).figures)
 
 
 def test_a_head_that_gets_shifted_labels_alone_has_trls_loss(monkeypatch):
