@@ -17,7 +17,7 @@ from kit.trainer_runs import (
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback
 
-from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError, padding_free_trainer
+from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError
 from trl_padfix.core.remove import attachment_of
 from trl_padfix.integrations.callback import callback_from, settings_in
 
@@ -130,37 +130,6 @@ def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     assert sum("padfix/pad_fraction" in log for log in seen) == 5
 
 
-def patches(model) -> list:
-    """What is on each module beside its weights: attributes and hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [(sorted(vars(module)), *(len(getattr(module, name)) for name in hooks)) for module in model.modules()]
-
-
-def test_models_are_compared_on_the_first_batch(tmp_path, monkeypatch):
-    callback = PaddingRemovalCallback(prefix_sharing=True)
-    train(tmp_path, callbacks=[callback], ref_model=build_model(seed=1))
-    assert [(report.ok, report.prefix_sharing) for report in callback.reports] == [(True, True)] * 2
-    assert all(report.compared and report.packed_tokens < report.padded_tokens for report in callback.reports)
-    plain = build_trainer(tmp_path, max_steps=1)
-    plain.train()
-    for mode in ("padding-free", "prefix sharing"):
-        with monkeypatch.context() as patch:
-            config = break_mode(patch, mode)
-            callback = PaddingRemovalCallback(config.get("prefix_sharing", False))
-            trainer = build_trainer(tmp_path, callbacks=[callback])
-            before = [p.detach().clone() for p in trainer.model.parameters()]
-            with pytest.raises(ParityError):
-                trainer.train()
-            assert all(map(torch.equal, before, trainer.model.parameters()))
-            assert patches(trainer.model) == patches(plain.model)
-            unchecked, _ = train(
-                tmp_path, callbacks=[PaddingRemovalCallback(callback.prefix_sharing, parity_check=False)]
-            )
-        theirs, _ = train(tmp_path)
-        with pytest.raises(AssertionError, match="not close"):
-            assert_same(trajectory(unchecked), trajectory(theirs))
-
-
 def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
     callback = PaddingRemovalCallback()
     trainer = build_trainer(tmp_path, callbacks=[callback], max_steps=2)
@@ -255,12 +224,6 @@ def test_errors_advise_settings_in_the_words_of_the_stack(tmp_path, monkeypatch)
     noisy = {"neftune_noise_alpha": 5, "callbacks": [callback_from(given, without="it")]}
     with pytest.raises(PaddingRemovalError, match="Set `padfix_prefix_sharing: false`"):
         build_trainer(tmp_path, **noisy).train()
-
-
-def test_one_of_our_trainers_has_attached_already(tmp_path):
-    trainer = build_trainer(tmp_path, padding_free_trainer(Margins), [PaddingRemovalCallback()], False)
-    with pytest.raises(ValueError, match=r"attached to this Qwen2Model already.*trainer\.restore_padding"):
-        trainer.train()
 
 
 def test_keys_of_another_stack_that_are_none():

@@ -14,7 +14,6 @@ from kit.generation_run import build_pairs
 from kit.methods import make_trainer
 from kit.processes import logged
 from kit.trainer_runs import MODES, build_model, build_tokenizer, rows_for
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 import trl_padfix
 from trl_padfix.core.remove import attachment_of
@@ -259,19 +258,6 @@ def test_the_models_own_settings_give_one_prediction_for_each_prompt(tmp_path):
     expected = alone(trainer, trainer.eval_dataset["prompt"], **settings)
     assert [row["prediction"] for row in written(tmp_path)] == expected
     assert len(set(expected)) > 4  # another prompt's would be seen
-
-
-def test_the_generation_of_a_seq2seq_trainer_is_its_own(tmp_path):
-    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 2], "labels": [7, 8, 9, 2]}]
-    config = Seq2SeqTrainingArguments(
-        str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True, report_to=[]
-    )
-    given = {"args": config, "eval_dataset": Dataset.from_list(rows), "processing_class": build_tokenizer()}
-    theirs = Seq2SeqTrainer(build_model(), **given).predict(given["eval_dataset"])
-    ours = trl_padfix.padding_free_trainer(Seq2SeqTrainer)(build_model(), **given).predict(given["eval_dataset"])
-    assert ours.predictions.tolist() == theirs.predictions.tolist()
-    assert ours.predictions.shape[1] > 1
-    assert not (tmp_path / "generations").exists()
 
 
 CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])

@@ -100,19 +100,6 @@ def test_a_head_that_gets_shifted_labels_alone_has_trls_loss(monkeypatch):
         assert_same(trained(trl_padfix).figures, theirs.figures)
 
 
-def test_floats_beside_a_batch_of_text_are_no_images(caplog):
-    """Whether they are values of tokens is unknown, so the parts are computed padded; but there are parts."""
-
-    def weighted(model, ids, mask):
-        return with_tensors_for_a_loss(model, ids, mask, weights=mask.float())
-
-    theirs, whole = run("SFT", weighted, False), run("SFT", weighted, True, max_tokens_per_batch=10**6)
-    ours = run("SFT", weighted, True)
-    assert_same(ours.figures, theirs.figures)
-    assert max(ours.forwards) < max(whole.forwards)
-    assert not any("images" in message for message in our_warnings(caplog))
-
-
 def test_a_call_that_cannot_be_split_is_named_once(caplog):
     theirs = run("SFT", with_cache, False).figures
     with caplog.at_level("WARNING"):
