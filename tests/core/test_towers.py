@@ -63,30 +63,3 @@ def test_halves_that_differ_are_computed_both():
     for images, found in zip(others, model.call(*others), strict=True):
         torch.testing.assert_close(found, model.tower.project(images).detach())
     assert model.tower.images == [2, 4, 4, 4, 3, 2]
-
-
-class Projected(Model):
-    """A projector behind the tower, which gets a part of the features; they may be `written` to before."""
-
-    def __init__(self, written: float = 0.0) -> None:
-        super().__init__()
-        self.projector, self.written = Tower(), written
-        self.projector.project = nn.Linear(2, 2)
-        tower, projector = self.patch.packed, TowerPatch(self.projector, self.patch.attachment).packed
-
-        def both(images: torch.Tensor) -> torch.Tensor:
-            features = tower(images)
-            if self.written:
-                features[0] += self.written
-            return projector(features[:, 1:])
-
-        self.patch.packed = both
-
-
-def test_features_that_were_written_to_are_compared():
-    model, images = Projected(written=1.0), pairs()
-    (found,) = model.call(images)
-    features = model.tower.project(images)
-    features[0] += 1.0
-    torch.testing.assert_close(found, model.projector.project(features[:, 1:]).detach())
-    assert model.projector.images == [4]

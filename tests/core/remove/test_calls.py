@@ -91,21 +91,6 @@ def test_token_types_are_keys_of_the_prefix_tree(in_each_row):
     assert handle.stats.packed_tokens == (REAL if in_each_row else DISTINCT)
 
 
-def test_all_hidden_states_are_laid_out_over_the_batch():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    with torch.no_grad():
-        expected = model(ids, mask, output_hidden_states=True).hidden_states
-        with remove_padding(model, prefix_sharing=True):
-            got = model(ids, mask, output_hidden_states=True).hidden_states
-
-    assert len(got) == len(expected) == 4
-    for one, other in zip(got, expected, strict=True):
-        assert one.shape == other.shape
-        assert_equal_where_real(one, other, mask)
-        assert (one[mask == 0] == 0).all()
-
-
 def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch():
     ids, mask = batch("mixed")
     labels = ids.masked_fill(mask == 0, -100)

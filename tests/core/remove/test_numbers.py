@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from unittest import mock
 
 import hypothesis
 import pytest
@@ -24,7 +23,6 @@ from zoo.model_numbers import (
     attached_parts,
     checkpointed,
     gradients,
-    logits_of,
     merge_segments,
     numbers,
     padded_numbers,
@@ -34,7 +32,6 @@ from zoo.models import SUPPORTED, batch, build, drawn_batches, real_logps
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.batch_cache import batch_cache
 
 
 # -- the same numbers
@@ -170,23 +167,3 @@ def test_the_head_scores_packed_tokens_only(sharing):
     assert scored == [(1, DISTINCT if sharing else REAL), ids.shape, ids.shape]
     assert_equal_where_real(logits, expected, mask)
     assert not logits[~mask.bool()].any()
-
-
-# -- one layout for all forwards of a batch
-
-
-def test_policy_and_reference_use_one_layout(monkeypatch):
-    build_layout = mock.Mock(wraps=prefix_sharing_layout)
-    monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", build_layout)
-    ids, mask = batch("mixed")
-    policy, reference = build("qwen2"), build("qwen2", seed=1)
-    with remove_padding(policy, prefix_sharing=True), remove_padding(reference, prefix_sharing=True):
-        with batch_cache():
-            logits_of(policy, ids, mask)
-            with pytest.raises(ValueError, match="inner"), batch_cache():
-                raise ValueError("inner")
-            logits_of(reference, ids, mask)
-            logits_of(policy, ids.clone(), mask.clone())  # equal values
-        assert build_layout.call_count == 1
-        logits_of(policy, ids, mask)
-    assert build_layout.call_count == 2
