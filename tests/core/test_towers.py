@@ -58,8 +58,9 @@ def test_the_device_compares_the_halves_in_one_wait(gpu):
 
 
 def test_halves_that_differ_are_computed_both():
-    model = Model()
-    others = [pairs(), torch.randn(4, 5, 3), pairs(4), torch.randn(3, 5, 3), torch.randn(2, 4, 5, 3)]
+    model, partly = Model(), pairs()
+    partly[0] += 1.0  # one of two images
+    others = [pairs(), torch.randn(4, 5, 3), partly, pairs(4), torch.randn(3, 5, 3), torch.randn(2, 4, 5, 3)]
     for images, found in zip(others, model.call(*others), strict=True):
         torch.testing.assert_close(found, model.tower.project(images).detach())
-    assert model.tower.images == [2, 4, 4, 4, 3, 2]
+    assert model.tower.images == [2, 4, 4, 4, 4, 3, 2]

@@ -18,17 +18,13 @@ from zoo.model_numbers import (
     SHARING,
     SIDES,
     assert_equal_where_real,
-    assert_same_gradients,
     assert_same_numbers,
-    attached_parts,
     checkpointed,
-    gradients,
     merge_segments,
     numbers,
     padded_numbers,
-    weighted_sum,
 )
-from zoo.models import SUPPORTED, batch, build, drawn_batches, real_logps
+from zoo.models import SUPPORTED, batch, build, drawn_batches
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
@@ -121,27 +117,6 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     with pytest.raises(AssertionError):
         assert_same_numbers(got, expected)
     assert (got[0] - expected[0]).abs().max() > 0.01
-
-
-@pytest.mark.parametrize(("reentrant", "when"), [(True, "while disabled"), (False, "after removal")])
-def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentrant, when):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = numbers(model, ids, mask)
-    checkpointed(model, reentrant)
-    model.zero_grad()
-
-    with remove_padding(model, prefix_sharing=True) as handle:
-        logps = real_logps(model(input_ids=ids, attention_mask=mask).logits, ids, mask)
-        if when == "while disabled":
-            with handle.disabled():
-                weighted_sum(logps).backward()
-    if when == "after removal":
-        weighted_sum(logps).backward()
-
-    assert_same_gradients(gradients(model), expected[1])
-    del logps
-    assert not attached_parts(model)
 
 
 # -- real tokens only
