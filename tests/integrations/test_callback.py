@@ -15,7 +15,7 @@ from kit.trainer_runs import (
     trajectory,
 )
 from torch.nn import functional
-from transformers import Trainer, TrainerCallback
+from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError
 from trl_padfix.core.remove import attachment_of
@@ -170,8 +170,11 @@ class FullyShardedDataParallel(Wrapper):
 
 COMPILED = r"`torch\.compile` has taken over `.*torch_compile=False"
 WRAPPED = r"{} has taken over.*callback\.attach"
+ENCODER = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
 BAD = {
+    "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
+    "an encoder": (lambda: BertForMaskedLM(ENCODER), {}, PaddingRemovalError, "attends in both directions"),
     "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}, PaddingRemovalError, COMPILED),
     "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, COMPILED),
     "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),

@@ -6,6 +6,7 @@ Which attention function a model called is recorded by the config that its atten
 
 import logging
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from zoo.vision_families import build_vision
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
+from trl_padfix.core.model.implementation import restore_attention, set_attention
 from trl_padfix.trainers.parts.attention_choice import _resolve, _workload
 
 
@@ -194,6 +196,17 @@ def test_a_reference_without_weights_of_its_own_takes_no_other_attention(make, s
 
 
 # Vision models
+
+
+def test_the_parts_of_a_vision_model_are_switched_apart():
+    model = build_vision("qwen2_5_vl").model
+    parts = SimpleNamespace(text=model.config.text_config, vision=model.config.vision_config)
+    before = set_attention(model, {"text_config": "eager"})
+    assert (parts.text._attn_implementation, parts.vision._attn_implementation) == ("eager", "sdpa")
+    set_attention(model, {"text_config": "eager", "vision_config": "eager"})
+    assert parts.vision._attn_implementation == "eager"
+    restore_attention(before)
+    assert parts.text._attn_implementation == "sdpa"
 
 
 def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
