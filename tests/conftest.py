@@ -57,14 +57,8 @@ if not torch.cuda.is_available():
     for module in (torch.cuda, torch.mtia, torch.xpu):
         module.traceback = SimpleNamespace(format_stack=list)
 hypothesis.settings.register_profile("trl_padfix", deadline=None)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=10_000)  # `--hypothesis-profile long`
 hypothesis.settings.load_profile("trl_padfix")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("campaign", "random draws of what is to survive (`-m campaign`)")
-    group.addoption("--campaign-size", type=float, default=1.0, help="part of the draws of a whole campaign")
-    group.addoption("--campaign-seed", type=int, default=None, help="first seed; drawn and printed by default")
-    group.addoption("--campaign-seconds", type=float, default=90.0, help="no draw of a part begins after these")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "gpu" in marks and not torch.cuda.is_available():
             marks.add("slow")
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        if ("kernels" in marks and without_kernels) or (marks & {"slow", "families", "campaign"} and not is_named):
+        if ("kernels" in marks and without_kernels) or (marks & {"slow", "families"} and not is_named):
             left_out.append(item)
         else:
             kept.append(item)

@@ -182,13 +182,6 @@ def test_a_trainer_of_trl_without_a_counterpart_does_not_train_padded_in_silence
         trl_padfix.NewTrainer  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["core", "nothing"])
-def test_only_a_name_that_may_be_trls_imports_trl(name):
-    code = f"import sys, trl_padfix; hasattr(trl_padfix, {name!r}); print('trl' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str(name == "nothing")
-
-
 @pytest.mark.parametrize("package", versions.OTHER_STACKS)
 def test_another_version_is_refused_before_anything_of_it_is_imported(package, monkeypatch):
     name = f"trl_padfix.integrations.{package.replace('-', '_')}"

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from itertools import product
 from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from zoo.models import COLUMNS, batch, build, drawn_batches
+from zoo.models import COLUMNS, batch, build
 
 import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
-from trl_padfix.core.attention.attention import implementation_obstacle, packed_attention, uses_attention_interface
-from trl_padfix.core.attention.segments import gather_keys
+from trl_padfix.core.attention.attention import packed_attention, uses_attention_interface
 from trl_padfix.core.call.calls import LAYOUT, PackedCall
 from trl_padfix.core.call.tokens import LocalTokens
 from trl_padfix.core.model.masks import PackedMask
@@ -185,54 +181,7 @@ def test_a_flash_attention_that_ignores_what_is_asked_is_refused(asked, instead,
         attend(module, random_states(layout), layout, **asked)
 
 
-# -- gradients of shared keys, and waiting for the device
-
-
-class Recorded(TorchDispatchMode):
-    """Every operation below autograd, with what it was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args))
-        return func(*args, **kwargs or {})
-
-
-def gathered_gradient(layout, select):
-    generator = torch.Generator().manual_seed(0)
-    states = torch.zeros(1, KV_HEADS, layout.packed_tokens, SIZE, requires_grad=True)
-    keys = layout.key_index.numel() if layout.key_index is not None else layout.packed_tokens
-    upstream = torch.randn(1, KV_HEADS, keys, SIZE, generator=generator)
-    return torch.autograd.grad(select(states), states, upstream)[0]
-
-
-@given(drawn_batches())
-def test_a_shared_token_has_the_gradients_of_all_its_segments(drawn):
-    layout = prefix_sharing_layout(*drawn)
-    index = layout.key_index
-    if index is not None:
-        first = torch.tensor([token not in index[:place] for place, token in enumerate(index)])[:, None]
-
-        def forgetting(states):
-            return torch.where(first, states.index_select(2, index), states.detach().index_select(2, index))
-
-        ours = gathered_gradient(layout, lambda states: gather_keys(layout, states, states)[0])
-        torch.testing.assert_close(ours, gathered_gradient(layout, lambda states: states.index_select(2, index)))
-        assert not torch.allclose(ours, gathered_gradient(layout, forgetting))
-
-
-@pytest.mark.parametrize(("ours", "ordered"), [(True, True), (False, False)])
-def test_no_two_threads_add_to_one_gradient(ours, ordered):
-    layout, _ = layout_of("mixed", sharing=True)
-    select = (lambda s: gather_keys(layout, s, s)[0]) if ours else (lambda s: s.index_select(2, layout.key_index))
-    with Recorded() as recorded:
-        gathered_gradient(layout, select)
-    scattered = [args[2] for func, args in recorded.calls if "index_add" in str(func)]
-    assert all(index.unique().numel() == index.numel() for index in scattered) is ordered
-    sums = [func for func, _ in recorded.calls if "embedding_bag" in str(func)]
-    assert len(sums) == (2 if ours else 0)  # keys and values
+# -- waiting for the device
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -263,25 +212,6 @@ def masks_given(module, implementation, monkeypatch) -> list[torch.Tensor | None
 
     monkeypatch.setitem(space, name, spy)
     return masks
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_no_mask_is_larger_than_a_block(implementation, window, monkeypatch):
-    monkeypatch.setattr(trl_padfix.core.attention.segments, "QUERIES_PER_BLOCK", 4)
-    layout, _ = layout_of("holes", sharing=True)
-    module = attention_module(implementation=implementation)
-    masks = masks_given(module, implementation, monkeypatch)
-    attend(module, random_states(layout), layout, sliding_window=window)
-
-    longest = max(layout.keys.lengths) if window is None else 4 + window - 1
-    lengths = list(zip(layout.queries.lengths, layout.keys.lengths, strict=True))
-    # Without a mask `sdpa` attends whole rows, and rows that are made whole: those that share at most half.
-    whole = [keys <= 2 * own for own, keys in lengths] if (implementation, window) == ("sdpa", None) else []
-    assert sum(mask is None for mask in masks) == sum(whole) < len(masks)
-    in_blocks = [own for own, keys in lengths if not whole or keys > 2 * own]
-    assert len(masks) == sum(whole) + sum(-(-own // 4) for own in in_blocks)
-    assert all(mask is None or (mask.shape[-2] <= 4 and mask.shape[-1] <= longest) for mask in masks)
 
 
 @pytest.mark.parametrize(("shared", "masked"), [(5, False), (6, False), (7, True)])
@@ -332,18 +262,6 @@ def test_torchs_varlen_kernel_runs_where_it_is_exact(side, kwargs, dtype, applie
 
 
 # -- what is refused, and how
-
-
-def test_what_does_not_attend_over_segments_is_refused_with_a_remedy():
-    flash = [f"flash_attention_{n}" for n in (2, 3, 4)]
-    for name in ("eager", "sdpa", *flash, "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"):
-        assert implementation_obstacle(name) is None, name
-    for name, message in {
-        "flex_attention": "`flex_attention` would need a block mask.*attn_implementation='sdpa'",
-        "paged|sdpa": r"'paged\|sdpa'.*not known to attend over variable-length segments",
-        "my_attention": "'my_attention'.*'flash_attention_2'",
-    }.items():
-        assert re.search(message, implementation_obstacle(name)), name
 
 
 UNACCOUNTED = [  # change of the module, arguments of its call, message

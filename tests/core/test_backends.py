@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2Config, T5Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config
 from zoo.models import CONFIGS
 
 from trl_padfix.core.attention import backends
@@ -14,7 +14,6 @@ from trl_padfix.core.attention.backends import (
     Workload,
     assess,
     best_backend,
-    model_class,
     require_usable,
     spread,
 )
@@ -176,14 +175,6 @@ def test_a_registered_function_is_usable(monkeypatch):
     assert assess("mine", Workload()).usable
 
 
-def test_the_class_of_a_model_is_what_its_config_names():
-    assert model_class(Qwen2Config(architectures=["Qwen2ForSequenceClassification"])).__name__ == (
-        "Qwen2ForSequenceClassification"
-    )
-    assert model_class(Qwen2Config()).__name__ == "Qwen2ForCausalLM"
-    assert model_class(T5Config(architectures=["SomethingElse"])) is None
-
-
 # Parts
 
 
@@ -206,9 +197,3 @@ def test_torchs_varlen_attention_starts_with_ampere(monkeypatch):
     for capability, runs in {(7, 5): False, (8, 0): True}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args, found=capability: found)
         assert kernels.torch_varlen_is_complete.__wrapped__() == runs
-
-
-def test_this_machine_is_looked_at_without_a_network(no_network):
-    machine = Machine.of()
-    assert machine.device == ("cuda" if torch.cuda.is_available() else machine.device)
-    assert best_backend(Workload(machine)).name == "sdpa"

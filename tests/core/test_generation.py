@@ -211,26 +211,6 @@ def test_what_would_be_answered_wrongly_is_refused():
             call(**settings)
 
 
-def test_the_budget_is_what_the_model_has_positions_for():
-    assert call(max_new_tokens=114).shape[1] > 14
-    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
-    stretched = build("qwen2", rope_parameters=rope | {"rope_theta": 1e4})
-    assert call(model=stretched, max_new_tokens=115).shape[1] > 14
-    with pytest.raises(ValueError, match="256 positions"):
-        call(model=stretched, max_new_tokens=243)
-
-
-def test_a_single_prompt_needs_no_mask():
-    model, ids = build("qwen2"), torch.tensor([[5, 6, 7]])
-    assert torch.equal(generate(model, {"input_ids": ids}, **SETTINGS), model.generate(ids, **SETTINGS))
-
-
-def test_decoders_that_count_columns_continue_prompts_of_one_length():
-    model, ids = BartForCausalLM(BartConfig(**BART)).eval(), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(generate(model, inputs, **SETTINGS), model.generate(**inputs, **SETTINGS))
-
-
 def test_a_cache_in_a_padded_batch_that_is_trained_on_is_said_and_counted():
     model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8], [5, 6, 39, 39]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
 
-from trl_padfix import PaddingRemovalError, check_parity, remove_padding
+from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.layout.layout import Layout
 
 
@@ -68,23 +68,6 @@ def test_scores_and_gradients_equal_rows_alone_where_pad_is_eos(name, implementa
         assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum())
 
 
-@pytest.mark.parametrize(("side", "sharing"), [("left", False), ("right", True)])
-def test_by_default_the_score_is_that_of_the_padded_model_and_this_is_said_once(side, sharing, caplog):
-    model = classifier()
-    ids, mask = pad(ROWS, side, pad_id=EOS)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        for _ in range(2):
-            same_scores(model(ids, attention_mask=mask).logits, expected)
-    assert handle.stats.packed_tokens == 2 * (DISTINCT if sharing else mask.sum())
-    said = [message for message in caplog.messages if "pool_last_token=True" in message]
-    assert len(said) == 1
-    assert "In 3 of 4 rows" in said[0]
-    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True):
-        last = model(ids, attention_mask=mask).logits
-    assert ((last - expected).abs().amax(1) > 0.01).tolist() == [True, True, False, True]
-
-
 def test_negative_control_transformers_scores_another_token():
     model = classifier()
     ids, mask = pad(ROWS, "left", pad_id=EOS)
@@ -131,33 +114,6 @@ def test_loss_is_the_models_own_on_the_right_scores():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
     same_scores(found, expected)
     same_scores(embedded, expected)
-
-
-@pytest.mark.parametrize(("side", "sharing"), [("left", True), ("right", False)])
-def test_a_call_that_scores_padding_is_computed_padded_once_said_and_counted(side, sharing, caplog):
-    model = classifier(pad_token_id=PAD)
-    ids, mask = pad(ROWS, side, pad_id=EOS)  # the model knows another pad token: it scores the last column
-    others, mask_of_others = pad(ROWS, side, pad_id=PAD)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    gradient = backward(model, expected)
-    scores_padding = side == "right"
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        for count in (1, 2):
-            found = model(ids, attention_mask=mask).logits
-            same_scores(found, expected)
-            assert relative_error(backward(model, found), gradient) < tolerance(1, terms=64, depth=32)
-            assert handle.stats.padded_forwards == count * scores_padding
-        model(others, attention_mask=mask_of_others)  # the next call is packed
-        assert handle.stats.padded_forwards == 2 * scores_padding
-        assert handle.stats.packed_tokens == (DISTINCT if sharing else mask.sum()) * (1 if scores_padding else 3)
-        assert sum("padding by the attention mask" in message for message in caplog.messages) == scores_padding
-    with remove_padding(model, prefix_sharing=sharing, pool_last_token=True) as handle, torch.no_grad():
-        assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05) or not scores_padding
-    assert handle.stats.padded_forwards == 0
-    if scores_padding:
-        error = pytest.raises(PaddingRemovalError, match=r"in rows \[0, 1, 2, 3\] of the batch that is padding")
-        with remove_padding(model, prefix_sharing=sharing, strict=True), error:
-            model(ids, attention_mask=mask)
 
 
 def test_packed_such_a_call_has_another_score(monkeypatch):

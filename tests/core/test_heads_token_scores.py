@@ -4,76 +4,42 @@ import random
 
 import pytest
 import torch
-from datasets import Dataset
-from kit.cells import by_turns
 from kit.observe import entered_tokens
 from kit.tolerance import tolerance
-from kit.trainer_runs import break_mode, make_plain_trainer, our_warnings, train_beside_plain
-from torch import nn
-from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForTokenClassification, Trainer
+from kit.trainer_runs import break_mode, our_warnings
+from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 from zoo import models
 
-from trl_padfix import (
-    PaddingRemovalError,
-    check_parity,
-    remove_padding,
-)
+from trl_padfix import PaddingRemovalError, remove_padding
 
 
 CONTEXT = list(range(2, 12))
 """What all rows begin with."""
 
 
-class Judge(nn.Module):
-    """A module of a user's: a decoder, and a score at the last token of each question."""
-
-    def __init__(self):
-        super().__init__()
-        self.decoder = models.build("qwen2", auto=AutoModel)
-        torch.manual_seed(0)
-        self.score = nn.Linear(32, 1)
-
-    def forward(self, input_ids, attention_mask, ends, answers):
-        states = self.decoder(input_ids, attention_mask=attention_mask).last_hidden_state
-        scores = self.score(states[torch.arange(len(ends))[:, None], ends]).squeeze(-1)
-        known = answers >= 0  # some rows have fewer questions
-        loss = nn.functional.binary_cross_entropy_with_logits(scores[known], answers[known].float())
-        return {"loss": loss, "logits": scores}
-
-
-def questions(count=24):
-    """A context with up to three questions, the last token of each, and the answers."""
+def questions(side):
+    """Rows of the context and up to three questions, with an answer at the last token of each question."""
     draw, rows = random.Random(0), []
-    for _ in range(count):
-        ids, ends = CONTEXT + draw.choices(range(2, 38), k=draw.randint(1, 6)), []
+    for _ in range(8):
+        ids, labels = CONTEXT + draw.choices(range(2, 38), k=draw.randint(1, 6)), {}
         for _ in range(draw.randint(1, 3)):
             ids = ids + draw.choices(range(2, 38), k=draw.randint(1, 4))
-            ends.append(len(ids) - 1)
-        rows.append({"input_ids": ids, "ends": ends, "answers": draw.choices((0, 1), k=len(ends))})
-    return Dataset.from_list(rows)
-
-
-def collate(rows, side="right", of_tokens=False):
-    columns, most = (max(len(row[name]) for row in rows) for name in ("input_ids", "ends"))
-    ids = torch.full((len(rows), columns), models.PAD)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    ends, answers = torch.zeros(len(rows), most, dtype=torch.long), torch.full((len(rows), most), -1)
-    for i, row in enumerate(rows):
-        begin = columns - len(row["input_ids"]) if side == "left" else 0
-        kept = slice(begin, begin + len(row["input_ids"]))
-        ids[i, kept], mask[i, kept] = torch.tensor(row["input_ids"]), 1
-        n = len(row["ends"])
-        ends[i, :n], answers[i, :n] = torch.tensor(row["ends"]) + begin, torch.tensor(row["answers"])
-        labels[i, ends[i, :n]] = answers[i, :n]
-    batch = {"input_ids": ids, "attention_mask": mask}
-    return batch | ({"labels": labels} if of_tokens else {"ends": ends, "answers": answers})
+            labels[len(ids) - 1] = draw.choice((0, 1))
+        rows.append((ids, labels))
+    columns = max(len(ids) for ids, _ in rows)
+    batch = {"input_ids": torch.full((8, columns), models.PAD), "attention_mask": torch.zeros(8, columns).long()}
+    batch["labels"] = torch.full((8, columns), -100)
+    for i, (ids, labels) in enumerate(rows):
+        begin = columns - len(ids) if side == "left" else 0
+        kept = slice(begin, begin + len(ids))
+        batch["input_ids"][i, kept], batch["attention_mask"][i, kept] = torch.tensor(ids), 1
+        for place, label in labels.items():
+            batch["labels"][i, begin + place] = label
+    return batch
 
 
 def classifier():
     return models.build("qwen2", auto=AutoModelForTokenClassification, num_labels=2)
-
-
-KINDS = {"token classifier": (classifier, True), "module of a user's": (Judge, False)}
 
 
 def outputs(model, batch):
@@ -81,16 +47,14 @@ def outputs(model, batch):
     model.zero_grad()
     out = model(**batch)
     out["loss"].backward()
-    of_tokens = "labels" in batch
-    scored = batch["labels"] != -100 if of_tokens else batch["answers"] >= 0
+    scored = batch["labels"] != -100
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return out["loss"].detach(), out["logits"][scored].detach(), gradients
 
 
-@pytest.mark.parametrize(("kind", "side"), by_turns(KINDS, ["left", "right"]))
-def test_many_scores_of_a_row_are_those_of_the_padded_model(kind, side, monkeypatch):
-    build, of_tokens = KINDS[kind]
-    model, batch = build().eval(), collate(list(questions(8)), side, of_tokens)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_many_scores_of_a_row_are_those_of_the_padded_model(side, monkeypatch):
+    model, batch = classifier().eval(), questions(side)
     theirs = outputs(model, batch)
     rows = [tuple(row[kept.bool()].tolist()) for row, kept in zip(*list(batch.values())[:2], strict=True)]
     prefixes = {row[: i + 1] for row in rows for i in range(len(row))}
@@ -108,33 +72,9 @@ def test_many_scores_of_a_row_are_those_of_the_padded_model(kind, side, monkeypa
         assert (a - b).norm() / b.norm() > 1e-3
 
 
-@pytest.mark.parametrize(("kind", "way"), by_turns(KINDS, ["callback", "trainer"]))
-def test_trainers_train_such_heads_and_compare_them_on_the_first_batch(way, kind, tmp_path, monkeypatch):
-    build, of_tokens = KINDS[kind]
-
-    def make(trainer_class=Trainer, **given):
-        given |= {"label_names": ["labels" if of_tokens else "answers"], "remove_unused_columns": False}
-        collator = {"data_collator": lambda rows: collate(rows, of_tokens=of_tokens)}
-        return make_plain_trainer(
-            tmp_path, trainer_class, model=build(), train_dataset=questions(), **collator, **given
-        )
-
-    trainer = train_beside_plain(way, make, monkeypatch)
-    assert trainer.state.log_history[0]["padfix/shared_fraction"] > 0.2
-
-
-def test_the_parity_check_compares_the_decoder_of_a_module_that_needs_more_than_ids(monkeypatch):
-    model, batch = Judge(), collate(list(questions(8)))
-    report = check_parity(model, batch, prefix_sharing=True)
-    assert report.ok
-    assert report.gradient is not None
-    break_mode(monkeypatch, "prefix sharing")
-    assert not check_parity(model, batch, prefix_sharing=True).ok
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_labels_of_padding_are_computed_padded_and_said_once(side, caplog):
-    model, batch = classifier().eval(), collate(list(questions(8)), side, of_tokens=True)
+    model, batch = classifier().eval(), questions(side)
     batch["labels"][batch["attention_mask"] == 0] = 1
     theirs = outputs(model, batch)
     with remove_padding(model, prefix_sharing=True) as handle:

@@ -1,11 +1,10 @@
 """Layouts: what is packed where, checked against literal tensors and against prefixes in Python tuples."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from campaign.layouts import attended, check
 from hypothesis import given, settings, strategies
-from simulated_gpu.simulated_cuda import to_simulated
-from zoo.gpu_models import pairs
 from zoo.models import drawn_batches
 
 from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
@@ -154,9 +153,45 @@ def test_what_does_not_fit_together_is_refused():
 # -- against prefixes in Python tuples
 
 
+def paths(ids: torch.Tensor, mask: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each real token, row after row: the `(column since the first, id)` of its row up to and including it."""
+    found = []
+    for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
+        first, path = kept.index(1), ()
+        for column, token in enumerate(row):
+            if kept[column]:
+                path += ((column - first, token),)
+                found.append(path)
+    return found
+
+
+def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
+    """For each packed token, in order: the `(position, id)` of the keys that bottom-right causal attention shows."""
+    tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
+    keys = range(len(tokens)) if layout.key_index is None else layout.key_index.tolist()
+    found = []
+    for (begin, end), (first, last) in zip(
+        pairwise(layout.queries.cu_seqlens.tolist()), pairwise(layout.keys.cu_seqlens.tolist()), strict=True
+    ):
+        for query in range(begin, end):
+            assert keys[last - end + query] == query, "the last keys of a segment are its own queries"
+            found.append(tuple(tokens[key] for key in keys[first : last - end + query + 1]))
+    return found
+
+
 @given(strategies.booleans(), drawn_batches())
 def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
-    check(*batch, sharing)
+    ids, mask = batch
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    expected, computed = paths(ids, mask), attended(layout, ids)
+    assert layout.real_tokens == len(expected)
+    assert layout.packed_tokens == (len(set(expected)) if sharing else len(expected))
+    source = range(layout.packed_tokens) if layout.source is None else layout.source.tolist()
+    assert [computed[token] for token in source] == expected
+    assert layout.queries.lengths == tuple(layout.queries.cu_seqlens.diff().tolist())
+    assert layout.keys.lengths == tuple(layout.keys.cu_seqlens.diff().tolist())
+    assert layout.spans == tuple(computed[end - 1][-1][0] + 1 for end in layout.queries.cu_seqlens[1:].tolist())
+    assert torch.equal(unpack(pack(ids, layout), layout), ids * mask)
 
 
 @settings(max_examples=60)
@@ -167,35 +202,3 @@ def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
     seen = [tuple(sorted(tokens[k] for k in row.nonzero().flatten().tolist())) for row in layout.dense_mask()]
     assert seen == attended(layout, ids)
-
-
-# -- on a device that is not the host
-
-
-@pytest.mark.parametrize("build", [padding_free_layout, lambda mask: prefix_sharing_layout(to_simulated(IDS), mask)])
-def test_a_layout_costs_one_synchronisation(gpu, build):
-    mask = to_simulated(MASK)
-    gpu.reset()
-    layout = build(mask)
-
-    assert sum(gpu.synchronisations.values()) == 1
-    assert {layout.real_index.device, layout.packed_index.device, layout.queries.cu_seqlens.device} == {mask.device}
-
-
-def unpacking_copies_no_batch(gpu, unpack) -> None:
-    _, mask = map(to_simulated, pairs(8))
-    layout = padding_free_layout(mask)
-    states = pack(to_simulated(torch.randn(*mask.shape, 16)), layout)
-    gpu.reset()
-    unpack(states, layout)
-    assert dict(gpu.kernels) == {"new_zeros": 1, "index_copy_": 1}
-
-
-def test_a_second_padded_tensor_is_noticed(gpu):
-    def out_of_place(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-        zeros = x.new_zeros(layout.padded_tokens, *x.shape[2:])
-        return zeros.index_copy(0, layout.real_index, x[0]).unflatten(0, layout.batch_shape)
-
-    unpacking_copies_no_batch(gpu, unpack)
-    with pytest.raises(AssertionError):
-        unpacking_copies_no_batch(gpu, out_of_place)

@@ -11,7 +11,7 @@ from kit.observe import entered_tokens
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.families import build as build_family
 from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weighted
-from zoo.model_numbers import assert_same_numbers, merge_segments, numbers, padded_numbers
+from zoo.model_numbers import merge_segments, numbers, padded_numbers
 from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
 from trl_padfix import (
@@ -45,24 +45,6 @@ def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
     assert torch.equal(filled.positions, pack(unpack(layout.positions[None], layout), filled)[0])
     assert torch.equal(unpack(pack(ids, filled), filled) * mask, ids * mask)
     assert layout.filled(multiple) is filled  # built once for all forwards of a batch
-
-
-@pytest.mark.parametrize(
-    ("name", "side", "sharing"), by_turns(["mistral", "gpt2", "llama4"], ["left", "holes"], [True, False])
-)
-def test_log_probabilities_and_gradients_are_those_of_padding(name, side, sharing):
-    model = build(name)
-    ids, mask = batch(side)
-    expected = padded_numbers(name, model, ids, mask)
-    for multiple in (16, 64):
-        attached = remove_padding(model, prefix_sharing=sharing, packed_multiple_of=multiple)
-        with attached as handle, entered_tokens(model) as entered:
-            got = numbers(model, ids, mask)
-        assert_same_numbers(got, expected)
-        stats = handle.stats
-        assert entered == [stats.packed_tokens + stats.filler_tokens]
-        assert entered[0] % multiple == 0 < stats.filler_tokens < multiple
-        assert stats.packed_tokens <= stats.real_tokens == mask.sum()
 
 
 def test_filler_in_a_segment_with_the_rows_gives_other_numbers(monkeypatch):

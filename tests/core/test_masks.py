@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit.cells import by_turns
 from kit.observe import CACHE
-from kit.tolerance import assert_close, assert_gradients_close
+from kit.tolerance import assert_close
 from transformers import AutoConfig
 from transformers.masking_utils import (
     create_bidirectional_mask,
@@ -18,9 +18,7 @@ from zoo.families import build
 from zoo.family_outcomes import (
     alone,
     batched,
-    gradients_of,
     leaking_layouts,
-    weighted,
 )
 
 from trl_padfix import PaddingRemovalError, remove_padding
@@ -61,21 +59,6 @@ def test_a_mask_is_described():
         assert described(create, **config) == expected
 
 
-def test_a_condition_of_the_models_own_is_noticed():
-    def create(config, states, **given):
-        return create_causal_mask(config, states, or_mask_function=lambda b, h, q, k: k < 2, **given)
-
-    assert described(create).custom
-
-
-def test_masks_of_other_models_are_tensors():
-    described(create_causal_mask)
-    config = AutoConfig.for_model("llama")
-    config._attn_implementation_internal = "eager"
-    mask = create_causal_mask(config, torch.zeros(1, 6, 4), attention_mask=None, **{CACHE: None})
-    assert mask.shape == (1, 1, 6, 6)
-
-
 @pytest.mark.parametrize(("family", "sharing"), by_turns(ONLY_IN_THE_MASK, [True, False]))
 def test_windows_and_chunks_that_only_the_mask_knows_are_kept(family, sharing):
     model = build(family)
@@ -85,17 +68,6 @@ def test_windows_and_chunks_that_only_the_mask_knows_are_kept(family, sharing):
             wrong = batched(model, side)
         with torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
             assert_close(batched(model, side), expected, terms=64, depth=16, control=wrong)
-
-
-@pytest.mark.parametrize(("family", "reentrant"), [("phimoe", True), (ONLY_IN_THE_MASK[2], False), ("bart", True)])
-def test_recomputation_has_the_same_mask_and_positions(family, reentrant):
-    model = build(family)
-    _, expected = alone(model)
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    with remove_padding(model, prefix_sharing=True):
-        gradients = gradients_of(model, weighted(batched(model, "left")))
-    assert_gradients_close(gradients, expected, terms=64, depth=48)
 
 
 def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():

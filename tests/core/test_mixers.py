@@ -62,13 +62,6 @@ def _stable_choices():
         yield
 
 
-def long_rows() -> list[torch.Tensor]:
-    """Ragged rows longer than the chunks of every scan (64 tokens), with shared prefixes that end within a chunk."""
-    ids = torch.randint(3, 60, (5, 150), generator=torch.Generator().manual_seed(0))
-    ids[1, :100], ids[2, :30], ids[3, :129] = ids[0, :100], ids[0, :30], ids[0, :129]
-    return [row[:n] for row, n in zip(ids, (150, 137, 70, 140, 3), strict=True)]
-
-
 def without_dropout(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -226,25 +219,6 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     del logps
     gc.collect()
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
-
-
-@pytest.mark.parametrize(
-    ("family", "sharing"),
-    by_turns(["qwen3_5_text", "mamba2", "bloom"], [True, False]),
-)
-def test_rows_may_be_longer_than_the_chunks_of_a_scan(family, sharing, monkeypatch):
-    monkeypatch.setattr(family_outcomes, "rows", long_rows)
-    model = build(family)
-    expected = alone(model)
-    with remove_padding(model, prefix_sharing=sharing):
-        logps = batched(model, "right")
-        gradients = gradients_of(model, weighted(logps))
-    # Where a row is cut into chunks moves the delta rule of these large weights by 4e-4 (chunks of 32 instead of 64):
-    # sums over the 150 tokens of a row stand behind one another.
-    assert_close(logps.detach(), expected[0], terms=64, depth=150)
-    assert_gradients_close(gradients, expected[1], terms=64, depth=2 * 150)
-    with leaking_layouts(), torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
-        assert largest(batched(model, "right"), expected[0]) >= LEAK
 
 
 @pytest.mark.parametrize("outputs", [{"RwkvBlock": 3}, {}])

@@ -13,7 +13,7 @@ from zoo.models import build as tiny
 
 from trl_padfix import check_parity, padding_free_layout, remove_padding
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.core.model.positions import Numbering, packed_positions, position_embeddings
+from trl_padfix.core.model.positions import Numbering, packed_positions
 
 
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
@@ -26,11 +26,6 @@ def test_roberta_numbers_the_tokens_that_are_not_padding():
     layout = padding_free_layout(MASK)
     assert packed_positions(numbers, IDS, MASK, layout).tolist() == [2, 3, 2, 1, 3]
     assert packed_positions(numbers, None, MASK, layout).tolist() == [2, 3, 2, 3, 4]
-
-
-def test_only_tables_that_the_decoder_numbers_for_are_found():
-    for family, tables in {"bart": 1, "marian": 1, "gpt2": 0, "llama": 0, "roberta": 0}.items():
-        assert len(position_embeddings(find_decoder(build(family)))) == tables, family
 
 
 @pytest.mark.parametrize(("family", "sharing"), [("roberta", True), ("bart", False), ("opt", True)])
@@ -135,9 +130,3 @@ def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
         with remove_padding(model):
             found = model(ids, attention_mask=mask).logits
     assert (found - expected)[mask.bool()].abs().max() > 0.01
-
-
-def test_the_outermost_module_says_how_tokens_are_numbered():
-    assert Numbering.of(find_decoder(build("opt"))).by_mask
-    for family in ("biogpt", "gpt2", "llama", "bart"):  # BioGPT's embedding is given columns
-        assert Numbering.of(find_decoder(build(family))).by_columns

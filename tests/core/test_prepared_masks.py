@@ -6,7 +6,7 @@ import pytest
 import torch
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.family_outcomes import gradients_of, weighted
-from zoo.vision_families import Row, build_vision, collate
+from zoo.vision_families import build_vision, collate
 from zoo.vision_outcomes import ROWS, alone, logps
 
 import trl_padfix.core.call.inputs
@@ -85,15 +85,6 @@ def test_parity_in_half_precision_compares_with_masks_for_the_other_attention():
     report = check_parity(vision.model.bfloat16(), collate(vision, ROWS).call())
     assert report.ok
     assert report.rounding < 0.1
-
-
-def test_a_batch_with_nothing_to_pack_is_given_its_masks():
-    vision = build_vision("gemma3")
-    rows = [Row((3, -1, 4, 5)), Row((6, -2, 7, 8))]
-    expected = alone(vision, rows)[0]
-    with remove_padding(vision.model) as handle, torch.no_grad():
-        assert_close(logps(vision.model, collate(vision, rows)), expected, terms=64, depth=24)
-        assert handle.stats.packed_tokens == handle.stats.padded_tokens
 
 
 def test_an_attention_that_knows_no_such_mask_is_refused(monkeypatch):

@@ -97,20 +97,6 @@ def test_padding_free_rows_have_the_bits_of_the_plain_model(precision):
         assert unequal(log_probs(model, BATCHES["all"], precision), plain)
 
 
-def test_gradients_do_not_change_the_bits():
-    """A training step computes what its scoring without gradients did: on-policy, the ratio of probabilities is 1."""
-    model = model_of("float32")
-    ids = pad_sequence(rows(), batch_first=True)
-    mask = pad_sequence([torch.ones_like(row) for row in rows()], batch_first=True)
-    scored = log_probs(model, BATCHES["micro-batches"], "float32", prefix_sharing=True)
-    with remove_padding(model, prefix_sharing=True):
-        logits = model.train()(input_ids=ids, attention_mask=mask, use_cache=False).logits
-    assert logits.requires_grad
-    for i, row in enumerate(rows()):
-        trained = logits[i, : len(row) - 1].log_softmax(-1).gather(1, row[1:, None])[:, 0]
-        assert torch.equal((trained.detach() - scored[i]).exp(), torch.ones(len(row) - 1))
-
-
 def test_without_the_filled_keys_bits_are_lost(monkeypatch):
     """The control: the softmax of a shared prefix then ends in another place than that of a row."""
     model = model_of("float32")

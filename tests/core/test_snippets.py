@@ -8,37 +8,12 @@ import pytest
 import torch
 from kit.cells import slow_but
 from zoo.families import build
-from zoo.models import ROWS, batch
 
 import trl_padfix.core.mixers.mixers
 from trl_padfix import check_parity
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.core.parity.snippets import SNIPPET_TOKENS, short_snippets
-
-
-def test_slices_are_the_shortest_rows_and_those_they_share_most_with():
-    ids, mask = short_snippets(*batch("left"))
-    assert [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)] == [
-        ROWS[6],
-        ROWS[0],  # none shares anything with it, so the first
-        ROWS[4],
-        ROWS[0],
-    ]
-    assert mask.tolist() == [[1] * n + [0] * (11 - n) for n in (5, 11, 6, 11)]
-
-
-def test_slices_of_long_rows_are_cut_around_where_they_part():
-    ids = torch.arange(1, 1001).repeat(2, 1)
-    ids[1, 600:] += 5000
-    sliced, mask = short_snippets(ids, torch.ones_like(ids))
-
-    assert sliced.shape == (4, SNIPPET_TOKENS)
-    assert sliced[1, 0] == 601 - SNIPPET_TOKENS // 2
-    assert (sliced[1] == sliced[0])[: SNIPPET_TOKENS // 2].all()
-    assert (sliced[1] != sliced[0])[SNIPPET_TOKENS // 2 :].all()
-    assert mask.sum() < mask.numel()
 
 
 # Chunks

@@ -58,35 +58,9 @@ def test_the_device_compares_the_halves_in_one_wait(gpu):
 
 
 def test_halves_that_differ_are_computed_both():
-    model = Model()
-    others = [pairs(), torch.randn(4, 5, 3), pairs(4), torch.randn(3, 5, 3), torch.randn(2, 4, 5, 3)]
+    model, partly = Model(), pairs()
+    partly[0] += 1.0  # one of two images
+    others = [pairs(), torch.randn(4, 5, 3), partly, pairs(4), torch.randn(3, 5, 3), torch.randn(2, 4, 5, 3)]
     for images, found in zip(others, model.call(*others), strict=True):
         torch.testing.assert_close(found, model.tower.project(images).detach())
-    assert model.tower.images == [2, 4, 4, 4, 3, 2]
-
-
-class Projected(Model):
-    """A projector behind the tower, which gets a part of the features; they may be `written` to before."""
-
-    def __init__(self, written: float = 0.0) -> None:
-        super().__init__()
-        self.projector, self.written = Tower(), written
-        self.projector.project = nn.Linear(2, 2)
-        tower, projector = self.patch.packed, TowerPatch(self.projector, self.patch.attachment).packed
-
-        def both(images: torch.Tensor) -> torch.Tensor:
-            features = tower(images)
-            if self.written:
-                features[0] += self.written
-            return projector(features[:, 1:])
-
-        self.patch.packed = both
-
-
-def test_features_that_were_written_to_are_compared():
-    model, images = Projected(written=1.0), pairs()
-    (found,) = model.call(images)
-    features = model.tower.project(images)
-    features[0] += 1.0
-    torch.testing.assert_close(found, model.projector.project(features[:, 1:]).detach())
-    assert model.projector.images == [4]
+    assert model.tower.images == [2, 4, 4, 4, 4, 3, 2]

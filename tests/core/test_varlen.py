@@ -5,15 +5,12 @@ said of what does not.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from kit.tolerance import assert_close, tolerance
-from simulated_gpu.simulated_cuda import Counts, to_simulated
+from simulated_gpu.simulated_cuda import to_simulated
 from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.attention as attention
@@ -46,53 +43,6 @@ def test_every_layer_runs_on_torchs_varlen_kernel(gpu, dtype, autocast, sharing,
         with remove_padding(model, prefix_sharing=sharing):
             step(model, *simulated, autocast=autocast)
         assert gpu.varlen == []
-
-
-def test_float32_attends_segment_by_segment(gpu):
-    ids, mask = pairs(8)
-    want = step(build(), ids, mask, autocast=False)
-    model = to_simulated(build())
-    with remove_padding(model, prefix_sharing=True):
-        got = step(model, to_simulated(ids), to_simulated(mask), autocast=False)
-    assert gpu.varlen == []
-    assert_close(got[0], want[0], terms=96, depth=16)
-    assert (got[1] - want[1]).norm() / want[1].norm() < tolerance(1, terms=96, depth=32)
-
-
-# -- kernels
-
-
-def launches_of_a_layer(gpu: Counts, rows: int, everyone: int, *, packed: bool) -> tuple[Counter, Counter]:
-    """Kernels that each further layer adds: to the forwards of a policy and its reference, and to a backward."""
-    ids, mask = (to_simulated(x) for x in pairs(rows, everyone=everyone))
-    found = []
-    for layers in (2, 4):
-        model, forward = to_simulated(build(layers)), Counter()
-        with remove_padding(model, prefix_sharing=True) if packed else contextlib.nullcontext():
-            for is_policy in (False, True):
-                gpu.reset()
-                with torch.autocast("cuda", torch.bfloat16), torch.set_grad_enabled(is_policy):
-                    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-                forward += gpu.kernels
-                assert len(gpu.varlen) == (layers if packed else 0)
-            gpu.reset()
-            logits.float().square().mean().backward()
-        found.append((forward, gpu.kernels))
-    return tuple(Counter({k: (b[k] - a[k]) // 2 for k in b}) for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("rows", "everyone"), [(128, 4), pytest.param(512, 8, marks=pytest.mark.slow)], ids=["64 pairs", "512 rows"]
-)
-def test_a_layer_takes_as_many_kernels_as_a_padded_one(gpu, rows, everyone):
-    forward, backward = launches_of_a_layer(gpu, rows, everyone, packed=True)
-    padded, _ = launches_of_a_layer(gpu, 8, 4, packed=False)
-
-    assert forward.total() < padded.total()
-    weights = 2 * 10  # under autocast: seven matrices and three biases of each model are cast again
-    assert forward.total() - weights <= 90
-    assert backward.total() <= 100
-    assert backward["_embedding_bag_forward_only"] == 2  # the gradients of shared keys, and those of shared values
 
 
 # -- what the kernels are handed

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -17,14 +15,12 @@ from kit.observe import EnteredTokens
 from kit.tolerance import assert_close, rounding, tolerance
 from kit.trainer_runs import BROKEN
 from torch import nn
-from transformers import Gemma3ForSequenceClassification
-from transformers.modeling_outputs import SequenceClassifierOutput
 from zoo.family_outcomes import gradients_of, weighted
-from zoo.vision_families import IMAGE, Row, VisionModel, build_vision, collate
+from zoo.vision_families import Row, VisionModel, build_vision, collate
 from zoo.vision_outcomes import ROWS, TEXT, alone, logps
 
 import trl_padfix.core.patches.decoder
-from trl_padfix import PaddingRemovalError, ParityError, check_parity, remove_padding
+from trl_padfix import ParityError, check_parity, remove_padding
 
 
 EXACT = ["qwen2_5_vl", "qwen3_vl", "llava", "internvl", "smolvlm"]
@@ -196,69 +192,3 @@ def test_a_tower_with_dropout_draws_for_every_image():
             logps(vision.model, batch)
     whole, half = 8 * 17, 4 * 17
     assert patches == [whole, whole, half, whole, half]  # in evaluation first tried, then relied on
-
-
-def test_a_tower_that_answers_in_one_row_is_left_alone():
-    vision = build_vision("mistral3")
-    expected = alone(vision, ROWS)
-    with counted_patches(vision) as patches, remove_padding(vision.model):
-        for _ in range(2):
-            assert_same(numbers(vision, ROWS, "right"), expected)
-    assert patches[-1] == 8 * 16
-
-
-# -- refused
-
-
-def test_arguments_without_a_place_in_a_packed_row_are_refused():
-    vision = build_vision("mllama")
-    batch = collate(vision, TEXT)
-    states = torch.zeros(3, 5, 32)
-    with (
-        remove_padding(vision.model, strict=True),
-        pytest.raises(PaddingRemovalError, match=r"`cross_attention_states` of shape"),
-    ):
-        vision.model(**batch.call(), cross_attention_states=states)
-
-
-# -- parity
-
-
-def as_reward_model(model: Any) -> Any:
-    """As ms-swift makes one of a language model: nothing in the head's place, and a forward around its own."""
-
-    @functools.wraps(type(model).forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> SequenceClassifierOutput:
-        mask = kwargs["attention_mask"]
-        last = (mask * torch.arange(mask.shape[1])).argmax(1)
-        return SequenceClassifierOutput(logits=self.score(own(*args, **kwargs).logits)[torch.arange(len(mask)), last])
-
-    own, model.lm_head = model.forward, nn.Identity()
-    model.score, model.forward = nn.Linear(32, 1, bias=False), MethodType(forward, model)
-    return model
-
-
-def gemma3_classifier(model: Any) -> Any:
-    model.config.num_labels = 1
-    classifier = Gemma3ForSequenceClassification(model.config).eval()
-    classifier.model.load_state_dict(model.model.state_dict())
-    return classifier
-
-
-@pytest.mark.parametrize(
-    ("family", "make", "sharing"), [("qwen2_5_vl", as_reward_model, True), ("gemma3", gemma3_classifier, False)]
-)
-def test_reward_models_of_images_are_compared(family, make, sharing):
-    vision = build_vision(family)
-    model, call, calls = make(vision.model), collate(vision, ROWS).call(), []
-    hook = model.register_forward_pre_hook(lambda m, args, given: calls.append(given), with_kwargs=True)
-    report = check_parity(model, call, prefix_sharing=sharing)
-    hook.remove()
-    assert report.ok, report
-    assert report.compared == len(ROWS)
-    assert report.packed_tokens < report.padded_tokens
-    types = next(name for name in call if name.endswith("token_type_ids"))
-    assert len(calls) == 2
-    assert all(torch.equal(given["input_ids"] == IMAGE, given[types] == 1) for given in calls)
-    with wrong_layouts(sharing), pytest.raises((ParityError, IndexError)):  # Gemma 3's masks have rows of one length
-        check_parity(model, call, prefix_sharing=sharing).raise_if_failed()

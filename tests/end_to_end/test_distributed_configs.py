@@ -76,7 +76,7 @@ def together(folder, request):
 def refused(folder, request):
     tests = [item for item in request.session.items if item.path == request.path]
     asked = [item.callspec.params["name"] for item in tests if "refused" in item.fixturenames]
-    return cache(lambda count: launch(folder, count, [name for name in asked if BAD[name][3] == count], seconds=30))
+    return cache(lambda count: launch(folder, count, [name for name in asked if BAD[name][2] == count], seconds=30))
 
 
 @pytest.fixture(scope="module")

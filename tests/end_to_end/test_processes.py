@@ -38,9 +38,6 @@ PAIR = ("prompt", "chosen", "rejected")
 COLUMNS = {"dpo": PAIR, "sft": ("prompt", "completion")}
 METRICS = {"dpo": ("rewards/margins", "logps/chosen"), "sft": ("mean_token_accuracy", "entropy")}
 PACKED = ("--padding_free", "true", "--prefix_sharing", "true", "--exact_eval_means", "true")
-COMPILED = ("--torch_compile", "true", "--torch_compile_backend", "aot_eager")
-LORA = ("--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0")
-CHECKPOINTS = ("--gradient_checkpointing", "true")
 CONTEXT = ("--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", "--parallelism_config_cp_size", "2")
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
@@ -127,22 +124,22 @@ def one_process(material, tmp_path_factory):
     return run
 
 
-def outcome(output: Path, weights: str = "model.safetensors") -> Run:
-    return Run(logs_of(output), load_file(output / weights))
+def outcome(output: Path) -> Run:
+    return Run(logs_of(output), load_file(output / "model.safetensors"))
 
 
 @pytest.fixture
 def together(material, tmp_path):
     """Our script in two processes; where it `fails`, what they said."""
 
-    def run(method: str, strategy: str, *more: str, adapters: bool = False, fails: bool = False, **how: Any) -> Any:
+    def run(method: str, strategy: str, *more: str, fails: bool = False, **how: Any) -> Any:
         given = [*flags(material, method, tmp_path / "run", rows=2), *more]
         given += ["--use_cpu", "true"] if strategy == "multi_gpu" else []
         done = (launched if fails else trained)(strategy, tmp_path, "kit.launched", method, *given, **how)
         if fails:
             assert done.returncode != 0
             return done.stderr
-        return outcome(tmp_path / "run", "adapter_model.safetensors" if adapters else "model.safetensors")
+        return outcome(tmp_path / "run")
 
     return run
 
@@ -202,27 +199,6 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
     assert all((count["prefixes"] > 0) == once for count in counts)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("strategy", "more"),
-    strategies([("multi_gpu", CHECKPOINTS)], [("multi_gpu", CHECKPOINTS), ("fsdp2", LORA)]),
-)
-def test_compiled_layers_give_the_trajectory_of_uncompiled_ones(strategy, more, together, tmp_path):
-    adapters = more == LORA
-    plain = together("dpo", strategy, *PACKED, *more, adapters=adapters)
-    shutil.rmtree(tmp_path / "run")
-    ours = together("dpo", strategy, *PACKED, *more, *COMPILED, adapters=adapters, env={"GRAPHS": str(tmp_path)})
-    torch.testing.assert_close(ours.curve(*METRICS["dpo"]), plain.curve(*METRICS["dpo"]), rtol=1e-4, atol=1e-4)
-    assert_packed(ours)
-    for rank in range(2):
-        graphs = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
-        # A graph for training, for the reference and for evaluation, with adapters and without; all of them are there
-        # after the first evaluation, and no shape of a later batch has one of its own.
-        assert 1 <= graphs["halfway"] == graphs["unique_graphs"] <= 6, graphs
-        assert graphs["breaks"] == {}
-        assert graphs["calls"] > 10 * graphs["unique_graphs"]
-
-
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")
 
 
@@ -231,11 +207,6 @@ def test_processes_of_a_group_with_other_batches_stop_before_the_first_step(toge
     assert (
         said.count("ValueError: The 2 processes that share packed rows (`cp_size`) were given different batches") == 2
     )
-
-
-def test_one_process_that_differs_stops_the_run(together):
-    said = together("dpo", "fsdp2", *PACKED, env={"BROKEN_LAYOUT": "1"}, fails=True)
-    assert "ParityError: parity FAILED" in said
 
 
 @pytest.mark.parametrize(

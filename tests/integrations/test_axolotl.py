@@ -88,10 +88,3 @@ def test_a_yaml_removes_padding(method, folder):
 def test_packing_beside_it_is_refused(key, folder):
     with pytest.raises(AssertionError, match=f"Set `{key}: false`, or leave the plug-in out"):
         train(folder, "sft", **PLUGIN, **{key: True})
-
-
-def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):
-    with pytest.raises(AssertionError, match=r"no keys \['padfix_sharing'\]; it has \['padfix_prefix_sharing'"):
-        train(folder, "dpo", **PLUGIN, padfix_sharing=True)
-    with pytest.raises(AssertionError, match="padfix_prefix_sharing"):
-        train(folder, "dpo", **PLUGIN, padfix_prefix_sharing="sometimes")

@@ -120,8 +120,3 @@ def test_its_own_command_stops_at_the_key_and_ours_without_it(folder):
             run(*PLUGIN, config(folder, "sft", padfix_prefix_sharing=False, **{key: True}), folder=folder)
     with pytest.raises(AssertionError, match=r"`packing: true` \(the default of `stage: pt`\)"):
         run(*PLUGIN, config(folder, "pt", padfix_prefix_sharing=False), folder=folder)
-
-
-def test_an_unknown_key_stops_the_run_before_it_loads_a_model(folder):
-    with pytest.raises(AssertionError, match=r"no keys \['padfix_sharing'\]; it has \['padfix_prefix_sharing'"):
-        run(*PLUGIN, config(folder, "sft", padfix_sharing=True), folder=folder)

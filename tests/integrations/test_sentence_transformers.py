@@ -13,7 +13,6 @@ from kit.trainer_runs import break_mode, train_beside_plain
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import CNN
-from transformers import BertConfig, BertModel
 
 from trl_padfix import (
     PaddingRemovalError,
@@ -166,13 +165,3 @@ def test_queries_that_are_expanded_by_tokens_without_a_mask_are_refused(tmp_path
         remove_padding(model)
     model[0].query_expansion = {"strategy": "fixed", "attend": True, "token": None, "length": 8}
     remove_padding(model).remove()
-
-
-def test_an_encoder_is_refused_with_what_unpads_it(tmp_path):
-    model = build_embedder(tmp_path, "mean")
-    config = BertConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-    )
-    model[0].model = BertModel(config)
-    with pytest.raises(PaddingRemovalError, match=r"(?s)BertModel: .*unpads encoders itself.*flash_attention_2"):
-        remove_padding(model)

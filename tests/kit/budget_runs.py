@@ -18,7 +18,6 @@ from datasets import Dataset
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens, has_cache
 from kit.processes import on_gpus
-from kit.rows import build_rows
 from kit.tolerance import tolerance
 from kit.trainer_runs import ELSEWHERE, words
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
@@ -164,9 +163,7 @@ LAUNCHED = {"save_strategy": "steps", "save_steps": 5, "max_steps": 6}
 
 
 def main(path: str, what: str) -> dict[str, Any]:
-    parts = {"rows": train_on_rows, "experts": train_experts, "images": train_on_images}
-    parts |= {"packed": lambda folder: evaluate(folder, True), "evaluated": lambda folder: evaluate(folder, False)}
-    return parts[what](Path(path))
+    return {"rows": train_on_rows, "experts": train_experts}[what](Path(path))
 
 
 def train_on_rows(folder: Path) -> dict[str, Any]:
@@ -208,39 +205,3 @@ def train_experts(folder: Path) -> dict[str, Any]:
             trainer.train()
             logged.setdefault(kind, []).append({"history": trainer.state.log_history, "forwards": forwards})
     return logged
-
-
-def train_on_images(folder: Path) -> dict[str, Any]:
-    """DPO and SFT with an image in every row, or in some of them: TRL's, ours, and ours within a budget."""
-    config: dict[str, Any] = {"per_device_train_batch_size": IMAGE_BATCH // int(os.environ["WORLD_SIZE"])}
-    logged: dict[str, Any] = {}
-    if on_gpus():
-        os.environ |= {"FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer,CLIPEncoderLayer"}
-        os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # the buffers of the tower would be lost
-        config |= {"use_cpu": False}
-    for kind, budget in IMAGE_BUDGETS.items():
-        for name, images in {"all": (2, 1, 1, 3), "some": (1, 0, 0, 0, 2, 1)}.items():
-            given = config | {"train_dataset": IMAGE_DATA[kind](IMAGE_ROWS, images)}
-            if on_gpus() and name == "some":  # with TRL, too, processes would wait in the vision tower
-                continue
-            for library, more in ((trl, {}), (trl_padfix, FREE), (trl_padfix, FREE | budget)):
-                trainer = make_on_images(library, kind, "llava", folder / kind, **given | more)
-                split = train_split(trainer)
-                logged.setdefault(f"{kind}, {name}", []).append(trainer.state.log_history)
-            logged[f"{kind}, {name}, chunks"] = split.chunks
-    return logged
-
-
-def evaluate(folder: Path, packs: bool) -> dict[str, Any]:
-    """SFT, TRL's and ours, accumulated, and an evaluation."""
-    given = {"max_steps": 5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    given |= {"per_device_eval_batch_size": 2, "eval_dataset": build_rows(8, 1)}
-    given |= {"max_length": 48, "packing": True} if packs else {"max_length": 26}
-    histories = []
-    for library, more in ((trl, {}), (trl_padfix, {"padding_free": True, "exact_eval_means": not packs})):
-        trainer = make_trainer(library, "SFT", folder, **given, **more)
-        trainer.train()
-        trainer.evaluate()
-        histories.append(trainer.state.log_history)
-    stats = trainer.padding.stats
-    return {"histories": histories, "packed": stats.packed_tokens, "padded": stats.padded_tokens}

@@ -44,23 +44,17 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "policy": (0, {}),
     "reference": (1, {}),
     "reward": (0, {"num_labels": 1}),
-    "three heads": (0, {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 """Seed and configuration of each model."""
 ADAPTERS = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
 UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 """TRL balances experts over the rows of a process, which is another loss in two."""
-BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
-    "another number of processes": ({"fsdp_size": 3}, "policy", {}, 2, "requires 3 processes, but world_size is 2"),
-    "experts without a mesh": ({"ep_size": 2}, "policy", {}, 2, "`ep_size` must divide `fsdp_size * tp_size`"),
-    "heads that do not divide": (SIZES["TP"], "three heads", {}, 2, "`tp_size=2`"),
-    "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),
-    "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "policy", {}, 2, "has no `tp_plan`"),
-    "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
-    "adapters on replicas": (SIZES["FSDP2, replicated"], "policy", ADAPTERS, 4, "Use `fsdp_size` alone"),
-    "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "under tensor parallelism several processes"),
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
+    "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, {}, 2, "has no `tp_plan`"),
+    "adapters on replicas": (SIZES["FSDP2, replicated"], ADAPTERS, 4, "Use `fsdp_size` alone"),
+    "a budget of one batch": (SIZES["TP"], BUDGET, 2, "under tensor parallelism several processes"),
 }
-"""Sizes, model, settings and processes of trainings that cannot run, and what each process says."""
+"""Sizes, settings and processes of trainings that cannot run, and what each process says."""
 MODES: dict[str, dict[str, Any]] = {
     "padded": {},
     "sharing": {"padding_free": True, "prefix_sharing": True},
@@ -95,7 +89,7 @@ def load(folder: Path, name: str, sizes: dict[str, Any] | None, **given: Any) ->
     return auto.from_pretrained(folder / name, dtype=torch.float32, **given)
 
 
-def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, policy: str = "", **config: Any) -> Any:
+def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, **config: Any) -> Any:
     """A trainer of a model in `folder`; TRL's if no `mode` is given."""
     shared = (sizes or {}).get("tp_size", 1)  # processes that have one batch
     batches = int(os.environ.get("WORLD_SIZE", 1)) // shared
@@ -108,7 +102,7 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, pol
         "use_cpu": sizes is None,
     }
     asked = {"output_router_logits": True} if mode == "router logits" else {}
-    given["model"] = load(folder, policy or ("reward" if method == "Reward" else "policy"), sizes, **asked)
+    given["model"] = load(folder, "reward" if method == "Reward" else "policy", sizes, **asked)
     if mode.startswith("LoRA"):
         given |= ADAPTERS
     elif method == "DPO":
@@ -157,10 +151,10 @@ def main(path: str, *cells: str) -> None:
         print(f"{cell} begins", file=sys.stderr, flush=True)
         found: dict[str, Any] = {}
         if cell in BAD:
-            sizes, policy, config, *_ = BAD[cell]
+            sizes, config, *_ = BAD[cell]
             trainer = None
             try:
-                trainer = make("SFT", "sharing", folder, sizes, policy, **config)
+                trainer = make("SFT", "sharing", folder, sizes, **config)
                 trainer.train()
             except Exception as error:
                 found = {"error": f"{type(error).__name__}: {error}"}

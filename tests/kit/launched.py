@@ -2,41 +2,22 @@
 A method of `trl_padfix.cli.launch` in one process of several: what the tests of many processes launch.
 
 `BROKEN_LAYOUT=1` takes tokens of other prefixes for shared ones: the negative control. `ODD_BATCH=1` gives processes
-that share batches different ones. `READS_PADDING=1` adds to the loss what the model computes at padding. `GRAPHS` or
-`PREFIXES` names a folder, into which each process writes what it has compiled, or how many shared prefixes of any
-length its steps had.
+that share batches different ones. `READS_PADDING=1` adds to the loss what the model computes at padding. `PREFIXES`
+names a folder, into which each process writes how many shared prefixes of any length its steps had.
 """
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-import torch
 from kit.trainer_runs import confusing_layout
 
 from trl_padfix.cli import launch
 from trl_padfix.core.call import layout_of as batches
 
 
-@contextmanager
-def graphs() -> Iterator[dict[str, Any]]:
-    """The graphs that this process has compiled, at the end and halfway, their breaks, and the calls of layers."""
-    from trl_padfix.core.attention.compiled import CompiledLayerPatch
-
-    calls, twin, found = [], CompiledLayerPatch._twin, {}
-    counters = torch._dynamo.utils.counters
-    CompiledLayerPatch._twin = lambda patch: (calls.append(counters["stats"]["unique_graphs"]), twin(patch))[1]
-    yield found
-    found |= {"unique_graphs": counters["stats"]["unique_graphs"], "halfway": calls[len(calls) // 2]}
-    found |= {"breaks": dict(counters["graph_break"]), "calls": len(calls)}
-
-
-@contextmanager
-def prefixes() -> Iterator[dict[str, int]]:
-    """Shared prefixes of steps of micro-batches, summed over the steps."""
+def count_prefixes() -> dict[str, int]:
+    """Count the shared prefixes of all steps from now on."""
     from trl_padfix.core.layout import shared_prefixes
     from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
 
@@ -47,10 +28,7 @@ def prefixes() -> Iterator[dict[str, int]]:
         check(runner)
 
     ChunkRunner.check = checked
-    yield found
-
-
-WATCHED = {"GRAPHS": graphs, "PREFIXES": prefixes}
+    return found
 
 
 def count_from_another_id() -> None:
@@ -89,9 +67,8 @@ def main(method: str, *args: str) -> None:
         count_from_another_id()
     if os.environ.get("READS_PADDING"):
         read_padding()
-    asked = next((name for name in WATCHED if name in os.environ), "")
-    with WATCHED.get(asked, nullcontext)() as found:
-        launch.main(method, list(args))
-    if asked:
-        path = Path(os.environ[asked], f"{asked.lower()}-{os.environ['RANK']}.json")
-        path.write_text(json.dumps(found))
+    folder = os.environ.get("PREFIXES")
+    found = count_prefixes() if folder else {}
+    launch.main(method, list(args))
+    if folder:
+        Path(folder, f"prefixes-{os.environ['RANK']}.json").write_text(json.dumps(found))

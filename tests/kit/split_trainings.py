@@ -1,14 +1,12 @@
 """
-Tiny trainings in which processes share every packed row. [`main`] runs trainings of `TRAININGS` and `REFUSED` in one
-process of several, one after another. Each process writes to `FOLDER/NAME-RANK.pt` what was logged, the weights, and
-what it computed, or the error that stopped it.
+Tiny trainings in which processes share every packed row. [`main`] runs some of `TRAININGS` in one process of several,
+one after another. Each process writes to `FOLDER/NAME-RANK.pt` what was logged, the weights, and what it computed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +29,7 @@ from trl_padfix.core.layout import shared_prefixes
 from trl_padfix.core.parallel.layout import ContextParallelLayout
 
 
-__all__ = ["LENGTH", "REFUSED", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
+__all__ = ["LENGTH", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
 
 
 BUDGET = {"max_tokens_per_batch": 60}
@@ -66,17 +64,6 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 TWO_GROUPS = {"DPO, budget, two groups": ("DPO", "short", BUDGET | HALVES)}
 """As above, with half of the rows for each of two groups, which have other numbers of them in a micro-batch."""
 
-REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "generation": (
-        "DPO",
-        "short",
-        {"predict_with_generate": True},
-        "NotImplementedError: `predict_with_generate=True` gives every process different prompts, and `cp_size`",
-    ),
-    "GKD": ("GKD", "plain", {}, "PaddingRemovalError: GKDTrainer generates rows on every process, and with `cp_size`"),
-}
-"""As above, and what each process says before the first step."""
-
 
 def save_material(folder: Path) -> None:
     """Files that all processes read: TRL lets one process save a model, and one compute the reference for all."""
@@ -97,7 +84,7 @@ def train(name: str, folder: Path, ours: bool, **config: Any) -> Run:
     A training and an evaluation: ours with prefixes shared, or TRL's, padded; beside `folder` is what
     [`save_material`] has made.
     """
-    kind, case, own = (TRAININGS | TWO_GROUPS | {name: given[:3] for name, given in REFUSED.items()})[name]
+    kind, case, own = (TRAININGS | TWO_GROUPS)[name]
     if kind not in METHODS:
         library, mode = ("trl_padfix", MODES["prefix sharing"] | own) if ours else ("trl", {})
         return experimental_runs.train(kind, library, folder, str(folder.parent / "policy"), **mode, **config)
@@ -129,18 +116,11 @@ def main(path: str, *names: str) -> None:
     for name in names:
         print(f"{name} begins", file=sys.stderr, flush=True)
         whole = mock.patch.object(ContextParallelLayout, "over", return_value=None)
-        found: dict[str, Any] = {}
         # Every shared prefix has a forward of its own, however short it is.
         once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
-        broken = {"whole rows": whole}
-        with counted() as counts, once, broken.get(name.split(", ")[-1], nullcontext()):
-            try:
-                done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
-            except Exception as error:
-                traceback.print_exc()
-                found = {"error": f"{type(error).__name__}: {error}"}
-            else:
-                parameters = [p.detach() for p in done.trainer.model.parameters() if p.requires_grad]
-                full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
-                found = {"run": Run(None, done.logs, 0), "weights": torch.cat([p.flatten() for p in full])}
-        torch.save(found | {"counts": counts}, folder / f"{name}-{rank}.pt")
+        with counted() as counts, once, whole if name.endswith("whole rows") else nullcontext():
+            done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
+            parameters = [p.detach() for p in done.trainer.model.parameters() if p.requires_grad]
+            full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+        found = {"run": Run(None, done.logs, 0), "weights": torch.cat([p.flatten() for p in full]), "counts": counts}
+        torch.save(found, folder / f"{name}-{rank}.pt")

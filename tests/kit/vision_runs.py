@@ -32,9 +32,9 @@ MARKS = [
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
-    "{% for part in message['content'] %}"
+    "{% if message['content'] is string %}{{ message['content'] }} {% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}IMAGE {% else %}{{ part['text'] }} {% endif %}"
-    "{% endfor %}<eos> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+    "{% endfor %}{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
 )
 """A chat template, but for the placeholder of an image."""
 
@@ -42,7 +42,7 @@ TEMPLATE = (
 def build_tokenizer(**names: str) -> PreTrainedTokenizerFast:
     """One token per word; images take one of `names`, for processors that ask the tokenizer."""
     vocabulary = {"<pad>": 0, "<bos>": 1, "<eos>": 2, **{word: i + 3 for i, word in enumerate(WORDS)}}
-    for word in ["user", "assistant", *MARKS, "user:", "assistant:", "system:", "w1", "w2"]:
+    for word in ["user", "assistant", *MARKS, "system", "w1", "w2"]:
         vocabulary[word] = len(vocabulary)
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -95,11 +95,21 @@ NEEDS_TORCHVISION = {"smolvlm", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"
 """Their video processors are torchvision's."""
 
 
-def build_processor(family: str) -> ProcessorMixin:
+class _WithoutVideos(transformers.Qwen2_5_VLProcessor):
+    """The processor without the part that needs torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        self.video_processor = None
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+
+
+def build_processor(family: str, with_videos: bool = True) -> ProcessorMixin:
     name, (images, sizes), videos, names, placeholder, more = PROCESSORS[family]
     parts = [getattr(transformers, f"{images}ImageProcessorPil")(**sizes), build_tokenizer(**names)]
-    parts += [getattr(transformers, f"{videos[0]}VideoProcessor")(**videos[1])] if videos else []
+    parts += [getattr(transformers, f"{videos[0]}VideoProcessor")(**videos[1])] if videos and with_videos else []
     template = TEMPLATE.replace("IMAGE", placeholder)
+    if videos and not with_videos:
+        return _WithoutVideos(*parts, chat_template=template, **more)
     return getattr(transformers, f"{name}Processor")(*parts, chat_template=template, **more)
 
 

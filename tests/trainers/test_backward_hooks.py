@@ -51,19 +51,6 @@ def test_once_for_each_chunk_they_give_other_weights(monkeypatch):
         assert_same(run("SFT", "clamped", True).figures, theirs("SFT", "clamped"), factor=10)
 
 
-def test_a_hook_is_named_and_those_of_libraries_are_not(tmp_path, caplog):
-    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
-    weight = trainer.model.lm_head.weight
-    assert backward_hooks.gradient_hook_name(trainer) is None
-    weight.register_hook(torch.nn.Module().zero_grad)  # a bound method of torch
-    assert backward_hooks.gradient_hook_name(trainer) is None
-    clamp(weight)
-    assert "clamp.<locals>.<lambda>, a gradient hook of " in backward_hooks.gradient_hook_name(trainer)
-    with caplog.at_level("WARNING", logger="trl_padfix"):
-        trainer.get_train_dataloader()
-    assert "acts in the backward pass, so the loss gets the outputs of all rows" in caplog.text
-
-
 def test_a_layerwise_optimizer_is_one(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from kit.cells import by_turns
-from kit.observe import entered_tokens
 from kit.trainer_runs import (
     assert_same,
     break_mode,
@@ -119,32 +118,6 @@ def make(case: str, folder: Any, **more: Any) -> Trainer:
 )
 def test_any_trainer_trains_without_padding_as_it_does_padded(case, way, tmp_path, monkeypatch):
     train_beside_plain(way, lambda **given: make(case, tmp_path, **given), monkeypatch)
-
-
-def test_what_is_computed_is_counted_and_logged(tmp_path):
-    padded, ours = (
-        make("a loss of its own", tmp_path, trainer_class=kind)
-        for kind in (Weighted, padding_free_trainer(Weighted, prefix_sharing=True, parity_check=False))
-    )
-    counts = [entered_tokens(trainer.model) for trainer in (padded, ours)]
-    assert_same(trained(ours), trained(padded))
-    stats, logs = ours.padding.stats, ours.state.log_history
-    assert stats.packed_tokens == sum(counts[1]) < stats.real_tokens < stats.padded_tokens == sum(counts[0])
-    assert all(0 < log["padfix/pad_fraction"] < 1 for log in logs if "loss" in log)
-    assert logs[-1]["eval_perf/tokens_per_second"] > 0
-    ours.padding.restore()
-    assert ours.padding.handle is None
-    assert "forward" not in vars(ours.model.model)
-
-
-def test_a_leaking_layout_is_seen(tmp_path, monkeypatch):
-    theirs = trained(make("names of its own", tmp_path))
-    break_mode(monkeypatch, "padding-free")
-    checked, unchecked = (padding_free_trainer(Renamed, parity_check=check) for check in (True, False))
-    with pytest.raises(ParityError):
-        make("names of its own", tmp_path, trainer_class=checked).train()
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(trained(make("names of its own", tmp_path, trainer_class=unchecked)), theirs)
 
 
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):

@@ -83,6 +83,7 @@ NOT_NEEDED = {
     },
     "from trl_padfix import padding_free_layout": {"transformers", "trl", "datasets", "accelerate"},
     "from trl_padfix import remove_padding, check_parity, PaddingRemovalError": {"trl", "datasets"},
+    "from trl_padfix import PaddingRemovalCallback": {"trl"},
 }
 """Statements, each of which needs more than those before it, and what none of them imports."""
 

@@ -12,7 +12,6 @@ import trl
 from kit.budget_runs import BUDGETS, assert_same, figures_of, make, subclass, train_split
 from kit.trainer_runs import build_model, our_warnings
 from transformers import Qwen2ForCausalLM
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 import trl_padfix
 from trl_padfix.core.model.changes import ModuleChanges
@@ -186,21 +185,6 @@ def test_computed_in_chunks_it_has_others(monkeypatch):
     assert max(ours.chunks) > 1
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.figures, theirs(name, on_object), factor=10)
-
-
-def test_what_is_not_trls_is_named(tmp_path, monkeypatch):
-    trainer = make(trl_padfix, "KTO", tmp_path, budget=True)
-    trainer.floating_point_ops = lambda inputs: 0  # no method of the loss
-    trainer.compute_loss_func = ForCausalLMLoss  # of a library
-    assert custom_loss_name(trainer) is None
-    trainer.compute_loss_func = longest_row_twice(ForCausalLMLoss)
-    assert custom_loss_name(trainer) == "compute_loss_func"
-    trainer.compute_loss_func = None
-    with monkeypatch.context() as patch:
-        patch.setattr(trl.KTOTrainer, "_compute_loss", longest_row_twice(trl.KTOTrainer._compute_loss))
-        assert custom_loss_name(trainer) == "KTOTrainer._compute_loss"
-    trainer._compute_kl_logps = partial(type(trainer)._compute_kl_logps, trainer)
-    assert custom_loss_name(trainer) == "trainer._compute_kl_logps"
 
 
 def test_trls_own_trainers_have_none():

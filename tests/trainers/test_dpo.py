@@ -75,17 +75,6 @@ def test_the_side_is_the_tokenizers_where_none_is_given(make):
     assert make(config={"padding_side": "right"}, processing_class=tokenizer).data_collator.padding_side == "right"
 
 
-def test_a_model_named_by_its_path_is_attached_with_its_reference(make, tmp_path):
-    build_model().save_pretrained(tmp_path)
-    config = SIDED_MODES["padding-free, left"] | {"model_init_kwargs": {"dtype": "float32"}}
-    given = {"model": str(tmp_path), "ref_model": None}
-    ours = make.train("short", given=given, **config)
-    assert len(ours.trainer.padding.handles) == 2
-    assert_mode_ran(ours, "padding-free, left")
-    del config["padding_free"], config["padding_side"]
-    assert_same(ours.trajectory(), make.train("short", trl.DPOTrainer, given, **config).trajectory())
-
-
 @pytest.fixture(scope="module")
 def checkpoints(make, tmp_path_factory):
     """The folder of a run of ours with checkpoints in the middle and at the end."""

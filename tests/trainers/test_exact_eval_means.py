@@ -86,27 +86,6 @@ def evaluate(part: ExactMeans, *batches: tuple) -> tuple[float | None, dict[str,
 # -- weights
 
 
-def test_each_value_counts_with_its_items():
-    batches = [(3, 1.0, 2, {"margin": 4.0, "entropy": 1.0}), (1, 2.0, 4, {"margin": 8.0, "entropy": 2.0})]
-    loss, metrics = evaluate(build_part(), *batches)
-    assert loss == pytest.approx((3 * 1.0 + 1 * 2.0) / 4)
-    assert metrics["margin"] == [pytest.approx((3 * 4.0 + 1 * 8.0) / 4)]  # unnamed: by the items of the loss
-    assert metrics["entropy"] == [pytest.approx((6 * 1.0 + 4 * 2.0) / 10)]  # by its tokens
-    assert loss != pytest.approx((1.0 + 2.0) / 2)
-
-
-def test_without_the_setting_the_means_are_over_batches():
-    loss, metrics = evaluate(build_part(exact=False), (3, 1.0, 2, {"margin": 4.0}), (1, 2.0, 4, {"margin": 8.0}))
-    assert loss is None
-    assert metrics == {"margin": [4.0, 8.0]}
-
-
-def test_a_metric_that_is_missing_in_a_batch_has_its_own_number_of_items():
-    loss, metrics = evaluate(build_part(), (3, 1.0, 1, {}), (1, 2.0, 1, {"margin": 8.0}))
-    assert loss == pytest.approx(1.25)
-    assert metrics["margin"] == [8.0]
-
-
 def test_nan_without_items_does_not_count():
     nan = {"entropy": float("nan")}
     loss, metrics = evaluate(build_part(), (2, 1.0, 0, nan), (2, 3.0, 1, {"entropy": 5.0}))

@@ -1,6 +1,7 @@
 """Evaluation that generates: what each prompt alone would be continued with, and nothing else is changed by it."""
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +9,11 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from kit import generation_run
+from kit import generation_run, vision_runs
 from kit.generation_run import build_pairs
 from kit.methods import make_trainer
 from kit.processes import logged
 from kit.trainer_runs import MODES, build_model, build_tokenizer, rows_for
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
-from zoo.vision_prompts import build_image, build_processor, build_vision_model
-from zoo.vision_prompts import build_tokenizer as build_chat_tokenizer
 
 import trl_padfix
 from trl_padfix.core.remove import attachment_of
@@ -76,6 +74,12 @@ def test_prompts_are_continued_as_alone(name, mode, side, tmp_path):
         assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
 
 
+def build_chat_tokenizer():
+    tokenizer = vision_runs.build_tokenizer()
+    tokenizer.chat_template = vision_runs.TEMPLATE
+    return tokenizer
+
+
 def conversation(*contents):
     roles = ["system"] if len(contents) % 2 else []
     roles += ["user", "assistant"] * (len(contents) // 2)
@@ -98,16 +102,26 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
         rows = Dataset.from_list([{"messages": c} for c in conversations])
     model = build_model(vocab_size=80)
     make(
-        name.replace("messages", "sft"), tmp_path, model=model, processing_class=build_chat_tokenizer("<image>"),
+        name.replace("messages", "sft"), tmp_path, model=model, processing_class=build_chat_tokenizer(),
         train_dataset=rows, eval_dataset=rows,
     ).evaluate()  # fmt: skip
     found = written(tmp_path)
     assert [row["prompt"] for row in found] == [
-        "user: w1 w2 assistant: ",
-        "system: w9 user: w1 assistant: w2 w3 w4 <eos> user: w5 assistant: ",
-        "user: w1 assistant: w2 <eos> user: w3 assistant: ",
+        "user w1 w2 <eos> assistant ",
+        "system w9 <eos> user w1 <eos> assistant w2 w3 w4 <eos> user w5 <eos> assistant ",
+        "user w1 <eos> assistant w2 <eos> user w3 <eos> assistant ",
     ]
     assert [row["reference"] for row in found] == ["w3", "w6 w7", "w4 w5 w6"]
+
+
+def build_speaker(name, processor):
+    """A vision-language model that continues with words."""
+    model, tokenizer = vision_runs.build_vlm(name, processor), processor.tokenizer
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    spoken = {*tokenizer.convert_tokens_to_ids(vision_runs.WORDS), tokenizer.eos_token_id}
+    size = model.config.get_text_config().vocab_size
+    model.generation_config.suppress_tokens = [i for i in range(size) if i not in spoken]
+    return model
 
 
 @pytest.mark.parametrize(
@@ -115,16 +129,20 @@ def test_the_prompt_of_a_conversation_is_what_precedes_its_last_answer(name, tmp
     [("llava", "dpo", "left"), ("qwen2_5_vl", "sft", "right")],
 )
 def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
-    processor, model = build_processor(name), build_vision_model(name)
+    processor = vision_runs.build_processor(name, with_videos=False)
     processor.tokenizer.padding_side = side
+    model = build_speaker(name, processor)
     texts, counts = ["w1 w2", "w3", "w4 w5 w6 w7 w8", "w9 w1"], [1, 2, 1, 1]
-    images = [[build_image(10 * i + j) for j in range(count)] for i, count in enumerate(counts)]
+    images = [
+        [vision_runs.build_image(random.Random(10 * i + j), 16, 16 + 8 * (j % 2)) for j in range(count)]
+        for i, count in enumerate(counts)
+    ]
     asked = [[{"role": "user", "content": text}] for text in texts]
     answer, other = ([{"role": "assistant", "content": f"w{i} w{i}"}] for i in (2, 3))
     answers = {"chosen": answer, "rejected": other} if data == "dpo" else {"completion": answer}
     rows = Dataset.from_list([{"images": i, "prompt": q, **answers} for i, q in zip(images, asked, strict=True)])
     given = {"model": model, "processing_class": processor, "train_dataset": rows, "eval_dataset": rows}
-    given |= {"ref_model": build_vision_model(name)} if data == "dpo" else {}
+    given |= {"ref_model": build_speaker(name, processor)} if data == "dpo" else {}
     given |= {"per_device_eval_batch_size": 3, "max_length": None, "generation_kwargs": {"do_sample": False}}
     make_trainer(trl_padfix, data.upper(), tmp_path, **GENERATING | given).evaluate()
 
@@ -242,19 +260,6 @@ def test_the_models_own_settings_give_one_prediction_for_each_prompt(tmp_path):
     assert len(set(expected)) > 4  # another prompt's would be seen
 
 
-def test_the_generation_of_a_seq2seq_trainer_is_its_own(tmp_path):
-    rows = [{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}, {"input_ids": [7, 8, 9, 2], "labels": [7, 8, 9, 2]}]
-    config = Seq2SeqTrainingArguments(
-        str(tmp_path), predict_with_generate=True, generation_max_length=6, use_cpu=True, report_to=[]
-    )
-    given = {"args": config, "eval_dataset": Dataset.from_list(rows), "processing_class": build_tokenizer()}
-    theirs = Seq2SeqTrainer(build_model(), **given).predict(given["eval_dataset"])
-    ours = trl_padfix.padding_free_trainer(Seq2SeqTrainer)(build_model(), **given).predict(given["eval_dataset"])
-    assert ours.predictions.tolist() == theirs.predictions.tolist()
-    assert ours.predictions.shape[1] > 1
-    assert not (tmp_path / "generations").exists()
-
-
 CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
 UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
 
@@ -272,7 +277,7 @@ REFUSED = [
     ("sft", {"eval_dataset": EMPTY}, r"prompt of row 1 \(counted from 0\) .* has no token"),
     (
         "sft",
-        {"processing_class": build_chat_tokenizer("x"), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
+        {"processing_class": build_chat_tokenizer(), "train_dataset": CHAT, "eval_dataset": UNANSWERED},
         r"roles \['user'\]: no assistant message follows another",
     ),
 ]

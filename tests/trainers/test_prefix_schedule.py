@@ -268,26 +268,6 @@ def test_a_chunk_without_its_forward_is_an_error():
             runner.check()
 
 
-@pytest.mark.parametrize("which", ["ids", "mask"])
-def test_chunks_that_are_written_to_compute_their_prefixes_again(which):
-    """A hook of a user's that masks or changes tokens does so in every chunk."""
-    ids, mask = batch("right")
-    model, found = build("qwen2").train(), []
-    for with_plan in (True, False):
-        with (
-            planned(model, ids, mask, PARTS["nested"]) as (runner, batches),
-            contextlib.nullcontext() if with_plan else within(runner=None),
-        ):
-            for i, given in enumerate(batches):
-                runner.start(i, *given)
-                given[which == "mask"][:, 1] = 0 if which == "mask" else 30
-                score(model, *given).sum().backward()
-            runner.check()
-        assert not runner.schedules
-        found.append(take_gradients(model))
-    assert_same_gradients(*found)
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
     """Each token of a part is its own or one of a shared prefix that it reads; each token has one owner."""

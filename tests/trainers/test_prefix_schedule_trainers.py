@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest.mock import patch
 
@@ -11,13 +10,11 @@ import trl
 from kit.budget_runs import assert_same, build_branching, make, train_split
 from kit.cells import slow_but
 from kit.trainer_runs import figures
-from transformers import TrainerCallback
 
 import trl_padfix
 from trl_padfix import KTOTrainer
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.trainers.batching import prefix_schedule
 from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner
 from trl_padfix.trainers.batching.token_budget import TokenBudget
 from trl_padfix.trainers.task import Task
@@ -107,28 +104,3 @@ def test_a_kl_term_of_each_chunk_is_another_loss(tmp_path, monkeypatch):
     ours, _, theirs = train_both("KTO", tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         assert_same_trajectory(ours, theirs, factor=10)
-
-
-class Checkpoint(TrainerCallback):
-    """Switches checkpointing on after the first step."""
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        model.gradient_checkpointing_enable(REENTRANT)
-
-
-REENTRANT = {"use_reentrant": True}
-UNSERVED = {
-    "in a callback": {"callbacks": [Checkpoint()]},
-    "by an argument": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": REENTRANT},
-}
-
-
-@pytest.mark.parametrize("case", slow_but(["in a callback"], UNSERVED))
-def test_what_is_not_served_is_computed_as_before_and_said_once(case, tmp_path, caplog, monkeypatch):
-    with caplog.at_level(logging.INFO, logger="trl_padfix"):
-        ours, _, theirs = train_both("DPO", tmp_path, **UNSERVED[case])
-    assert_same_trajectory(ours, theirs)
-    assert sum("computes the prefixes that it shares" in record.getMessage() for record in caplog.records) == 1
-    monkeypatch.setattr(prefix_schedule, "sharing_obstacle", lambda *args: None)
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same_trajectory(*train_both("DPO", tmp_path, **UNSERVED[case])[::2], factor=10)

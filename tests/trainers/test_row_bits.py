@@ -1,4 +1,4 @@
-"""The bits of a row in a training: under a token budget, and in the ratio of an on-policy step of GRPO."""
+"""The bits of a row in a training: the ratio of an on-policy step of GRPO is one, under a token budget too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.row_bits import SIZE, skip_without_one_order
 from kit.trainer_runs import build_model, words
-from torch.nn.utils.rnn import pad_sequence
 
 import trl_padfix
 import trl_padfix.core.attention.segments as kernels
-from trl_padfix import remove_padding
 from trl_padfix.trainers.checks import custom_loss
 
 
@@ -28,7 +26,7 @@ MODES = {
     "prefix sharing": {"padding_free": True, "prefix_sharing": True},
 }
 BUDGETS = {"padding-free": 1200, "prefix sharing": 600}
-"""More than the tokens of a pair, and less than half of the tokens of a batch."""
+"""Less than half of the tokens of a batch."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,88 +38,12 @@ def build(**more: Any) -> torch.nn.Module:
     return build_model(hidden_size=SIZE, intermediate_size=2 * SIZE, **more)
 
 
-def texts(kind: str) -> Dataset:
-    """Eight prompts of 160 to 500 tokens that begin alike to different places, with one or two answers."""
+def texts() -> Dataset:
+    """Eight prompts of 160 to 500 tokens that begin alike to different places."""
     draw = random.Random(0)
     begin = words(draw, 400, 400).split()
     prompts = [" ".join(begin[: 130 + 37 * i]) + " " + words(draw, 30, 110) for i in range(8)]
-    names = {"GRPO": [], "SFT": ["completion"], "DPO": ["chosen", "rejected"]}[kind]
-    return Dataset.from_list([{"prompt": p} | {name: words(draw, 1, 60) for name in names} for p in prompts])
-
-
-# -- a budget
-
-
-class States:
-    """The bits of all states that leave a decoder, as a set: one state for each distinct prefix of a row."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.model, self.found, self.calls = model, set(), []
-
-    def __enter__(self) -> States:
-        self.hook = self.model.model.norm.register_forward_hook(self.record)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.hook.remove()
-
-    def record(self, norm: Any, args: Any, output: torch.Tensor) -> None:
-        states = output.detach().float().flatten(0, -2)
-        self.calls.append(len(states))
-        self.found |= {state.numpy().tobytes() for state in states}
-
-
-def states_of_step(kind: str, folder: Any, **config: Any) -> tuple[States, list[torch.Tensor]]:
-    """The states of one step of eight rows, or eight pairs, and the rows."""
-    given = {"model": build(), "train_dataset": texts(kind), "per_device_train_batch_size": 8, "max_steps": 1}
-    given |= {"ref_model": build()} if kind == "DPO" else {}
-    given |= {"parity_check": False, "max_length": None, "learning_rate": 0.0}
-    trainer = make_trainer(trl_padfix, kind, folder, **given | config)
-    (batch,) = trainer.get_train_dataloader()
-    rows = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    with States(trainer.model) as states:
-        trainer.train()
-    return states, rows
-
-
-def states_alone(rows: list[torch.Tensor], bf16: bool, **settings: Any) -> States:
-    """The states of each row by itself, in a mode."""
-    model = build()
-    with States(model) as states, remove_padding(model, **settings), torch.autocast("cpu", enabled=bf16):
-        for row in rows:
-            model(row[None], attention_mask=torch.ones_like(row[None]), use_cache=False)
-    return states
-
-
-@pytest.mark.parametrize(
-    ("kind", "bf16", "mode"),
-    slow_but(
-        [("SFT", False, "prefix sharing"), ("DPO", False, "padding-free"), ("DPO", True, "prefix sharing")],
-        product(["SFT", "DPO"], [False, True], MODES),
-    ),
-)
-def test_parts_of_a_batch_keep_the_bits_of_each_row_alone(kind, bf16, mode, tmp_path, monkeypatch):
-    config = MODES[mode] | {"max_tokens_per_batch": BUDGETS[mode]} | {"bf16": bf16}
-    found, rows = states_of_step(kind, tmp_path, **config)
-    alone = states_alone(rows, bf16, prefix_sharing=mode == "prefix sharing")
-    assert len(found.calls) > 2
-    assert max(found.calls) <= BUDGETS[mode] < sum(map(len, rows))
-    assert found.found == alone.found
-    if bf16:
-        return
-    # The controls: the batch padded, and shared prefixes whose softmax ends in another place than that of a row.
-    if mode == "padding-free":
-        batch = pad_sequence(rows, batch_first=True)
-        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-        with States(build()) as padded:
-            padded.model(batch, attention_mask=mask, use_cache=False)
-        assert alone.found - padded.found
-    else:
-        monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
-        assert states_of_step(kind, tmp_path, **config)[0].found != states_alone(rows, bf16, prefix_sharing=True).found
-
-
-# -- GRPO
+    return Dataset.from_list([{"prompt": prompt} for prompt in prompts])
 
 
 class Ratios:
@@ -149,7 +71,7 @@ class Ratios:
 
 def ratios(folder: Any, **config: Any) -> list[torch.Tensor]:
     """Of two steps on the same completions: the weights that sampled them, and the weights after one step."""
-    given = {"model": build(), "train_dataset": texts("GRPO"), "max_steps": 2, "num_iterations": 2, "beta": 0.0}
+    given = {"model": build(), "train_dataset": texts(), "max_steps": 2, "num_iterations": 2, "beta": 0.0}
     given |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 4}
     given |= {"max_completion_length": 40, "parity_check": False, "learning_rate": 1e-3}
     trainer = make_trainer(trl_padfix, "GRPO", folder, **given | config)

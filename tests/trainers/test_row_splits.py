@@ -17,7 +17,7 @@ import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.data import image_rows
 from trl_padfix.trainers.data.batch_parts import chunk_batches, scored_tokens
-from trl_padfix.trainers.data.image_rows import are_cut_by_rows, find_images, select_rows
+from trl_padfix.trainers.data.image_rows import find_images
 
 
 class Config:
@@ -59,27 +59,6 @@ def test_images_of_one_size_or_apart_from_one_another_are_found():
     touching = batch_of([row(10), row(), row(5, 2)], pixel_values=pixels)  # three runs, but is the first one image?
     assert find_images(touching | {"pixel_values": torch.zeros(4, 3, 8, 8)}, touching["input_ids"], Config()) is None
     assert find_images(batch_of([row()]), torch.zeros(1, 1), Config()) is None
-
-
-def test_rows_are_cut_with_their_images():
-    batch = batch_of([row(4, 4), row(), row(4)], pixel_values=torch.arange(3.0).view(3, 1, 1, 1))
-    images = find_images(batch, batch["input_ids"], Config())
-    chunk = select_rows(batch, torch.tensor([2, 1]), 3, images)
-    assert chunk["pixel_values"].flatten().tolist() == [2]
-    assert "pixel_values" not in select_rows(batch, torch.tensor([1]), 3, images)
-
-
-def test_pairs_stay_together_with_what_has_an_entry_for_each():
-    ids = torch.arange(1, 25).view(6, 4)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "margin": torch.arange(3.0)}
-    split = RowSplitter(8, sharing=False).split(*list(batch.values())[:2], rows_per_item=2)
-    chunks = chunk_batches(batch, split, 2, None, len(batch["input_ids"]))
-    assert len(chunks) == 3
-    for chunk in chunks:
-        pair = int(chunk["margin"])
-        assert torch.equal(chunk["input_ids"], ids[[pair, pair + 3]])
-    assert are_cut_by_rows(batch, 6, 2)
-    assert not are_cut_by_rows(batch | {"of_columns": torch.zeros(4)}, 6, 2)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

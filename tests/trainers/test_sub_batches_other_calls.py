@@ -6,8 +6,7 @@ import pytest
 import torch
 import trl
 from kit.budget_runs import BUDGETS, assert_same, make, subclass, train_split
-from kit.trainer_runs import break_mode, our_warnings
-from torch.utils.checkpoint import checkpoint
+from kit.trainer_runs import our_warnings
 
 import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
@@ -29,15 +28,6 @@ def without_mask(model, ids, mask):
 def with_hidden_states(model, ids, mask):
     output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     return output.logits * (1 + output.hidden_states[1].detach()[..., :1])
-
-
-def checkpointed(model, ids, mask, reentrant=False):
-    anchor = torch.zeros((), requires_grad=True)  # a reentrant checkpoint needs an input with a gradient
-
-    def logits(ids, mask, anchor):
-        return model(input_ids=ids, attention_mask=mask).logits
-
-    return checkpoint(logits, ids, mask, anchor, use_reentrant=reentrant)
 
 
 def with_cache(model, ids, mask):
@@ -90,24 +80,6 @@ def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
     assert max(ours.forwards) <= BUDGETS[name]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-def test_a_checkpoint_around_the_model_has_trls_figures(name, reentrant):
-    """A backward that computes the whole model again has no parts."""
-    call = partial(checkpointed, reentrant=reentrant)
-    theirs, ours = run(name, call, False), run(name, call, True, prefix_sharing=True)
-    assert_same(ours.figures, theirs.figures)
-    assert max(ours.forwards) > BUDGETS[name]
-
-
-def test_a_checkpoint_whose_forward_leaks_has_other_figures(monkeypatch):
-    """The control: a reentrant checkpoint is packed."""
-    call = partial(checkpointed, reentrant=True)
-    leaking = run("SFT", call, True, **break_mode(monkeypatch, "padding-free"))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same(leaking.figures, run("SFT", call, False).figures)
-
-
 def test_a_head_that_gets_shifted_labels_alone_has_trls_loss(monkeypatch):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         mask = inputs["attention_mask"]
@@ -126,19 +98,6 @@ def test_a_head_that_gets_shifted_labels_alone_has_trls_loss(monkeypatch):
     monkeypatch.setattr("trl_padfix.trainers.batching.sub_batches._num_labels", lambda call: torch.tensor(1))
     with pytest.raises(AssertionError, match="not close"):
         assert_same(trained(trl_padfix).figures, theirs.figures)
-
-
-def test_floats_beside_a_batch_of_text_are_no_images(caplog):
-    """Whether they are values of tokens is unknown, so the parts are computed padded; but there are parts."""
-
-    def weighted(model, ids, mask):
-        return with_tensors_for_a_loss(model, ids, mask, weights=mask.float())
-
-    theirs, whole = run("SFT", weighted, False), run("SFT", weighted, True, max_tokens_per_batch=10**6)
-    ours = run("SFT", weighted, True)
-    assert_same(ours.figures, theirs.figures)
-    assert max(ours.forwards) < max(whole.forwards)
-    assert not any("images" in message for message in our_warnings(caplog))
 
 
 def test_a_call_that_cannot_be_split_is_named_once(caplog):

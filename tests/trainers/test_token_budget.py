@@ -226,18 +226,6 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
         assert_same(figures(split), figures(whole))
 
 
-@pytest.mark.slow
-def test_two_processes_have_trls_numbers_on_images(tmp_path):
-    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "images")
-    for name, histories in found.items():
-        if not name.endswith("chunks"):
-            # The first accuracies are ties.
-            theirs, whole, split = (figures(history, ("accuracies",)) for history in histories)
-            assert_same(split, whole)
-            assert_same(split, theirs)
-            assert max(found[f"{name}, chunks"], default=1) > 1
-
-
 def kept_bytes(trainer: Any) -> int:
     """The most bytes that autograd keeps for backward in a step, without the weights."""
     kept = LiveBytes(

@@ -171,3 +171,6 @@ def test_rows_of_one_long_prefix_need_fewer_parts_than_where_each_holds_it():
     assert len(parts) == 5
     assert len(parts[-1]) <= 2  # with its prefix in full, since that is computed again for it
     assert [len(part) for part in pack_depth_first(costs, 5120)] == [32]
+    for tokens, shared, found in (([880, 780, 780], 300, [[1, 2], [0]]), ([920, 880, 1220], 700, [[0, 2], [1]])):
+        costs = prefix_costs(np.array(tokens), np.array(tokens), np.arange(3), np.array([0, shared, shared]))
+        assert pack_depth_first(costs, 1000) == found  # the smaller part last

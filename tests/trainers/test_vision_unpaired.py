@@ -15,7 +15,6 @@ from kit.trainer_runs import MODES, assert_other, assert_same, break_mode, train
 from kit.vision_runs import build_captions, build_processor, build_vlm, make_vision_trainer
 
 import trl_padfix
-from trl_padfix.trainers.methods.online import group_prompts
 
 
 pytestmark = pytest.mark.skipif(
@@ -106,22 +105,3 @@ def test_a_token_budget_splits_rows_with_images(kind, mode, tmp_path, monkeypatc
     config |= break_mode(monkeypatch, mode)
     monkeypatch.setattr("trl_padfix.core.call.images.token_keys", lambda call, shape: None)
     assert_other(trajectory(build_trainer(trl_padfix, kind, "llava", tmp_path, **config)), expected, atol=1e-4)
-
-
-def test_rows_take_their_images_along():
-    ids = torch.tensor([[1], [2]])
-    batches = [
-        {"prompt_ids": ids, "pixel_values": torch.tensor([[1.0], [2.0], [3.0]]), "num_images": [2, 1]},
-        {"prompt_ids": ids, "pixel_values": torch.tensor([[4.0], [1.0], [2.0]]), "num_images": [1, 2]},
-        {"prompt_ids": ids.flip(0), "pixel_values": torch.tensor([[3.0], [1.0], [2.0]]), "num_images": [1, 2]},
-    ]
-    grouped = group_prompts(batches, window=3)
-    assert [b["prompt_ids"].flatten().tolist() for b in grouped] == [[1, 1], [1, 2], [2, 2]]
-    rows = [
-        (int(i), tuple(images.flatten().tolist()))
-        for b in grouped
-        for i, images in zip(b["prompt_ids"], b["pixel_values"].split(b["num_images"]), strict=True)
-    ]
-    assert sorted(rows) == [(1, (1.0, 2.0)), (1, (1.0, 2.0)), (1, (4.0,)), (2, (1.0, 2.0)), (2, (3.0,)), (2, (3.0,))]
-    same = [rows.index((1, (1.0, 2.0))), len(rows) - 1 - rows[::-1].index((1, (1.0, 2.0)))]
-    assert same[1] - same[0] == 1  # the same prompt with the same images stands together

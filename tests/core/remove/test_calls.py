@@ -18,9 +18,8 @@ from zoo.model_numbers import (
     assert_equal_where_real,
     logits_of,
     lora,
-    weighted_sum,
 )
-from zoo.models import COLUMNS, batch, build, padded_positions, real_logps
+from zoo.models import COLUMNS, batch, build, padded_positions
 
 from trl_padfix import remove_padding
 
@@ -87,25 +86,6 @@ def test_a_head_packs_no_states_with_the_layout_of_another_decoder_call(of_secon
         assert_equal_where_real(x, y, real)
 
 
-def test_inputs_embeds_are_packed():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    embeds = model.model.embed_tokens(ids).detach().requires_grad_()
-
-    def values_and_gradient() -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(inputs_embeds=embeds, attention_mask=mask).logits
-        return logits, torch.autograd.grad(weighted_sum(real_logps(logits, ids, mask)), embeds)[0]
-
-    expected, expected_gradient = values_and_gradient()
-    with remove_padding(model) as handle:
-        got, gradient = values_and_gradient()
-
-    assert_equal_where_real(got, expected, mask)
-    assert_equal_where_real(gradient, expected_gradient, mask)
-    assert (gradient[mask == 0] == 0).all()
-    assert handle.stats.packed_tokens == REAL
-
-
 @pytest.mark.parametrize(("name", "broadcast", "sharing"), [("gpt2", True, True), ("qwen2", False, True)])
 def test_given_positions_are_used(name, broadcast, sharing):
     ids, mask = batch("right")
@@ -136,21 +116,6 @@ def test_token_types_are_keys_of_the_prefix_tree(in_each_row):
     assert handle.stats.packed_tokens == (REAL if in_each_row else DISTINCT)
 
 
-def test_all_hidden_states_are_laid_out_over_the_batch():
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    with torch.no_grad():
-        expected = model(ids, mask, output_hidden_states=True).hidden_states
-        with remove_padding(model, prefix_sharing=True):
-            got = model(ids, mask, output_hidden_states=True).hidden_states
-
-    assert len(got) == len(expected) == 4
-    for one, other in zip(got, expected, strict=True):
-        assert one.shape == other.shape
-        assert_equal_where_real(one, other, mask)
-        assert (one[mask == 0] == 0).all()
-
-
 def test_router_logits_and_balancing_loss_are_those_of_the_padded_batch():
     ids, mask = batch("mixed")
     labels = ids.masked_fill(mask == 0, -100)
@@ -176,16 +141,6 @@ def test_wrappers_and_bare_decoders_are_found():
         with remove_padding(wrapper, prefix_sharing=True) as handle:
             handle.decoder(ids, mask)
             assert handle.stats.packed_tokens == DISTINCT
-
-
-def test_without_a_mask_rows_still_share():
-    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
-    model = build("qwen2")
-    expected = logits_of(model, ids, None)
-
-    with remove_padding(model, prefix_sharing=True) as handle:
-        assert_equal_where_real(logits_of(model, ids, None), expected, torch.ones_like(ids))
-    assert handle.stats.packed_tokens == 6
 
 
 def test_inference_mode_gives_the_same_numbers():

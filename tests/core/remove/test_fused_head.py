@@ -135,38 +135,3 @@ def test_a_batch_without_labels_has_no_loss():
     assert not output.log_probs.any()
     assert all(not grad.any() for grad in grads.values())
     assert handle.stats.packed_tokens == DISTINCT
-
-
-def test_the_fused_head_scores_batches_without_anything_to_remove():
-    ids = torch.tensor([[5, 6, 7, 8], [9, 6, 7, 8]])
-    mask = torch.ones_like(ids)
-    labels = answers(ids, mask, prompt=2)
-    model = fused("qwen2")
-    for given in (mask, None):
-        expected = fused_numbers(model, ids, given, labels)
-        with remove_padding(model, prefix_sharing=True):
-            assert_same_fused_numbers(fused_numbers(model, ids, given, labels), expected)
-
-
-def test_the_fused_head_may_be_added_after_attaching():
-    ids, mask = batch("mixed")
-    labels = answers(ids, mask)
-    expected = fused_numbers(fused("qwen2"), ids, mask, labels)
-    model = build("qwen2")
-    with remove_padding(model, prefix_sharing=True) as handle:
-        add_fused_lm_head(model, temperature=0.9, outputs=FUSED)
-        assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
-    assert handle.stats.packed_tokens < handle.stats.padded_tokens
-    assert_same_fused_numbers(fused_numbers(model, ids, mask, labels), expected)
-
-
-def test_pre_shifted_labels_are_left_to_trl():
-    ids, mask = batch("right")
-    shifted = torch.nn.functional.pad(answers(ids, mask)[:, 1:], (0, 1), value=-100)
-    model = fused("qwen2")
-    with torch.no_grad():
-        expected = model(ids, mask, shift_labels=shifted, fused_lm_head=True)
-        with remove_padding(model):
-            got = model(ids, mask, shift_labels=shifted, fused_lm_head=True)
-
-    assert_close(got.log_probs, expected.log_probs, terms=64, depth=24)

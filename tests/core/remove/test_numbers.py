@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from unittest import mock
 
 import hypothesis
 import pytest
@@ -19,22 +18,16 @@ from zoo.model_numbers import (
     SHARING,
     SIDES,
     assert_equal_where_real,
-    assert_same_gradients,
     assert_same_numbers,
-    attached_parts,
     checkpointed,
-    gradients,
-    logits_of,
     merge_segments,
     numbers,
     padded_numbers,
-    weighted_sum,
 )
-from zoo.models import COLUMNS, SUPPORTED, batch, build, drawn_batches, real_logps
+from zoo.models import SUPPORTED, batch, build, drawn_batches
 
 import trl_padfix.core.call.layout_of
 from trl_padfix import padding_free_layout, prefix_sharing_layout, remove_padding
-from trl_padfix.core.call.batch_cache import batch_cache
 
 
 # -- the same numbers
@@ -67,23 +60,6 @@ def test_every_row_has_the_numbers_that_it_has_alone(name, implementation, shari
     times = 2 if checkpointing else 1
     assert entered == [handle.stats.packed_tokens] * times  # that mode, and that checkpointing, did run
     assert handle.stats.packed_tokens < handle.stats.padded_tokens
-
-
-HALF = [("qwen2", "flash_attention_2"), ("gemma2", "eager"), ("gpt_oss", "eager")]
-
-
-@pytest.mark.parametrize(("name", "implementation", "sharing"), by_turns(HALF, [False, True]))
-def test_bf16_is_as_close_to_fp32_packed_as_padded(name, implementation, sharing):
-    ids, mask = batch("mixed")
-    exact = real_logps(logits_of(build(name, "eager"), ids, mask), ids, mask)
-    model = build(name, implementation).bfloat16()
-    padded = real_logps(logits_of(model, ids, mask), ids, mask)
-
-    with remove_padding(model, prefix_sharing=sharing) as handle:
-        packed = real_logps(logits_of(model, ids, mask), ids, mask)
-
-    assert (packed - exact).abs().mean() <= 2 * (padded - exact).abs().mean()
-    assert handle.stats.packed_tokens == (DISTINCT if sharing else REAL)
 
 
 tiny = functools.cache(build)
@@ -143,27 +119,6 @@ def test_a_wrong_layout_gives_other_numbers(name, implementation, wrong, monkeyp
     assert (got[0] - expected[0]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(("reentrant", "when"), [(True, "while disabled"), (False, "after removal")])
-def test_recomputation_is_packed_even_when_padding_removal_is_off_by_then(reentrant, when):
-    ids, mask = batch("mixed")
-    model = build("qwen2")
-    expected = numbers(model, ids, mask)
-    checkpointed(model, reentrant)
-    model.zero_grad()
-
-    with remove_padding(model, prefix_sharing=True) as handle:
-        logps = real_logps(model(input_ids=ids, attention_mask=mask).logits, ids, mask)
-        if when == "while disabled":
-            with handle.disabled():
-                weighted_sum(logps).backward()
-    if when == "after removal":
-        weighted_sum(logps).backward()
-
-    assert_same_gradients(gradients(model), expected[1])
-    del logps
-    assert not attached_parts(model)
-
-
 # -- real tokens only
 
 
@@ -187,39 +142,3 @@ def test_the_head_scores_packed_tokens_only(sharing):
     assert scored == [(1, DISTINCT if sharing else REAL), ids.shape, ids.shape]
     assert_equal_where_real(logits, expected, mask)
     assert not logits[~mask.bool()].any()
-
-
-def test_stats_are_summed_until_reset():
-    ids, mask = batch("left")
-    model = build("qwen2")
-    with remove_padding(model, prefix_sharing=True) as handle:
-        assert (handle.stats.pad_fraction, handle.stats.shared_fraction) == (0, 0)
-        for _ in range(2):
-            model(input_ids=ids, attention_mask=mask)
-
-        stats = handle.stats
-        assert (stats.padded_tokens, stats.real_tokens, stats.packed_tokens) == (2 * 7 * COLUMNS, 2 * 62, 2 * 33)
-        assert stats.pad_fraction == pytest.approx(1 - 62 / 98)
-        assert stats.shared_fraction == pytest.approx(1 - 33 / 62)
-        stats.reset()
-        assert (stats.padded_tokens, stats.real_tokens, stats.packed_tokens) == (0, 0, 0)
-
-
-# -- one layout for all forwards of a batch
-
-
-def test_policy_and_reference_use_one_layout(monkeypatch):
-    build_layout = mock.Mock(wraps=prefix_sharing_layout)
-    monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", build_layout)
-    ids, mask = batch("mixed")
-    policy, reference = build("qwen2"), build("qwen2", seed=1)
-    with remove_padding(policy, prefix_sharing=True), remove_padding(reference, prefix_sharing=True):
-        with batch_cache():
-            logits_of(policy, ids, mask)
-            with pytest.raises(ValueError, match="inner"), batch_cache():
-                raise ValueError("inner")
-            logits_of(reference, ids, mask)
-            logits_of(policy, ids.clone(), mask.clone())  # equal values
-        assert build_layout.call_count == 1
-        logits_of(policy, ids, mask)
-    assert build_layout.call_count == 2

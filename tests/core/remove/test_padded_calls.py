@@ -234,16 +234,6 @@ def test_a_classifier_pools_the_same_token_in_a_padded_call(pool_last_token):
     assert handle.stats.padded_forwards == 1
 
 
-def test_a_padded_call_is_recomputed_padded():
-    model, inputs = build("qwen2", "eager").train(), batch()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.enable_input_require_grads()
-    expected = numbers(model, **inputs, output_attentions=True, use_cache=False)
-    with remove_padding(model, prefix_sharing=True) as handle:
-        assert_same(numbers(model, **inputs, output_attentions=True, use_cache=False), expected)
-    assert handle.stats.padded_forwards == 1
-
-
 def test_adapters_chosen_row_by_row_are_those_of_the_rows():
     inputs = batch()
     settings = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)

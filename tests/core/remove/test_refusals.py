@@ -44,18 +44,6 @@ def test_it_takes_exactly_one_model():
             remove_padding(model)
 
 
-def test_attention_weights_that_the_config_asks_for_are_refused_by_a_strict_handle():
-    ids, mask = batch("right")
-    model = build("qwen2", "eager")
-    model.config.output_attentions = True
-    with remove_padding(model, strict=True) as handle:
-        with pytest.raises(PaddingRemovalError, match=r"`output_attentions=True` asks for `\(B, N, L, L\)` weights"):
-            model(ids, attention_mask=mask)
-        with handle.disabled():
-            weights = model(ids, attention_mask=mask).attentions
-    assert len(weights) == model.config.num_hidden_layers
-
-
 def test_attaching_twice_is_refused():
     model = build("qwen2")
     with remove_padding(model):

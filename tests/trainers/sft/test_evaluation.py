@@ -7,8 +7,6 @@ Those that are compared with TRL's are one batch: TRL's metrics are means over b
 import pytest
 import torch
 from accelerate import Accelerator
-from kit.cells import slow_but
-from kit.processes import logged
 from kit.rows import build_pairs, build_rows
 from kit.sft_cases import EXACT, NEWEST, evaluated
 from kit.tolerance import CONTROL, tolerance
@@ -71,17 +69,3 @@ def test_an_evaluation_of_the_loss_makes_no_logits(make):
     with LogitsSized() as logits, torch.no_grad():
         trainer.model(torch.tensor([[1, 2]]))
     assert logits.seen
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-@pytest.mark.parametrize("packs", slow_but([True], [False, True]))
-def test_two_processes_normalise_as_trl_does_and_evaluate_as_one(packs, tmp_path):
-    found = logged("multi_gpu", tmp_path, "kit.budget_runs", "packed" if packs else "evaluated")
-    theirs, ours = ([[log["loss"] for log in logs if "loss" in log], logs[-1]] for logs in found["histories"])
-    assert ours[0] == pytest.approx(theirs[0], abs=ROUNDING)
-    evaluated = ([of[1][f"eval_{name}"] for name in ("loss", "mean_token_accuracy")] for of in (ours, theirs))
-    assert (next(evaluated) == pytest.approx(next(evaluated), abs=ROUNDING)) is packs  # which have means over batches
-    packed, padded = found["packed"], found["padded"]
-    assert packed > 0
-    assert (packed == padded) is packs
