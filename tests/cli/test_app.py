@@ -102,11 +102,3 @@ def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "rich" else name)
     with pytest.raises(SystemExit, match="the command line needs rich, which the extra `cli` brings"):
         require_extra("typer", "rich")
-
-
-def test_only_pictures_need_matplotlib():
-    without = "import sys; sys.modules['matplotlib'] = None; "
-    assert "trl_padfix.tools.doctor" in modules_after(without + run("doctor"))
-    words = ("stats", "recipes", "--plot", "a.png", "--train-tokenizer", "300")
-    done = subprocess.run([sys.executable, "-c", without + run(*words)], capture_output=True, text=True)
-    assert "needs matplotlib" in done.stderr

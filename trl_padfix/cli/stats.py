@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,6 @@ from typer import Argument, Option
 
 from ..files import refuse_missing
 from ..versions import require
-from . import require_extra
 from .console import JsonOption, one_of, outputs, write_json
 
 
@@ -30,7 +28,6 @@ def stats(
     expand_turns: Annotated[bool, Option("--expand-turns", help="Make one row for each assistant turn.")] = False,
     max_length: Annotated[int, Option(min=0, max=10**9, help="Longest sequence; 0 for any.")] = 1024,
     batch_size: Annotated[int, Option(min=1, help="Rows of a batch.")] = 8,
-    plot: Annotated[Path | None, Option(help="Draw lengths, a batch and the prefix tree to this PNG.")] = None,
     json: JsonOption = None,
 ) -> None:
     """Count the tokens of a dataset: padding, shared prefixes, truncation. Say which settings pay."""
@@ -38,9 +35,7 @@ def stats(
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
-    if plot is not None:
-        require_extra("matplotlib")
-    outputs(plot=plot, json=json)
+    outputs(json=json)
     require("trl", "tools.stats")
 
     from ..tools.data import load_rows, texts_of
@@ -76,7 +71,3 @@ def stats(
     typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))
     counts = {"data": data, "rows": len(lengths), "lengths": figures, "truncated": truncated}
     write_json(json, counts | {"verdict": asdict(verdict)})
-    if plot is not None:
-        from ..tools.stats_picture import plot as draw
-
-        draw(kept, plot, batch_size=batch_size)
