@@ -40,7 +40,7 @@ EVERY_FIELD = {
     *("padding_free", "prefix_sharing", "parity_check", "strict", "attn_implementation"),
     *("packed_multiple_of", "max_tokens_per_batch"),
 }
-OF_DATA = {"padding_side", "group_by_prefix", "group_by_prefix_buffer"}
+OF_DATA = {"padding_side", "group_by_prefix"}
 OF_EVALUATION = {*EvaluationConfig.__dataclass_fields__}
 OWN_FIELDS = {
     "DPOTrainer": {"ref_attn_implementation"} | OF_DATA | OF_EVALUATION,

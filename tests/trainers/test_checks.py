@@ -48,8 +48,6 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     *((k, {"padding_free": "false"}, "`padding_free='false'` is of type `str`; a flag is True or") for k in KINDS),
     ("DPO", {"loss_weights": [1.0, 2.0]}, "loss_weights"),  # TRL's own
     ("DPO", GROUPED | {"prefix_sharing": False}, "`group_by_prefix=True` needs `prefix_sharing=True`"),
-    ("DPO", GROUPED | {"group_by_prefix_buffer": 0}, "_buffer=0` is the number of rows of a stream"),
-    ("DPO", {"group_by_prefix_buffer": 8}, "`group_by_prefix_buffer=8` is the number of rows"),
     ("DPO", GROUPED | {"train_sampling_strategy": "group_by_length"}, "`group_by_length` both choose which rows meet"),
     ("DPO", FREE | {"packed_multiple_of": 0}, "`packed_multiple_of` is a number of tokens"),
     ("DPO", FREE | {"packed_multiple_of": [64, 32]}, r"in ascending order.* got \[64, 32\]"),
@@ -267,10 +265,10 @@ BAD = {
     "a side of another collator": Bad(
         "DPO", lambda: {"padding_side": "left", "data_collator": print}, "`padding_side=.*default collator"
     ),
-    "a stream without a buffer": Bad(
+    "groups of a stream": Bad(
         "DPO",
         lambda: GROUPED | stream(PAIR),
-        r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`",
+        "is a `IterableDataset`, which cannot list its rows.*leave it out",
     ),
     "no teacher": Bad(
         "Distillation",

@@ -79,9 +79,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same forward: several pairs of a prompt, the turns of a
             conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
-        group_by_prefix_buffer (`int`, *optional*):
-            With `group_by_prefix` and a streamed dataset: number of rows to read ahead and group; at least the rows of
-            several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
             are TRL's means over batches.
@@ -112,7 +109,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+        attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default score the last token
@@ -143,8 +140,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix,
-        group_by_prefix_buffer:
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
@@ -229,8 +225,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix,
-        group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
+        attn_implementation, max_tokens_per_batch, group_by_prefix, exact_eval_means,
+        predict_with_generate, generation_max_new_tokens, generation_kwargs,
         eval_generation_samples:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):

@@ -28,7 +28,6 @@ COMPUTED = {
     "packed_multiple_of": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
-    "group_by_prefix_buffer": None,
 }
 """Fields that change how a step is computed, and their values without this package."""
 
@@ -131,7 +130,6 @@ class BudgetConfig(ForwardBudgetConfig):
     """`max_tokens_per_batch` and `group_by_prefix`, for trainers that train on the rows of a dataset."""
 
     group_by_prefix: bool = False
-    group_by_prefix_buffer: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,16 +270,9 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
 def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
-            and if `group_by_prefix_buffer` is not a number of rows or set without `group_by_prefix`.
+        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows.
     """
-    grouped, buffer = settings.group_by_prefix, settings.group_by_prefix_buffer
-    if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1 or not grouped):
-        raise ValueError(
-            f"`group_by_prefix_buffer={buffer!r}` is the number of rows of a stream that `group_by_prefix` groups at "
-            "a time. Give a number with `group_by_prefix=True`, or leave it out."
-        )
-    if not grouped:
+    if not settings.group_by_prefix:
         return
     if not settings.prefix_sharing:
         raise ValueError(

@@ -9,17 +9,14 @@ all processes and a resumed run have the same order.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
-from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import Sampler, get_worker_info
+from datasets import Dataset
+from torch.utils.data import Sampler
 
 from ...core.model.find import find_pretrained
 from ..checks.custom_loss import custom_loss_name, custom_step_name, is_custom_collator
@@ -27,7 +24,6 @@ from ..distributed import data_replicas, trains_on_images
 from ..messages import say
 from ..parts.part import Part
 from ..settings import check_grouping
-from ..temporary_attributes import temporarily_set
 from .bin_packing import partition_equal_rows
 from .token_costs import RowCosts, dataset_costs
 
@@ -118,28 +114,6 @@ class _PermutedSampler(Sampler):
             self.sampler.set_epoch(epoch)
 
 
-class _GroupedStream(TorchIterableDataset):
-    """A stream whose rows are grouped, `buffer` rows at a time."""
-
-    def __init__(self, rows: Any, order: RowOrder, batches: Batches, buffer: int):
-        self.rows, self.order, self.batches, self.buffer = rows, order, batches, buffer
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker, batches = get_worker_info(), self.batches
-        if worker is not None and worker.num_workers > 1:
-            # Workers make batches in turn, each from different rows, so no worker has a whole step.
-            batches = Batches(batches.size)
-        buffer = max(self.buffer // batches.per_step, 1) * batches.per_step  # a buffer ends at the end of a step
-        stream = iter(self.rows)
-        while rows := list(islice(stream, buffer)):
-            order = batches.permuted(range(len(rows)), self.order.costs(rows), is_grouped=True)
-            yield from (rows[i] for i in order)
-
-
 class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
@@ -149,12 +123,10 @@ class RowOrder(Part):
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
-        is_stream = data is not None and not isinstance(data, Dataset)
-        if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
+        if self.settings.group_by_prefix and data is not None and not isinstance(data, Dataset):
             raise ValueError(
                 f"`group_by_prefix=True` compares the beginnings of all rows, but the training dataset is a "
-                f"`{type(data).__name__}`, which cannot list its rows. Set the number of rows to read ahead "
-                "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
+                f"`{type(data).__name__}`, which cannot list its rows. Give a `datasets.Dataset`, or leave it out."
             )
 
     def attach(self) -> None:
@@ -169,14 +141,6 @@ class RowOrder(Part):
             raise NotImplementedError(
                 f"`group_by_prefix` needs the token counts of the rows of {type(self.trainer).__name__}. Leave it out."
             )
-
-    def around_dataloader(
-        self, dataset: Dataset | IterableDataset, is_training: bool
-    ) -> contextlib.AbstractContextManager[Any]:
-        buffer = self.settings.group_by_prefix_buffer
-        if not is_training or buffer is None or isinstance(dataset, Dataset):
-            return contextlib.nullcontext()
-        return temporarily_set(self.trainer, train_dataset=_GroupedStream(dataset, self, self._batches(), buffer))
 
     def permute(self, loader: Any) -> Any:
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
@@ -227,7 +191,7 @@ class RowOrder(Part):
         hidden_size = find_pretrained(trainer.model).config.get_text_config().hidden_size
         return Batches(size, processes, args.gradient_accumulation_steps, is_filled, 1 / (12 * hidden_size))
 
-    def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
+    def costs(self, rows: Dataset) -> RowCosts:
         """Token costs of rows."""
         args, task = self.trainer.args, self.trainer.padding.task
         mode = getattr(args, "truncation_mode", None) or "keep_start"
