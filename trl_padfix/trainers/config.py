@@ -65,13 +65,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
             Texts go to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            With `predict_with_generate`: maximum number of tokens to generate after a prompt.
-        generation_kwargs (`dict`, *optional*):
-            With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
-            override the model's generation config, whose `num_return_sequences` is ignored.
-        eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: generate only for this many rows at the beginning of each evaluation set. By
-            default for all.
+            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Everything else is
+            set in the model's `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
             another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`:
@@ -96,8 +91,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     ```
     """
-
-    _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
 
 @answer_unknown_fields
@@ -226,8 +219,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch, group_by_prefix, exact_eval_means,
-        predict_with_generate, generation_max_new_tokens, generation_kwargs,
-        eval_generation_samples:
+        predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row for each assistant turn in `messages`, rendered by the chat template at that turn (see the
@@ -248,8 +240,6 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     """
 
     expand_turns: bool = False
-
-    _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         if self.expand_turns:

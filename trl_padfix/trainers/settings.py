@@ -18,8 +18,8 @@ from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_im
 
 __all__ = [
     "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
-    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_generation_settings",
-    "check_grouping", "check_packing", "check_token_budget", "trls_configuration",
+    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_grouping",
+    "check_packing", "check_token_budget", "trls_configuration",
 ]  # fmt: skip
 
 COMPUTED = {
@@ -143,13 +143,11 @@ class EvaluationConfig:
     exact_eval_means: bool = False
     predict_with_generate: bool = False
     generation_max_new_tokens: int = 256
-    generation_kwargs: dict[str, Any] | str | None = None
-    eval_generation_samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        if self.predict_with_generate:
-            check_generation_settings(self)
+        if self.predict_with_generate and self.generation_max_new_tokens < 1:
+            raise ValueError(f"`generation_max_new_tokens` must be positive, got {self.generation_max_new_tokens}.")
 
 
 @dataclass
@@ -291,22 +289,3 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
             f"`group_by_prefix=True` and `{strategy}` both choose which rows meet in a step: by prefix and by length. "
             "Set one of them; `max_tokens_per_batch` balances lengths anyway."
         )
-
-
-def check_generation_settings(config: EvaluationConfig) -> None:
-    """Check the fields for generation in evaluation, before a model is loaded."""
-    numbers = {
-        "generation_max_new_tokens": config.generation_max_new_tokens,
-        "eval_generation_samples": config.eval_generation_samples,
-    }
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
-    taken = {
-        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
-        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
-        "num_return_sequences": "every prompt has one prediction",
-        "return_dict_in_generate": "only the tokens are kept",
-    }
-    for name in taken.keys() & (config.generation_kwargs or {}):
-        raise ValueError(f"`generation_kwargs` holds `{name}`: {taken[name]}. Leave it out.")
