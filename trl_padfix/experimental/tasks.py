@@ -106,7 +106,6 @@ class TripleTask(Task):
     columns = [{"chosen", "rejected", "reference"}]
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
     texts = ("prompt", "chosen", "rejected", "reference")
-    takes_images = False
     generates_rows = False
     rows_per_item = 3
 

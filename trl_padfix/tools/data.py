@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from ..files import DATA_FILES
-from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
+from ..trainers.data.row_checks import TRAINED, check_row
 
 
 __all__ = ["load_rows", "texts_of", "texts_of_row"]
@@ -51,8 +50,7 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
     """
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
         row = dataset[number]
-        with suppress(EmptyTextError):  # TRL trains on it
-            check_row(row, number)
+        check_row(row, number)
         yield row
 
 

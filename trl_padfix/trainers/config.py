@@ -49,9 +49,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             padding, warn and compute padded. After ten steps compare the longest row so far with that row alone.
             'forward': without gradients. 'short': without the longest row.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop for doubtful data: rows without a label, equal completions, more or fewer images than placeholders.
-            By default a warning counts such rows. With `padding_free` also stop at a call that cannot be packed; by
-            default it runs padded.
+            With `padding_free`: stop at a call that cannot be packed, and if the trainer's loss depends on padding. By
+            default such calls run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
             several lengths. Losses and metrics ignore the filler.

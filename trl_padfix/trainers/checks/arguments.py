@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset, List
 from transformers import MODEL_MAPPING, AutoModel
 
 from ...core.errors import PaddingRemovalError
@@ -18,10 +17,8 @@ from ...core.model.positions import length_dependent_ropes
 from ...core.refusals import encoder_obstacle
 from ...versions import newer_trl
 from ..data.collators import check_padding_side
-from ..data.columns import column_names, image_counts, is_empty, values
-from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.columns import is_empty
 from ..data.tokenizers import check_tokenizer
-from ..data.vision_collators import count_placeholders, misplaced_message
 from ..settings import Settings, check_field_types, check_packing
 from .model_config import load_model_config
 
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from ..task import Task
 
 
-__all__ = ["check_arguments", "check_vision", "image_columns", "require_teacher", "rope_kind_beyond"]
+__all__ = ["check_arguments", "require_teacher", "rope_kind_beyond"]
 
 logger = get_logger(__name__)
 
@@ -95,31 +92,6 @@ def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torc
     except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
         logger.info(f"{model!r} was not checked before it is loaded ({type(error).__name__}: {error}).")
         return None
-
-
-def image_columns(dataset: Dataset | IterableDataset) -> str:
-    """The names of the columns of a dataset with images, joined for a message; empty if no row has one."""
-    names = sorted(column_names(dataset) & {"image", "images"})
-    if isinstance(dataset, Dataset):
-        is_list = {name: isinstance(dataset.features[name], List) for name in names}
-        names = [name for name in names if not is_list[name] or image_counts(dataset, name).any()]
-    return ", ".join(map(repr, names))
-
-
-def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bool) -> None:
-    """Warn of examples whose numbers of images and placeholders differ, or raise a `ValueError`. Decodes no image."""
-    misplaced: list[tuple[int, int, int]] = []
-    column = "images" if "images" in dataset.column_names else "image"
-    texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
-    rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
-    for number, (count, *contents) in enumerate(rows):
-        placeholders = count_placeholders(dict(zip(texts, contents, strict=True)), count, processor)
-        if placeholders != count:
-            misplaced.append((number, count, placeholders))
-    if misplaced:
-        numbers = [number for number, *_ in misplaced]
-        count = f" {name_rows(numbers, 'example')} are like this." if len(misplaced) > 1 else ""
-        warn_or_raise(misplaced_message(*misplaced[0], f"the {dataset_name} dataset") + count, strict)
 
 
 def require_teacher(init_kwargs: dict[str, Any]) -> None:

@@ -267,7 +267,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
-    validate_rows(dataset, "rollouts", ("messages",), strict=False)
+    validate_rows(dataset, "rollouts", ("messages",))
     values = dataset[reward][:]
     numbers = list(map(_as_number, values))
     without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]

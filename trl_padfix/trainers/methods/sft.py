@@ -15,8 +15,7 @@ from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
 from ..data.chat_templates import check_turns
 from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
-from ..data.columns import column_names, is_empty, require_columns, untrained_rows
-from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.columns import column_names, is_empty, lists, require_columns
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos
 from ..data.turns import check_turn_settings, expand_datasets
@@ -83,10 +82,8 @@ class SFTTask(Task):
             )
         kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {text_column}]
         texts = next(kind for kind in kinds if kind <= columns) - {"conversations"}
-        dataset = validate_rows(dataset, name, texts, self.strict)
-        row = next(iter(dataset), None)
-        if row is None:
-            raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
+        dataset = validate_rows(dataset, name, texts)
+        row = next(iter(dataset))
         if row.get("conversations") and "role" in row["conversations"][0]:
             raise ValueError(
                 f"The messages in `conversations` of the {name} dataset have `role` and `content`, and TRL reads such "
@@ -96,17 +93,14 @@ class SFTTask(Task):
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        super().check_prepared(prepared, rows, arguments)
         if arguments.packing or "labels" not in prepared.column_names:
             return
-        name = arguments.dataset_name
-        why = f"`max_length={arguments.args.max_length}` leaves them no token to train on. Raise `max_length`."
-        self.warn_of_left_out(prepared, rows, name, "rows", why)
-        if untrained := untrained_rows(prepared):
-            warn_or_raise(
-                f"{len(untrained)} of {len(prepared)} rows of the {name} dataset have no token to train on: they "
-                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them, or "
-                "look at what is masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
-                self.strict,
+        # The first token is never predicted.
+        if len(prepared) and not any((labels[1:] != -100).any() for labels in lists(prepared, "labels")):
+            raise ValueError(
+                f"No row of the {arguments.dataset_name} dataset has a token to train on. Look at what is masked: "
+                "`completion_only_loss`, `assistant_only_loss`, the labels."
             )
 
     def packs_rows(self) -> bool:
@@ -140,7 +134,7 @@ class SFTTask(Task):
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # A `compute_metrics` for TRL gets right-padded rows.
         collator = self.trainer.data_collator
-        pads_left = isinstance(collator, SidedCollator) and collator.for_trainer and collator.padding_side == "left"
+        pads_left = isinstance(collator, SidedCollator) and collator.padding_side == "left"
         if not pads_left or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
             return logits, labels
         mask = inputs["attention_mask"].to(logits.device)
