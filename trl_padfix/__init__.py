@@ -42,7 +42,7 @@ _MODULES = {
     "trainers.methods.reward": ["RewardTrainer"],
     "trainers.methods.rloo": ["RLOOTrainer"],
     "trainers.methods.sft": ["SFTTrainer"],
-    "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
+    "trainers.data.rollouts": ["RecordedRollouts"],
     "trainers.data.turns": ["expand_turns"],
     "integrations.callback": ["PaddingRemovalCallback"],
     "tools.initial_model": ["build_tiny"],
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         DataCollatorForPreference,
         DataCollatorForReward,
     )
-    from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
+    from .trainers.data.rollouts import RecordedRollouts
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.dry_run import dry_run
