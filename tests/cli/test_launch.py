@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.config_file import declared_fields, name_of
-from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, parse, run, warn_of_unused_lora
+from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
@@ -204,13 +204,6 @@ def test_a_key_that_stands_twice_is_an_error(recipe, tmp_path):
     path.write_text("seed: 1\n" + recipe.read_text() + "seed: 2\n")
     with pytest.raises(ValueError, match=r"the key `seed` appears in lines 1 and \d+"):
         parse("dpo", ["--config", str(path)])
-
-
-def test_adapters_that_are_not_switched_on_are_warned_about(recipe):
-    config = ["--config", str(recipe)]
-    assert "`lora_r` is given without `use_peft`" in warn_of_unused_lora([*config, "--lora_r", "4"])
-    assert warn_of_unused_lora([*config, "--lora_r=4", "--use_peft", "true"]) is None
-    assert warn_of_unused_lora(config) is None
 
 
 def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):

@@ -44,7 +44,6 @@ SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
     "policy": (0, {}),
     "reference": (1, {}),
     "reward": (0, {"num_labels": 1}),
-    "three heads": (0, {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 """Seed and configuration of each model."""
 ADAPTERS = {"peft_config": lora(target_modules=["q_proj", "v_proj"])}
@@ -53,11 +52,7 @@ UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 BAD: dict[str, tuple[dict[str, Any], str, dict[str, Any], int, str]] = {
     "another number of processes": ({"fsdp_size": 3}, "policy", {}, 2, "requires 3 processes, but world_size is 2"),
     "experts without a mesh": ({"ep_size": 2}, "policy", {}, 2, "`ep_size` must divide `fsdp_size * tp_size`"),
-    "heads that do not divide": (SIZES["TP"], "three heads", {}, 2, "`tp_size=2`"),
-    "fewer key heads than processes": ({"tp_size": 4, "tp_plan": "auto"}, "policy", {}, 4, "`tp_size=4`"),
     "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, "policy", {}, 2, "has no `tp_plan`"),
-    "stages": ({"pp_size": 2}, "policy", {}, 2, "`pp_size=2` of the model's `distributed_config`"),
-    "adapters on replicas": (SIZES["FSDP2, replicated"], "policy", ADAPTERS, 4, "Use `fsdp_size` alone"),
     "a budget of one batch": (SIZES["TP"], "policy", BUDGET, 2, "under tensor parallelism several processes"),
 }
 """Sizes, model, settings and processes of trainings that cannot run, and what each process says."""

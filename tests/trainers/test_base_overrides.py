@@ -43,13 +43,13 @@ EVERY_FIELD = {
 OF_DATA = {"padding_side", "group_by_prefix"}
 OF_EVALUATION = {*EvaluationConfig.__dataclass_fields__}
 OWN_FIELDS = {
-    "DPOTrainer": {"ref_attn_implementation"} | OF_DATA | OF_EVALUATION,
-    "KTOTrainer": {"ref_attn_implementation"} | OF_DATA,
+    "DPOTrainer": OF_DATA | OF_EVALUATION,
+    "KTOTrainer": OF_DATA,
     "RewardTrainer": {"pool_last_token"} | OF_DATA,
     "SFTTrainer": {"expand_turns"} | OF_DATA | OF_EVALUATION,
-    "GRPOTrainer": {"ref_attn_implementation"},
-    "RLOOTrainer": {"ref_attn_implementation"},
-    "DistillationTrainer": {"teacher_attn_implementation"},
+    "GRPOTrainer": set(),
+    "RLOOTrainer": set(),
+    "DistillationTrainer": set(),
 }
 
 

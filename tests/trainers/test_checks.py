@@ -42,7 +42,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     *(("DPO", FREE | {"prefix_sharing": x}, f"True, False or 'auto', got {x!r}") for x in ("always", None, 1)),
     *(("DPO", {"parity_check": x}, f"`parity_check` is True, .* got {x!r}") for x in ("backward", "false", None, 1)),
     *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}=\w+` needs `padding_free=True`") for n in NEEDS_PADDING_FREE),
-    *(("DPO", {f"{of}attn_implementation": {"a": 1}}, "got {'a': 1}") for of in ("", "ref_")),
+    ("DPO", {"attn_implementation": {"a": 1}}, "got {'a': 1}"),
     ("DPO", {"attn_implementation": 3}, "a name, or a mapping"),
     ("DPO", {"attn_implementation": "{a"}, "not JSON"),
     *((k, {"padding_free": "false"}, "`padding_free='false'` is of type `str`; a flag is True or") for k in KINDS),
@@ -144,7 +144,6 @@ LACKS = {  # columns
     "Distillation": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
 }
 WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
-TEACHER = {"teacher_attn_implementation": "eager"}
 BAD = {
     **{
         f"columns of {kind}": Bad(kind, lambda make=make: {"train_dataset": make()}, said)
@@ -254,16 +253,6 @@ BAD = {
         "Distillation",
         lambda: {"teacher_model": None},
         "The student needs a teacher, and `teacher_model` is not given",
-    ),
-    "attention of no teacher": Bad(
-        "Distillation",
-        lambda: TEACHER | {"teacher_model": None},
-        "`teacher_attn_implementation='eager'` is for a teacher",
-    ),
-    "two attentions of a teacher": Bad(
-        "Distillation",
-        lambda: TEACHER | {"teacher_model_init_kwargs": {"attn_implementation": "sdpa"}},
-        r"`teacher_attn_implementation='eager'` and `teacher_model_init_kwargs=.*disagree",
     ),
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to at least 12"

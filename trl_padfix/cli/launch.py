@@ -130,15 +130,6 @@ def _set_defaults(launch: Namespace) -> None:
     vars(launch).update({name: value for name, value in defaults.items() if vars(launch)[name] is None})
 
 
-def warn_of_unused_lora(args: Sequence[str]) -> str | None:
-    """A warning if flags or keys set up adapters that are not switched on: all weights would be trained."""
-    given = read_given(args).values
-    adapters = [name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
-    if not adapters or "use_peft" in given:
-        return None
-    return f"`{adapters[0]}` is given without `use_peft`: no adapter is made, and all weights are trained."
-
-
 def main(method: str, args: Sequence[str]) -> None:
     """Train in this process with TRL's script; for the flags see [`parse`]."""
     import torch

@@ -8,7 +8,7 @@ from subprocess import CalledProcessError
 
 import typer
 
-from .launch import INTERRUPTED, make_parser, parse, warn_of_unused_lora
+from .launch import INTERRUPTED, make_parser, parse
 from .methods import METHODS
 
 
@@ -25,8 +25,6 @@ def training(method: str) -> Callable[[typer.Context], None]:
         if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
             make_parser(method).parse_args(["--help"])
         _, launch = parse(method, ctx.args)
-        if warning := warn_of_unused_lora(ctx.args):
-            typer.echo(f"trl-padfix {method}: {warning}", err=True)
         from accelerate.commands.launch import launch_command
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

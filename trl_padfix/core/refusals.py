@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["batch_obstacle", "check_call", "encoder_obstacle", "refusal"]
+__all__ = ["batch_obstacle", "check_call", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,19 +85,6 @@ def refusal(anatomy: Anatomy) -> str | None:
     if reason := _direction_obstacle(anatomy) or implementation_obstacle(str(config._attn_implementation)):
         return reason
     return _device_obstacle(decoder)
-
-
-def encoder_obstacle(model: nn.Module) -> str | None:
-    """
-    Why the tokens of a model see later ones; `None` if they do not.
-
-    The part of [`refusal`] that no setting of a trainer changes, so it can run before a trainer exists. The model may
-    be on the meta device.
-    """
-    anatomy = Anatomy.of(model)
-    if reason := _encoder_decoder_obstacle(anatomy):
-        return reason
-    return None if anatomy.whole_rows or not anatomy.mixers.mixers else _direction_obstacle(anatomy)
 
 
 def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:

@@ -19,7 +19,6 @@ from .settings import (
     ForwardBudgetConfig,
     PackingConfig,
     PaddingConfig,
-    ReferenceAttentionConfig,
 )
 
 
@@ -29,7 +28,7 @@ __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig",
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
+class DPOConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -55,10 +54,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
             several lengths. Losses and metrics ignore the filler.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Attention implementation of the model: a name, `"auto"` for the fastest installed one, or for a vision
-            model a name for each part. Defaults to transformers' choice.
-        ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
-            Like `attn_implementation`, but for the reference model. Defaults to the policy's.
+            Attention implementation of the model, and of a reference that the trainer makes: a name, `"auto"` for the
+            fastest installed one, or for a vision model a name for each part. Defaults to transformers' choice.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
             Continue the prompts of the evaluation set during evaluation. As in `Seq2SeqTrainer`, `compute_metrics`
             receives the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100).
@@ -126,13 +123,13 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
+class KTOConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix:
+        attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
@@ -152,7 +149,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
+class GRPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -160,7 +157,7 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation:
+        attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -185,13 +182,13 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
+class RLOOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch:
+        attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
