@@ -92,10 +92,10 @@ def _of_trl(name: str) -> Any:
         raise missing
     trl = importlib.import_module("trl")
     module = name.removesuffix("Trainer").removesuffix("Config").lower()
-    is_class = name.endswith(("Trainer", "Config")) and name not in getattr(trl, "__all__", ())
+    is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
     if is_class and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
-    if name not in getattr(trl, "__all__", ()) or isinstance(found := getattr(trl, name), ModuleType):
+    if name not in trl.__all__ or isinstance(found := getattr(trl, name), ModuleType):
         raise missing
     if name.endswith("Trainer"):  # TRL's trainer would silently train padded
         raise ImportError(

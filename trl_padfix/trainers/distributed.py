@@ -86,7 +86,7 @@ def data_replicas(trainer: TaskTrainer) -> int:
 
 def is_zero(stage: int, accelerator: Accelerator) -> bool:
     """Whether DeepSpeed shards gradients (2), or also parameters, and gathers them for each call of a module (3)."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == stage
 
 

@@ -68,7 +68,7 @@ def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | No
     frequencies are constant.
     """
     for module, kind in length_dependent_ropes(model).items():
-        limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
+        limit = module.config.max_position_embeddings
         longest = rope_parameters(module.config).get("original_max_position_embeddings", limit)
         if max_length is None or max_length > longest:
             return kind

@@ -21,7 +21,8 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     """The columns of a dataset, also of a stream; an empty set without a dataset."""
     if dataset is None:
         return set()
-    return set(getattr(dataset, "column_names", None) or next(iter(dataset), ()))
+    names = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None  # a stream may not know
+    return set(names or next(iter(dataset), ()))
 
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:

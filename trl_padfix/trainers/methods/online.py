@@ -11,8 +11,8 @@ from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-import trl
 from accelerate.logging import get_logger
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
@@ -57,12 +57,6 @@ class OnlineTask(Task):
     """TRL's method with the forwards that score completions."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
-        if has_budget and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
-            raise ValueError(
-                f"`max_tokens_per_batch` splits the forwards of `{self.scores}`, and TRL {trl.__version__} has no "
-                "such method. Update TRL, or leave the budget out."
-            )
         dataset = init_kwargs.get("train_dataset")
         # An environment brings its own prompts, so its dataset needs no column.
         if dataset is not None and column_names(dataset) and init_kwargs.get("environment_factory") is None:
@@ -237,7 +231,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
+        is_tensor = isinstance(value, torch.Tensor | np.ndarray)
+        is_scalar = isinstance(value, str) or (value.ndim == 0 if is_tensor else not isinstance(value, Sized))
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch does not have one value for each of its {count} rows, so it is unknown which "

@@ -36,8 +36,7 @@ class RewardTask(PairTask):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is not None:
+        if isinstance(model, torch.nn.Module) and find_pretrained(model).get_output_embeddings() is not None:
             raise ValueError(
                 f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
                 "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
@@ -45,8 +44,9 @@ class RewardTask(PairTask):
 
     def on_attached(self) -> None:
         handle = self.trainer.padding.handle
-        side = getattr(self.trainer.data_collator, "padding_side", "right")
-        if side == "right" or handle is None or handle.pool_last_token:
+        collator = self.trainer.data_collator
+        pads_left = isinstance(collator, DataCollatorForReward) and collator.padding_side == "left"
+        if not pads_left or handle is None or handle.pool_last_token:
             return
         pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
         for name, dataset in datasets_of(self.trainer).items():

@@ -42,7 +42,7 @@ class SFTTask(Task):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         side = self.trainer.padding.settings.padding_side
-        if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
+        if side is not None and config.packing and config.packing_strategy != "wrapped":
             raise ValueError(
                 f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
@@ -103,7 +103,8 @@ class SFTTask(Task):
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
-        return getattr(collator, "padding_free", False) or bool(args.eval_packing)
+        is_trls = isinstance(collator, trl_sft.DataCollatorForLanguageModeling)
+        return (is_trls and collator.padding_free) or bool(args.eval_packing)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         names = ("input_ids", "attention_mask")

@@ -109,7 +109,8 @@ class RemovePadding(Part):
 
     def _vocabulary(self) -> int | None:
         """Number of token embeddings of the model; `None` if the model has none."""
-        return getattr(find_pretrained(self.trainer.model).get_input_embeddings(), "num_embeddings", None)
+        embedding = find_pretrained(self.trainer.model).get_input_embeddings()
+        return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
 
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
