@@ -13,7 +13,6 @@ from torch import nn
 from transformers import (
     BartConfig,
     BartForCausalLM,
-    GenerationConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -193,13 +192,6 @@ REFUSED = [
     ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts has no `attention_mask`"),
     ({"inputs": {"attention_mask": torch.zeros(7, 14).long()}}, ValueError, r"Prompts \[0, 1, .*no real token"),
     ({"past_key_values": ()}, ValueError, "carries `past_key_values`"),
-    ({"max_new_tokens": 115}, ValueError, "14 tokens and 115 more .* 128 positions.* at most 114"),
-    ({"max_new_tokens": None, "max_length": 129}, ValueError, "14 tokens and 115 more"),
-    (
-        {"generation_config": GenerationConfig(max_new_tokens=200), "max_new_tokens": None, "max_length": 200},
-        ValueError,
-        "128 positions",
-    ),
     ({"model": nn.Linear(1, 1)}, TypeError, "`Linear` has no `generate`"),
     ({"model": BartForCausalLM(BartConfig(**BART))}, NotImplementedError, "counts the columns"),
 ]
@@ -209,15 +201,6 @@ def test_what_would_be_answered_wrongly_is_refused():
     for settings, error, message in REFUSED:
         with pytest.raises(error, match=message):
             call(**settings)
-
-
-def test_the_budget_is_what_the_model_has_positions_for():
-    assert call(max_new_tokens=114).shape[1] > 14
-    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
-    stretched = build("qwen2", rope_parameters=rope | {"rope_theta": 1e4})
-    assert call(model=stretched, max_new_tokens=115).shape[1] > 14
-    with pytest.raises(ValueError, match="256 positions"):
-        call(model=stretched, max_new_tokens=243)
 
 
 def test_a_single_prompt_needs_no_mask():

@@ -111,7 +111,7 @@ def test_what_cannot_be_trained_is_refused(name, given, message, policy, tmp_pat
 
 
 def test_an_experiment_that_is_not_ours_is_an_error_with_the_way():
-    with pytest.raises(ImportError, match="no `experimental.async_grpo`.*`PaddingRemovalCallback`"):
+    with pytest.raises(ImportError, match=r"no `experimental.async_grpo`.*`PaddingRemovalCallback`"):
         import_module("trl_padfix.experimental.async_grpo")
 
 

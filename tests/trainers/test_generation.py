@@ -268,7 +268,6 @@ REFUSED = [
     ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` with columns"),
     ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset.* columns \['input_ids'"),
     ("sft", {"formatting_func": str}, "would ignore `formatting_func`"),
-    ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
     ("sft", {"eval_dataset": EMPTY}, r"prompt of row 1 \(counted from 0\) .* has no token"),
     (
         "sft",

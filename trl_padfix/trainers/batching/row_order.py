@@ -10,18 +10,18 @@ all processes and a resumed run have the same order.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from datasets import Dataset
 from torch.utils.data import Sampler
 
 from ...core.model.find import find_pretrained
 from ..checks.custom_loss import custom_loss_name, custom_step_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
-from ..messages import say
 from ..parts.part import Part
 from ..settings import check_grouping
 from .bin_packing import partition_equal_rows
@@ -99,14 +99,12 @@ class _PermutedSampler(Sampler):
     costs: RowCosts
     batches: Batches
     is_grouped: bool
-    before_epoch: Callable[[], None]
 
     def __len__(self) -> int:
         batches, rows = self.batches, len(self.sampler)
         return rows + (-rows % (batches.size * batches.processes) if batches.is_filled else 0)
 
     def __iter__(self) -> Iterator[int]:
-        self.before_epoch()
         yield from self.batches.permuted(list(self.sampler), self.costs, self.is_grouped).tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -116,9 +114,6 @@ class _PermutedSampler(Sampler):
 
 class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
-
-    _is_first_epoch = False
-    """Whether the running training groups rows and has not drawn any yet."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_grouping(self.settings, config)
@@ -148,24 +143,13 @@ class RowOrder(Part):
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader
-        self._is_first_epoch = is_grouped
         # accelerate makes processes draw the same rows (`use_seedable_sampler`), so its sampler stays unchanged.
         sampler = loader.batch_sampler
-        while hasattr(sampler, "batch_sampler"):
+        while isinstance(sampler, BatchSamplerShard | SkipBatchSampler):
             sampler = sampler.batch_sampler
-        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped, self._tell_order)
+        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped)
         loader.set_sampler(permuted)
         return loader
-
-    def _tell_order(self) -> None:
-        """Say once that a resumed training draws its rows in this order."""
-        done = self.trainer.state.global_step
-        if self._is_first_epoch and done:
-            say(
-                f"Training resumes at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
-                "without it, some rows of this epoch come twice, and others not at all."
-            )
-        self._is_first_epoch = False
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
         """Whether rows may move to another process: their weight does not depend on other rows of the batch."""

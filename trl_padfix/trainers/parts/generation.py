@@ -19,7 +19,7 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
-from ...core.generation import check_budget, generate
+from ...core.generation import generate
 from ...files import write_whole
 from ..data.chat_templates import tools_of
 from ..data.tokenizers import tokenizer_of
@@ -73,9 +73,8 @@ class Generation(Part):
             )
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
             _require_prompts(dataset, name)
-            batches = self._batches(dataset, range(len(dataset)))
-            longest = max(int(batch["attention_mask"].sum(1).max()) for *_, batch in batches)
-            check_budget(self._generator, longest, **self._generation_settings())
+            for _ in self._batches(dataset, range(len(dataset))):  # a prompt without a token is an error
+                pass
             is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if not is_sharded:  # one token for the first prompt: `generate` refuses what it cannot do
                 self._generate_from(dataset, count=1, max_new_tokens=1, min_new_tokens=None)
