@@ -3,9 +3,6 @@ Draws the pictures of the site from what is committed: measured figures, shipped
 
     python docs/make_pictures.py              # those that are not what their sources say now
     python docs/make_pictures.py --check      # 1 if there is one; draws nothing
-
-`images/batch.png`, on lengths of HH-RLHF, is the upper part of what
-`trl-padfix stats test.jsonl.gz --train-tokenizer 8192 --plot batch.png` draws.
 """
 
 from __future__ import annotations
@@ -126,15 +123,17 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
 
     from trl_padfix import expand_turns
     from trl_padfix.tools.data import texts_of
-    from trl_padfix.tools.stats import measure, prefix_tree
+    from trl_padfix.tools.stats import measure
     from trl_padfix.tools.tiny import train_tokenizer
 
     published = load_dataset("json", data_files=str(ROOT / "recipes/data/airline/rollouts.jsonl.gz"), split="train")
     task = published.filter(lambda row: row["task"] == int(sources["task"]))
     tokenizer = train_tokenizer(texts_of(task), vocab_size=2048)
-    tree = prefix_tree(measure(expand_turns(task), tokenizer))
-    cells = np.full((len(tree.lengths), tree.lengths.max()), np.nan)
-    for row, (length, shared) in enumerate(zip(tree.lengths, tree.shared, strict=True)):
+    counted = measure(expand_turns(task), tokenizer)
+    order, shared_tokens = counted.by_prefix
+    lengths = counted.sequences[order, 0]
+    cells = np.full((len(lengths), lengths.max()), np.nan)
+    for row, (length, shared) in enumerate(zip(lengths, shared_tokens, strict=True)):
         cells[row, :length], cells[row, :shared] = 1, 0
     axes = figure.subplots()
     from matplotlib.colors import ListedColormap
@@ -143,7 +142,7 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     axes.set(
         xlabel="tokens of a row, from its first one", ylabel="rows", yticks=[],
         title=f"{len(task)} rollouts of one task are {len(cells)} rows, one for each turn:\n"
-        f"{tree.lengths.sum():,} tokens, {tree.lengths.sum() - tree.shared.sum():,} distinct ones",
+        f"{lengths.sum():,} tokens, {lengths.sum() - shared_tokens.sum():,} distinct ones",
     )  # fmt: skip
     handles = [Patch(color=BLUE, label="computed here"), Patch(color=GREY, label="computed in a row above")]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)

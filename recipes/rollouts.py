@@ -1,16 +1,15 @@
 """
-Train on published rollouts of an agent: SFT on the good ones, DPO between trials of a task, GRPO's loss by reward.
+Train on published rollouts of an agent: SFT on the good ones, or GRPO's loss by reward.
 
 Rollouts are JSON lines with `messages` (with tool calls and results), `task` and `reward`. These commands build a tiny
 model and train it on the rollouts in `recipes/data`, those of an airline's agent, offline and on CPU:
 
     python recipes/rollouts.py sft --use_cpu true --max_steps 10
-    python recipes/rollouts.py dpo --use_cpu true --max_steps 10
     python recipes/rollouts.py grpo --use_cpu true --max_steps 10
 
 Your rollouts, with a model whose chat template renders tools; any flag of the method's configuration works:
 
-    accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/rollouts.py dpo \
+    accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/rollouts.py sft \
         --rollouts rollouts.jsonl --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 5e-7
 """
 
@@ -46,10 +45,15 @@ class RolloutArguments:
 
 
 COMMON = dict(padding_free=True, prefix_sharing="auto", logging_steps=1, save_strategy="no", report_to="none")
-TURNS = dict(COMMON, max_length=16384, group_by_prefix=True, learning_rate=1e-4)
 DEFAULTS = {
-    "sft": dict(TURNS, expand_turns=True, per_device_train_batch_size=8),
-    "dpo": dict(TURNS, per_device_train_batch_size=2),
+    "sft": dict(
+        COMMON,
+        max_length=16384,
+        group_by_prefix=True,
+        expand_turns=True,
+        per_device_train_batch_size=8,
+        learning_rate=1e-4,
+    ),
     # A step takes all trials of a task. Without the penalty `beta` a long training leaves the recorded policy.
     "grpo": dict(COMMON, num_generations=4, per_device_train_batch_size=4, beta=0.04, learning_rate=1e-5),
 }
@@ -68,9 +72,7 @@ def main(method, arguments):
     inputs = {"processing_class": AutoTokenizer.from_pretrained(model)}
 
     if method == "sft":
-        inputs["train_dataset"] = trl_padfix.good_rollouts(rollouts, at_least=script.good)
-    elif method == "dpo":
-        inputs["train_dataset"] = trl_padfix.rollout_pairs(rollouts)
+        inputs["train_dataset"] = rollouts.filter(lambda row: row["reward"] >= script.good)
     else:
         recorded = trl_padfix.RecordedRollouts(rollouts, **inputs)
         inputs |= {"train_dataset": recorded.prompts, "rollout_func": recorded, "reward_funcs": recorded.rewards}

@@ -42,7 +42,7 @@ _MODULES = {
     "trainers.methods.reward": ["RewardTrainer"],
     "trainers.methods.rloo": ["RLOOTrainer"],
     "trainers.methods.sft": ["SFTTrainer"],
-    "trainers.data.rollouts": ["RecordedRollouts", "good_rollouts", "rollout_pairs"],
+    "trainers.data.rollouts": ["RecordedRollouts"],
     "trainers.data.turns": ["expand_turns"],
     "integrations.callback": ["PaddingRemovalCallback"],
     "tools.initial_model": ["build_tiny"],
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         DataCollatorForPreference,
         DataCollatorForReward,
     )
-    from .trainers.data.rollouts import RecordedRollouts, good_rollouts, rollout_pairs
+    from .trainers.data.rollouts import RecordedRollouts
     from .trainers.data.turns import expand_turns
     from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.dry_run import dry_run
@@ -92,10 +92,10 @@ def _of_trl(name: str) -> Any:
         raise missing
     trl = importlib.import_module("trl")
     module = name.removesuffix("Trainer").removesuffix("Config").lower()
-    is_class = name.endswith(("Trainer", "Config")) and name not in getattr(trl, "__all__", ())
+    is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
     if is_class and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
-    if name not in getattr(trl, "__all__", ()) or isinstance(found := getattr(trl, name), ModuleType):
+    if name not in trl.__all__ or isinstance(found := getattr(trl, name), ModuleType):
         raise missing
     if name.endswith("Trainer"):  # TRL's trainer would silently train padded
         raise ImportError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -12,20 +11,12 @@ from pathlib import Path
 
 
 __all__ = [
-    "DATA_FILES", "folder_obstacle", "is_missing_path", "output_obstacle", "refuse_missing", "why_unwritable",
-    "write_whole", "write_whole_folder",
+    "DATA_FILES", "folder_obstacle", "is_missing_path", "output_obstacle", "refuse_missing", "write_whole",
+    "write_whole_folder",
 ]  # fmt: skip
 
 DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Builders of `datasets`, by the endings of data files."""
-
-_WHY = {
-    errno.ENOSPC: "the disk is full. Free space on it, or write to another",
-    errno.EDQUOT: "your quota of the disk is used up. Free space, or write to another disk",
-    errno.EFBIG: "the file would be larger than the file system or a limit of this process (`ulimit -f`) allows",
-    errno.EROFS: "the file system is read-only. Write elsewhere",
-    errno.EIO: "the device failed. Write elsewhere, and check the device",
-}
 
 _REFUSED = {
     errno.ENOENT: "there is no folder {!r} that takes files. Create it, or write elsewhere",
@@ -34,19 +25,6 @@ _REFUSED = {
     errno.ENAMETOOLONG: "its name is too long. Choose a shorter one",
     errno.EACCES: "no permission. Write elsewhere, or change the permission",
 }
-
-
-def why_unwritable(error: BaseException) -> str | None:
-    """Reason for a failed write, from an error of the system, torch or safetensors; `None` for other errors."""
-    text = str(error)
-    number, path = (error.errno, error.filename) if isinstance(error, OSError) else (None, None)
-    # safetensors puts the number of the system error into its message only.
-    if number is None and (match := re.search(r"os error (\d+)", text)):
-        number = int(match[1])
-    if number is None and "PytorchStreamWriter failed writing" in text:
-        return "torch could not write a file: the disk is full, or a limit is reached (`ulimit -f`). Free space"
-    why = _WHY.get(number or 0)
-    return why and (why if path is None else f"{str(path)!r}: {why}")
 
 
 def output_obstacle(path: str | Path) -> str | None:

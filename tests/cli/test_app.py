@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.commands import build_pairs, trl_padfix_command
+from kit.commands import trl_padfix_command
 
 import trl_padfix
 from trl_padfix.cli import require_extra
@@ -88,11 +88,8 @@ def test_h_is_help():
         assert result.output == trl_padfix_command(*command, "--help").output
 
 
-@pytest.mark.parametrize("command", ["doctor", "stats"])
-def test_json_has_standard_output_to_itself(command, tmp_path):
-    build_pairs().to_json(tmp_path / "pairs.jsonl")
-    more = [str(tmp_path / "pairs.jsonl"), "--train-tokenizer", "300"] if command == "stats" else []
-    result = trl_padfix_command(command, *more, "--json", "-")
+def test_json_has_standard_output_to_itself():
+    result = trl_padfix_command("doctor", "--json", "-")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)
     assert result.stderr.strip()  # what is printed without `--json`
@@ -102,11 +99,3 @@ def test_of_the_extra_only_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr("trl_padfix.cli.find_spec", lambda name: None if name == "rich" else name)
     with pytest.raises(SystemExit, match="the command line needs rich, which the extra `cli` brings"):
         require_extra("typer", "rich")
-
-
-def test_only_pictures_need_matplotlib():
-    without = "import sys; sys.modules['matplotlib'] = None; "
-    assert "trl_padfix.tools.doctor" in modules_after(without + run("doctor"))
-    words = ("stats", "recipes", "--plot", "a.png", "--train-tokenizer", "300")
-    done = subprocess.run([sys.executable, "-c", without + run(*words)], capture_output=True, text=True)
-    assert "needs matplotlib" in done.stderr

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import (
     BartConfig,
     BartForCausalLM,
-    GenerationConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -193,13 +192,6 @@ REFUSED = [
     ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts has no `attention_mask`"),
     ({"inputs": {"attention_mask": torch.zeros(7, 14).long()}}, ValueError, r"Prompts \[0, 1, .*no real token"),
     ({"past_key_values": ()}, ValueError, "carries `past_key_values`"),
-    ({"max_new_tokens": 115}, ValueError, "14 tokens and 115 more .* 128 positions.* at most 114"),
-    ({"max_new_tokens": None, "max_length": 129}, ValueError, "14 tokens and 115 more"),
-    (
-        {"generation_config": GenerationConfig(max_new_tokens=200), "max_new_tokens": None, "max_length": 200},
-        ValueError,
-        "128 positions",
-    ),
     ({"model": nn.Linear(1, 1)}, TypeError, "`Linear` has no `generate`"),
     ({"model": BartForCausalLM(BartConfig(**BART))}, NotImplementedError, "counts the columns"),
 ]

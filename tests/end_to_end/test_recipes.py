@@ -47,7 +47,7 @@ def test_every_recipe_parses_with_the_method_of_its_command(monkeypatch):
 
 @pytest.mark.matrix
 @SLOW
-@pytest.mark.parametrize("method", slow_but(["grpo"], ["dpo", "grpo"]))
+@pytest.mark.parametrize("method", slow_but(["grpo"], ["sft", "grpo"]))
 def test_published_rollouts_are_trained_on(method, tmp_path):
     few = ["--max_steps", "1", "--use_cpu", "true", "--bf16", "false", "--disable_tqdm", "true", "--tasks", "2"]
     batch = [] if method == "grpo" else ["--per_device_train_batch_size", "2"]

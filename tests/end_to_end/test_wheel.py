@@ -19,7 +19,7 @@ else:
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OF_CLI = {"matplotlib", "rich", "typer"}
+OF_CLI = {"rich", "typer"}
 DISTRIBUTIONS = {
     "typing_extensions": "typing-extensions",
     "yaml": "pyyaml",
@@ -69,12 +69,12 @@ import importlib.util, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("matplotlib", "rich", "typer"):
+        if name.split(".")[0] in ("rich", "typer"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: (
-    None if name.split(".")[0] in ("matplotlib", "rich", "typer") else find_spec(name, *more)
+    None if name.split(".")[0] in ("rich", "typer") else find_spec(name, *more)
 )
 sys.meta_path.insert(0, Absent())
 """

@@ -51,7 +51,6 @@ UNBALANCED = {"output_router_logits": False, "router_aux_loss_coef": 0.0}
 """TRL balances experts over the rows of a process, which is another loss in two."""
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "experts of one batch": ({"tp_size": 2, "ep_size": 2, "tp_plan": {}}, {}, 2, "has no `tp_plan`"),
-    "adapters on replicas": (SIZES["FSDP2, replicated"], ADAPTERS, 4, "Use `fsdp_size` alone"),
     "a budget of one batch": (SIZES["TP"], BUDGET, 2, "under tensor parallelism several processes"),
 }
 """Sizes, settings and processes of trainings that cannot run, and what each process says."""

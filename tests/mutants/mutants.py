@@ -392,8 +392,8 @@ MUTANTS = [
     # -- collators
     Mutant(
         "trainers/data/collators.py",
-        "in_column_0 if swap else -100",
-        "in_column_0 if swap else of_first_tokens",
+        'batch["labels"][rows, first], batch["labels"][rows, 0]',
+        'batch["labels"][rows, first], batch["labels"][rows, first]',
         "the first token of a left-padded row keeps its label",
         ("trainers/test_collators.py",),
     ),

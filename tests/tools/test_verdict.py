@@ -2,12 +2,11 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 from trl_padfix import prefix_sharing_layout
-from trl_padfix.tools.stats import Lengths, prefix_tree
+from trl_padfix.tools.stats import Lengths
 from trl_padfix.tools.token_rows import sequences_of
 from trl_padfix.tools.verdict import advise
 
@@ -71,6 +70,3 @@ def test_one_batch_costs_what_its_layout_has():
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in sequences], batch_first=True)
     layout = prefix_sharing_layout(ids, mask)
     assert (found.padded, found.real, found.auto) == (mask.numel(), layout.real_tokens, layout.packed_tokens)
-    counted = prefix_tree(lengths)
-    assert counted.lengths.sum() - counted.shared.sum() == found.auto
-    assert np.all(counted.shared <= counted.lengths)

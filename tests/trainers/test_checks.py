@@ -42,14 +42,12 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     *(("DPO", FREE | {"prefix_sharing": x}, f"True, False or 'auto', got {x!r}") for x in ("always", None, 1)),
     *(("DPO", {"parity_check": x}, f"`parity_check` is True, .* got {x!r}") for x in ("backward", "false", None, 1)),
     *(("Reward", {n: PACKED_ONLY[n]}, rf"`{n}=\w+` needs `padding_free=True`") for n in NEEDS_PADDING_FREE),
-    *(("DPO", {f"{of}attn_implementation": {"a": 1}}, "got {'a': 1}") for of in ("", "ref_")),
+    ("DPO", {"attn_implementation": {"a": 1}}, "got {'a': 1}"),
     ("DPO", {"attn_implementation": 3}, "a name, or a mapping"),
     ("DPO", {"attn_implementation": "{a"}, "not JSON"),
     *((k, {"padding_free": "false"}, "`padding_free='false'` is of type `str`; a flag is True or") for k in KINDS),
     ("DPO", {"loss_weights": [1.0, 2.0]}, "loss_weights"),  # TRL's own
     ("DPO", GROUPED | {"prefix_sharing": False}, "`group_by_prefix=True` needs `prefix_sharing=True`"),
-    ("DPO", GROUPED | {"group_by_prefix_buffer": 0}, "_buffer=0` is the number of rows of a stream"),
-    ("DPO", {"group_by_prefix_buffer": 8}, "`group_by_prefix_buffer=8` is the number of rows"),
     ("DPO", GROUPED | {"train_sampling_strategy": "group_by_length"}, "`group_by_length` both choose which rows meet"),
     ("DPO", FREE | {"packed_multiple_of": 0}, "`packed_multiple_of` is a number of tokens"),
     ("DPO", FREE | {"packed_multiple_of": [64, 32]}, r"in ascending order.* got \[64, 32\]"),
@@ -63,10 +61,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("GRPO", FREE | {BUDGET: 128, "max_completion_length": 256}, "`max_completion_length=256` tokens, more than"),
     ("SFT", {"expand_turns": True, "assistant_only_loss": True}, TURNS.format("assistant_only_loss")),
     ("SFT", {"expand_turns": True, "completion_only_loss": False}, TURNS.format("completion_only_loss")),
-    ("DPO", GENERATING | {"generation_max_new_tokens": 0}, "`generation_max_new_tokens` must be a positive"),
-    ("DPO", GENERATING | {"eval_generation_samples": -1}, "`eval_generation_samples` must be a positive"),
-    ("DPO", GENERATING | {"generation_kwargs": {"max_new_tokens": 3}}, "`max_new_tokens`: `generation_max_new_to"),
-    ("DPO", GENERATING | {"generation_kwargs": {"num_return_sequences": 2}}, "one prediction"),
+    ("DPO", GENERATING | {"generation_max_new_tokens": 0}, "`generation_max_new_tokens` must be positive"),
 ]
 OF_TYPE = ("a name, or a mapping", "got {'a': 1}", "is of type `str`")
 """What a `TypeError` says; others are of a value."""
@@ -85,7 +80,7 @@ def test_what_a_configuration_refuses_goes_with_what_it_needs(tmp_path):
     for name in NEEDS_PADDING_FREE:
         trl_padfix.RewardConfig(str(tmp_path), **FREE, **{name: PACKED_ONLY[name]}, **ON_CPU)
     # Without generation its settings are not looked at.
-    DPOConfig(str(tmp_path), generation_max_new_tokens=0, generation_kwargs={"num_return_sequences": 2}, **ON_CPU)
+    DPOConfig(str(tmp_path), generation_max_new_tokens=0, **ON_CPU)
 
 
 # -- trainers
@@ -114,19 +109,15 @@ EXAMPLE = {"prompt": "w3", "completion": "w4 w5", "label": True}
 CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
 SAID, ANSWER = CHAT["messages"]
 CHATS = {"prompt": [SAID], "chosen": [ANSWER], "rejected": [SAID]}
-COMPLETION = {"prompt": "w3", "completion": "w4 w5"}
 IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
 OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
-STRICT = {"strict": True}
 
 
 def row_5(kind: str, good: dict[str, Any], message: str, **change: Any) -> Bad:
     """Eight rows, of which the fifth is changed."""
-    # A chat template may render odd messages, and TRL ends an empty text with an EOS token.
-    strict = {"strict": bool(change.get("messages")) or "" in change.values()}
     rows = [good] * 5 + [good | change] + [good] * 2
-    given = strict | {"processing_class": build_tokenizer(chat_template=TEMPLATE)}
+    given = {"processing_class": build_tokenizer(chat_template=TEMPLATE)}
     return Bad(kind, lambda: given | {"train_dataset": Dataset.from_list(rows)}, f"Row 5 .*{message}")
 
 
@@ -153,7 +144,6 @@ LACKS = {  # columns
     "Distillation": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
 }
 WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
-TEACHER = {"teacher_attn_implementation": "eager"}
 BAD = {
     **{
         f"columns of {kind}": Bad(kind, lambda make=make: {"train_dataset": make()}, said)
@@ -185,8 +175,7 @@ BAD = {
     # Rows
     "no text": row_5("SFT", TEXT, "of the train dataset has None in column `text`", text=None),
     "a number": rows("SFT", {"text": 3}, "has 3 in column `text`"),
-    "no role": row_5("SFT", CHAT, "without a text `role`", messages=[{"content": "w3"}]),
-    "no content": row_5("SFT", CHAT, "whose `content` is not text", messages=[{"role": "user"}]),
+    "no role": rows("SFT", {"messages": [{"content": "w3"}]}, "Row 0 .*without a `role`"),
     "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
     "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
     "a negative id": row_5("SFT", IDS, "holds -5 in `input_ids`.* 0 to 39", input_ids=[3, -5]),
@@ -194,9 +183,6 @@ BAD = {
     "no rejected": row_5("DPO", PAIR, "None in column `rejected`", rejected=None),
     "no completion": row_5("KTO", EXAMPLE, "None in column `completion`", completion=None),
     "no prompt": row_5("GRPO", {"prompt": "w3 w4"}, "None in column `prompt`", prompt=None),
-    "an empty text": row_5("SFT", TEXT, "train dataset has an empty text in column `text`", text=""),
-    "an empty completion": row_5("SFT", COMPLETION, "an empty text in column `completion`", completion=""),
-    "an empty answer": row_5("Reward", PAIR, "an empty text in column `chosen`", chosen=""),
     "a label in words": Bad(
         "KTO", lambda: labels("good", "bad"), "^Row 0 .* has 'good' in column `label`, and `True`"
     ),
@@ -211,13 +197,11 @@ BAD = {
     ),
     "an empty stream": Bad("SFT", lambda: stream(None), "The train dataset is a stream without a row"),
     "an empty stream of prompts": Bad("GRPO", lambda: stream(None), "The train dataset is a stream without a row"),
-    "only prompts": Bad(
-        "DPO", lambda: {"max_length": 2}, r"(\d+) of \1 pairs .*left out.* fill `max_length=2`.*Raise"
-    ),
-    "only prompts, SFT": Bad("SFT", lambda: {"max_length": 2}, "40 of 40 rows of the train dataset were left out"),
-    "no pair is left": Bad("Reward", lambda: {"max_length": 1}, r"(\d+) of \1 pairs .* more than `max_length=1`"),
+    "only prompts": Bad("DPO", lambda: {"max_length": 2}, "left out all 40 rows .*`max_length=2`.*Raise"),
+    "only prompts, SFT": Bad("SFT", lambda: {"max_length": 2}, "left out all 40 rows of the train dataset"),
+    "no pair is left": Bad("Reward", lambda: {"max_length": 1}, "left out all 40 rows .*`max_length=1`"),
     "no trained token": rows(
-        "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "8 of 8 rows .* have no token", **STRICT
+        "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "No row of the train dataset has a token to train on"
     ),
     "only pad tokens": Bad(
         "Reward",
@@ -227,11 +211,6 @@ BAD = {
             | {"train_dataset": Dataset.from_list([{"chosen_ids": [2, 3, 1], "rejected_ids": [1]}])}
         ),
         "`rejected_ids` of pair 0 of the train dataset has only pad tokens",
-    ),
-    "a prompt without a token": Bad(
-        "GRPO",
-        lambda: STRICT | {"train_dataset": Dataset.from_dict({"prompt": ["w3", " ", "w4", "w5"]})},
-        r"Prompts \[1\] of the train dataset have no token \(1 in all\).*BOS token",
     ),
     # Tokenizers and models
     "neither pad nor eos": Bad(
@@ -243,12 +222,10 @@ BAD = {
     "no end, SFT": Bad("SFT", lambda: WITHOUT_EOS, "no EOS token, and TRL ends"),
     "a language model for rewards": Bad(
         "Reward",
-        lambda: STRICT | {"model": build_model("causal", num_labels=1)},
+        lambda: {"model": build_model("causal", num_labels=1)},
         "scores a whole sequence.*AutoModelForSequenceClassification",
     ),
-    "images for a text model": rows(
-        "KTO", EXAMPLE | {"image": "a.png"}, "Qwen2ForCausalLM takes text only|vision", **FREE
-    ),
+    "images for a text model": rows("KTO", EXAMPLE | {"image": "a.png"}, "vision", **FREE),
     # Settings
     "noise for tokens that are shared": Bad(
         "DPO",
@@ -267,25 +244,15 @@ BAD = {
     "a side of another collator": Bad(
         "DPO", lambda: {"padding_side": "left", "data_collator": print}, "`padding_side=.*default collator"
     ),
-    "a stream without a buffer": Bad(
+    "groups of a stream": Bad(
         "DPO",
         lambda: GROUPED | stream(PAIR),
-        r"is a `IterableDataset`, which.*`group_by_prefix_buffer=8192`",
+        "is a `IterableDataset`, which cannot list its rows.*leave it out",
     ),
     "no teacher": Bad(
         "Distillation",
         lambda: {"teacher_model": None},
         "The student needs a teacher, and `teacher_model` is not given",
-    ),
-    "attention of no teacher": Bad(
-        "Distillation",
-        lambda: TEACHER | {"teacher_model": None},
-        "`teacher_attn_implementation='eager'` is for a teacher",
-    ),
-    "two attentions of a teacher": Bad(
-        "Distillation",
-        lambda: TEACHER | {"teacher_model_init_kwargs": {"attn_implementation": "sdpa"}},
-        r"`teacher_attn_implementation='eager'` and `teacher_model_init_kwargs=.*disagree",
     ),
     "a budget below a completion": Bad(
         "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to at least 12"

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from trl_padfix import (
     DataCollatorForLanguageModeling,
     DataCollatorForPreference,
-    DataCollatorForReward,
     DataCollatorForUnpairedPreference,
 )
 
@@ -18,7 +17,6 @@ PAIRS = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]},
     {"prompt_ids": [7, 8], "chosen_ids": [9], "rejected_ids": [10, 11]},
 ]
-KTO = {"prompt_ids": [1], "completion_ids": [2], "label": True}
 EXAMPLES = [
     {"prompt_ids": [1, 2], "completion_ids": [3, 4], "KL_completion_ids": [5], "label": True},
     {"prompt_ids": [6], "completion_ids": [7], "KL_completion_ids": [8, 9, 10], "label": False},
@@ -41,12 +39,12 @@ def test_left_padding_begins_the_rows():
     }
 
 
-def test_a_left_padded_text_has_no_label_that_only_padding_predicts():
+def test_the_label_that_only_padding_predicts_stands_where_no_loss_scores_it():
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     assert literals(DataCollatorForLanguageModeling(pad_token_id=0, padding_side="left")(rows)) == {
         "input_ids": [[1, 2, 3], [0, 4, 5]],
         "attention_mask": [[1, 1, 1], [0, 1, 1]],
-        "labels": [[1, 2, 3], [-100, -100, 5]],
+        "labels": [[1, 2, 3], [4, -100, 5]],
     }
 
 
@@ -75,27 +73,9 @@ def test_another_padding_side_is_an_error():
             DataCollatorForPreference(pad_token_id=0, padding_side=side)
 
 
-@pytest.mark.parametrize(
-    ("collator", "row", "column", "named"),
-    [
-        (DataCollatorForPreference, PAIRS[0], "chosen_ids", "chosen completion of pair"),
-        (DataCollatorForPreference, PAIRS[0], "rejected_ids", "rejected completion of pair"),
-        (DataCollatorForReward, PAIRS[0], "rejected_ids", "rejected sequence of pair"),
-        (DataCollatorForUnpairedPreference, KTO, "completion_ids", "completion of example"),
-        (DataCollatorForLanguageModeling, {"input_ids": [1]}, "input_ids", "text of row"),
-    ],
-)
-def test_an_empty_text_is_an_error_that_names_the_example(collator, row, column, named):
-    message = f"The {named} 1 of the batch has no token.*Drop the {named.split()[-1]}"
-    for side in ("left", "right"):
-        with pytest.raises(ValueError, match=message):
-            collator(pad_token_id=0, padding_side=side)([dict(row), row | {column: []}])
-
-
-def test_a_left_padded_row_without_a_prompt_token_is_an_error_that_names_the_row():
+def test_a_batch_with_a_row_without_a_prompt_token_is_padded_right():
     promptless = [PAIRS[0], {"prompt_ids": [], "chosen_ids": [4, 5, 6, 7, 8], "rejected_ids": [6]}]
-    with pytest.raises(ValueError, match=r"Rows \[3\] .* no prompt token .* Give every row a prompt"):
-        collate(promptless, padding_side="left")
+    assert literals(collate(promptless, padding_side="left")) == literals(collate(promptless, padding_side="right"))
 
 
 # -- KTO

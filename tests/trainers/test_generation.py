@@ -143,7 +143,7 @@ def test_prompts_with_images_are_continued_as_alone(name, data, side, tmp_path):
     rows = Dataset.from_list([{"images": i, "prompt": q, **answers} for i, q in zip(images, asked, strict=True)])
     given = {"model": model, "processing_class": processor, "train_dataset": rows, "eval_dataset": rows}
     given |= {"ref_model": build_speaker(name, processor)} if data == "dpo" else {}
-    given |= {"per_device_eval_batch_size": 3, "max_length": None, "generation_kwargs": {"do_sample": False}}
+    given |= {"per_device_eval_batch_size": 3, "max_length": None}
     make_trainer(trl_padfix, data.upper(), tmp_path, **GENERATING | given).evaluate()
 
     expected = []
@@ -196,12 +196,12 @@ def test_metrics_are_computed_from_padded_tokens_and_no_logits_are_kept(tmp_path
 
 
 def test_a_set_may_be_given_to_evaluate_and_to_predict(tmp_path):
-    trainer = make("dpo", tmp_path, eval_generation_samples=4)
+    trainer = make("dpo", tmp_path)
     trainer.evaluate(build_rows("dpo", 5, seed=1), metric_key_prefix="other")
     prompts = [row["prompt"] for row in written(tmp_path, "step_00000_other")]
-    assert prompts == build_rows("dpo", 5, seed=1)["prompt"][:4]
+    assert prompts == build_rows("dpo", 5, seed=1)["prompt"]
     found = trainer.predict(trainer.eval_dataset)
-    assert found.predictions.shape[0] == found.label_ids.shape[0] == 4
+    assert found.predictions.shape[0] == found.label_ids.shape[0] == 7
     with pytest.raises(ValueError, match=r"from the test dataset: .* columns \['chosen_ids'"):
         trainer.predict(trainer.eval_dataset.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]))
 
@@ -216,16 +216,17 @@ def curve(trainer, seed=0):
 
 
 def test_sampling_in_evaluation_leaves_the_training_as_it_is(tmp_path):
-    def run(path, **settings):
+    def run(path, sampling=None, **settings):
         model = build_model(attention_dropout=0.5)
+        model.generation_config.update(**sampling or {})
         return make("sft", tmp_path / path, model=model, max_steps=3, eval_strategy="steps", eval_steps=1, **settings)
 
-    sampling = {"generation_kwargs": {"do_sample": True, "temperature": 2.0}}
+    sampling = {"do_sample": True, "temperature": 2.0}
     expected = curve(run("without", predict_with_generate=False))
-    assert curve(run("with", **sampling)) == expected
-    assert curve(run("with other dropout", **sampling), seed=1) != expected
+    assert curve(run("with", sampling)) == expected
+    assert curve(run("with other dropout", sampling), seed=1) != expected
     for path, settings in (("drawn", sampling), ("greedy", {})):
-        run(path, **settings, learning_rate=0.0).train()
+        run(path, settings, learning_rate=0.0).train()
     first, second, greedy = (
         written(tmp_path / p, f"step_0000{i}") for p, i in (("drawn", 1), ("drawn", 2), ("greedy", 1))
     )
@@ -272,8 +273,6 @@ REFUSED = [
     ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` with columns"),
     ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset.* columns \['input_ids'"),
     ("sft", {"formatting_func": str}, "would ignore `formatting_func`"),
-    ("dpo", {"generation_max_new_tokens": 60}, "tokens and 60 more may be generated, .* 64 positions"),
-    ("dpo", {"generation_kwargs": {"temprature": 1.0}}, r"not used by the model: \['temprature'\]"),
     ("sft", {"eval_dataset": EMPTY}, r"prompt of row 1 \(counted from 0\) .* has no token"),
     (
         "sft",

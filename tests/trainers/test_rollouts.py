@@ -1,17 +1,15 @@
-"""Published rollouts: pairs that part where trials part, groups with the recorded rewards, and errors beforehand."""
+"""Published rollouts: groups with the recorded rewards, and errors beforehand."""
 
-import json
-import logging
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, IterableDataset, load_dataset
+from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
 from kit.online_runs import watch_forwards
 from kit.trainer_runs import assert_same, build_model, build_tokenizer, run
 
 import trl_padfix
-from trl_padfix import RecordedRollouts, good_rollouts, rollout_pairs
+from trl_padfix import RecordedRollouts
 
 
 TEMPLATE = (
@@ -57,53 +55,6 @@ ROWS = [
 
 def rollouts(rows=ROWS, **columns):
     return Dataset.from_list([row | columns for row in rows])
-
-
-def contents(messages):
-    return [m["content"] or m["tool_calls"][0]["function"]["name"] for m in messages]
-
-
-def test_pairs_part_where_the_trials_do(caplog):
-    with caplog.at_level(logging.WARNING):
-        pairs = rollout_pairs(rollouts())
-    found = [tuple(contents(pair[name]) for name in ("prompt", "chosen", "rejected")) for pair in pairs]
-    begin = ["w10 w11", "w12", "w4", "w20"]
-    assert found == [
-        (begin, ["w25"], ["w21", "w22", "w23"]),  # nothing behind the last turn
-        (begin, ["w25"], ["w21", "w26", "w27"]),
-        (["w10 w11", "w14", "w4", "w20", "w31"], ["w32", "w33"], ["w34", "w35"]),
-    ]
-    assert pairs["margin"][:] == [1.0, 1.0, 0.5]
-    assert pairs["task"][:] == [0, 0, 2]
-    assert "1 of 4 tasks have one trial" in caplog.text
-    assert "the trials of 1 tasks all have one reward" in caplog.text
-    assert "1 pairs of trials share no message, or one is the beginning of the other" in caplog.text
-    assert "1 of 3 pairs part at a message that is not the assistant's" in caplog.text
-
-
-def test_the_margin_of_trials_that_only_succeed_or_fail_is_a_number():
-    rows = [row | {"reward": row["reward"] == 1} for row in ROWS[:2]]
-    (pair,) = rollout_pairs(rollouts(rows))
-    assert isinstance(pair["margin"], float)
-    assert pair["margin"] == 1
-
-
-def test_what_trials_say_otherwise_is_not_shared():
-    other = json.loads(json.dumps(ROWS[:2]))
-    other[0]["messages"][2]["tool_calls"][0]["function"]["arguments"]["x"] = 2  # the control: another call
-    (pair,) = rollout_pairs(rollouts(other))
-    assert len(pair["prompt"]) == 2
-
-
-def test_pairs_and_good_rollouts_train(tmp_path):
-    tokenizer, mode = build_tokenizer(chat_template=TEMPLATE), {"padding_free": True, "prefix_sharing": True}
-    trainer = dpo(tmp_path, tokenizer, **mode)
-    prompts = {tokenizer.decode(row["prompt_ids"]) for row in trainer.train_dataset}
-    assert "w6 w10 w11 <eos> w6 w12 <eos> w5 w4 <eos> w6 w20 <eos> w5" in prompts
-    trainer.train()
-    trainer = sft(tmp_path, tokenizer, train_dataset=good_rollouts(rollouts()), expand_turns=True, **mode)
-    assert len(trainer.train_dataset) == 7
-    trainer.train()
 
 
 def recorded_run(path, **mode):
@@ -159,44 +110,30 @@ def record(dataset):
 
 
 INCOMPARABLE = [
-        (without("reward"), rollout_pairs, "no column `reward`"),
-        (without("task"), rollout_pairs, "no column `task`"),
-        (without("reward"), good_rollouts, "no column `reward`"),
-        ([{"task": 0, "reward": 1.0, "text": "w3"}], good_rollouts, "no column `messages`"),
-        ([*ROWS, ROWS[0] | {"reward": None}], rollout_pairs, r"1 of 11 rollouts have no number .* row 10"),
-        ([row | {"reward": "good"} for row in ROWS], rollout_pairs, r"10 of 10 .* no number .* row 0 .*: 'good'"),
-        ([*ROWS, ROWS[0] | {"messages": None}], good_rollouts, "Row 10 .* has None in column `messages`"),
-        ([*ROWS, ROWS[0] | {"task": None}], rollout_pairs, "1 of 11 rollouts have no `task`.* row 10"),
-        (ROWS[9:], rollout_pairs, "finds no pair in 1 rollouts: 1 of 1 tasks have one trial"),
-        (ROWS[3:6], rollout_pairs, "the trials of 1 tasks all have one reward"),
-        (ROWS[3:6], good_rollouts, "None of the 3 rollouts has a `reward` of at least 1; the highest is 0"),
-        (ROWS[9:], record, "nothing to compare: of 1 tasks most have 1 trial"),
-        (ROWS[3:6], record, "the trials of 1 all have one reward"),
-]  # fmt: skip
+    (without("reward"), "no column `reward`"),
+    (without("task"), "no column `task`"),
+    ([{"task": 0, "reward": 1.0, "text": "w3"}], "no column `messages`"),
+    ([*ROWS, ROWS[0] | {"reward": None}], r"1 of 11 rollouts have no number .* row 10"),
+    ([row | {"reward": "good"} for row in ROWS], r"10 of 10 .* no number .* row 0 .*: 'good'"),
+    ([*ROWS, ROWS[0] | {"messages": None}], "Row 10 .* has None in column `messages`"),
+    ([*ROWS, ROWS[0] | {"task": None}], "1 of 11 rollouts have no `task`.* row 10"),
+    (ROWS[9:], "nothing to compare: of 1 tasks most have 1 trial"),
+    (ROWS[3:6], "the trials of 1 all have one reward"),
+]
 
 
 def test_what_cannot_be_compared_is_an_error():
-    for rows, make, message in INCOMPARABLE:
+    for rows, message in INCOMPARABLE:
         with pytest.raises(ValueError, match=message):
-            make(Dataset.from_list(rows))
+            record(Dataset.from_list(rows))
 
 
 def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(TypeError, match="IterableDataset"):
-        rollout_pairs(IterableDataset.from_generator(lambda: iter(ROWS)))
+        record(IterableDataset.from_generator(lambda: iter(ROWS)))
     recorded = record(rollouts())
     with pytest.raises(ValueError, match="Set `num_generations=3`"):
         recorded(["0", "0"], None)
-
-
-def sft(path, tokenizer, **given):
-    given = {"train_dataset": rollouts(), "processing_class": tokenizer, "max_steps": 2} | given
-    return make_trainer(trl_padfix, "SFT", path, **given)
-
-
-def dpo(path, tokenizer, **given):
-    given = {"train_dataset": rollout_pairs(rollouts()), "processing_class": tokenizer, "max_steps": 2} | given
-    return make_trainer(trl_padfix, "DPO", path, **given)
 
 
 def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():
@@ -213,10 +150,6 @@ def test_the_rollouts_that_ship_are_what_the_readme_says(monkeypatch, capsys):
 
     make_rollouts.check()
     assert "120 rows, 30 tasks x {4} trials, 36 with reward 1, 1698 turns" in capsys.readouterr().out
-    rows = load_dataset("json", data_files=str(DATA / "airline/rollouts.jsonl.gz"), split="train")
-    pairs = rollout_pairs(rows)
-    assert len(pairs) == 46
-    assert pairs[0]["prompt"] == rows[0]["messages"][:1]
     call = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function", "id": "7"}
     published = {"content": None, "role": "assistant", "tool_calls": [call]}
     made = make_rollouts.message(published)

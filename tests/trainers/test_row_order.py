@@ -1,6 +1,5 @@
 """`group_by_prefix`, and even tokens for processes: a permutation of TRL's order, whose steps are those of TRL."""
 
-import logging
 from itertools import chain
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 import trl
 from accelerate.data_loader import BatchSamplerShard
-from datasets import IterableDataset
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
@@ -17,7 +15,7 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerCallback
 
 import trl_padfix
-from trl_padfix.trainers.batching.row_order import Batches, RowOrder, group_rows
+from trl_padfix.trainers.batching.row_order import Batches, group_rows
 from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs
 
 
@@ -79,19 +77,15 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     assert len(epochs) > 2  # which groups meet
 
 
-def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path, caplog):
+def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path):
     saved = {"max_steps": 7, "save_strategy": "steps", "save_steps": 6} | ACCUMULATED
     whole = grouped("DPO", tmp_path, **saved)
     whole.train()
     resumed = grouped("DPO", tmp_path, **saved)
-    with caplog.at_level(logging.INFO, logger="trl_padfix"):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     ours, theirs = (figures(trainer.state.log_history, ("num_tokens",)) for trainer in (resumed, whole))
     assert_same(ours[-1], theirs[-1])
     assert not torch.allclose(theirs[-1], theirs[-2])
-    said = [record.getMessage() for record in caplog.records if "`group_by_prefix`" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("Training resumes at step 7")
 
 
 class StopsEarly(TrainerCallback):
@@ -121,29 +115,6 @@ def test_rows_under_a_budget_are_trls_and_grouped_ones_a_permutation(config, tmp
     first = rows_of(trl_padfix, **GROUPED)
     assert len(first) == len(theirs)
     assert first[:2] != first[2:4]  # the epoch after one that was stopped draws anew
-
-
-def test_a_stream_is_grouped_within_its_buffer(tmp_path):
-    rows = [{"input_ids": [i % 8, 20, 20, 20, 21, i]} for i in range(70)]
-    config = {"group_by_prefix_buffer": 35, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    trainer = grouped("SFT", tmp_path, train_dataset=build_branching("SFT").to_iterable_dataset(), **config)
-    order = trainer.padding.part(RowOrder)
-    with order.around_dataloader(trainer.train_dataset, is_training=True):
-        grouped_stream = trainer.train_dataset
-    grouped_stream.rows = rows
-    for _ in range(2):
-        stream = list(grouped_stream)
-        assert sorted(row["input_ids"][5] for row in stream) == list(range(70))
-        # 35 rows are rounded down to four whole steps; each buffer is grouped by itself.
-        assert {row["input_ids"][5] for row in stream[:32]} == set(range(32))
-        assert all(len({row["input_ids"][0] for row in stream[i : i + 4]}) == 1 for i in range(0, 64, 4))
-    data = build_branching("SFT")
-    streamed = grouped("SFT", tmp_path, train_dataset=data.to_iterable_dataset(), group_by_prefix_buffer=ROWS)
-    assert isinstance(streamed.train_dataset, IterableDataset)
-    streamed.train()
-    known = grouped("SFT", tmp_path, train_sampling_strategy="sequential")
-    known.train()
-    assert_same(logged(streamed), logged(known))
 
 
 def drawn_costs(draw, count):

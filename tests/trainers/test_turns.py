@@ -72,23 +72,17 @@ def test_turns_train_as_rows_written_by_hand(tmp_path):
     assert found.entered < found.counts()["padding-free"]
 
 
-def test_conversations_that_cannot_be_expanded_are_counted(caplog):
+def test_conversations_that_cannot_be_expanded_give_no_row():
     user, answer = say("user", "w3"), say("assistant", "w4")
     rows = [[user], [answer, user, answer], [user, answer, answer], [user, answer], [answer]]
     found = expand_turns(Dataset.from_list([{"messages": messages} for messages in rows]))
     assert [(len(r["prompt"]), len(r["completion"])) for r in found] == [(2, 1), (1, 2), (1, 1)]
-    for text in (
-        "2 of 5 conversations of the train dataset have no turn of the assistant to train on",
-        "2 of 5 conversations of the train dataset begin with the assistant",
-        "1 of 5 conversations of the train dataset have consecutive messages of the assistant",
-    ):
-        assert text in caplog.text
     for rows in ([[user], [answer]], [[{"content": "w3"}]] * 2):  # the last ones have no roles
         with pytest.raises(ValueError, match="None of the 2 conversations"):
             expand_turns(Dataset.from_list([{"messages": messages} for messages in rows]))
 
 
-def test_turns_of_a_stream_are_those_of_its_rows(tmp_path, caplog):
+def test_turns_of_a_stream_are_those_of_its_rows(tmp_path):
     rows = conversations()
     expected = list(expand_turns(rows))
     for stream in (rows.to_iterable_dataset(), IterableDataset.from_generator(lambda: iter(rows))):
@@ -96,10 +90,6 @@ def test_turns_of_a_stream_are_those_of_its_rows(tmp_path, caplog):
     config = {"expand_turns": True, "train_sampling_strategy": "sequential"}
     found, theirs = (trained(tmp_path, data, **config) for data in (rows.to_iterable_dataset(), rows))
     assert_same(found.trajectory(), theirs.trajectory())
-    assert not caplog.messages
-    begun = Dataset.from_list([{"messages": [say("assistant", "w4"), say("user", "w3"), say("assistant", "w4")]}] * 3)
-    assert len(list(expand_turns(begun.to_iterable_dataset()))) == 3
-    assert caplog.text.count("conversations of the train stream begin with the assistant") == 1
 
 
 def test_conversations_of_another_format_are_turned_into_messages():

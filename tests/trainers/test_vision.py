@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import MATRIX
 from kit.observe import entered_tokens
-from kit.trainer_runs import assert_same, break_mode, build_model, trained
+from kit.trainer_runs import assert_same, break_mode, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -160,28 +159,3 @@ def test_both_sides_hold_the_same_rows(family, kind):
     if kind == "SFT":
         first = left["attention_mask"].argmax(1)
         assert (left["labels"].gather(1, first[:, None])[first > 0] == -100).all()
-
-
-# -- bad input
-
-
-def test_other_images_than_placeholders_are_found_before_the_first_step(tmp_path):
-    def ask_for_one(row: dict[str, Any], i: int) -> dict[str, Any]:
-        asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w3"}]}]
-        return {"prompt": asked, "images": row["images"] * (2 if i == 2 else 1)}
-
-    data = build_pairs(4)
-    data = data.remove_columns("prompt").map(ask_for_one, with_indices=True)
-    with pytest.raises(ValueError, match=r"Example 2 of the train dataset has 2 images and 1 placeholders"):
-        build_trainer(trl_padfix, "DPO", "llava", tmp_path, train_dataset=data, strict=True)
-
-
-def test_images_without_a_vision_model_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"train dataset has images .*Qwen2ForCausalLM takes text only"):
-        build_trainer(trl_padfix, "DPO", "llava", tmp_path, model=build_model(), padding_free=True)
-
-
-def test_images_in_the_evaluation_alone_are_refused(tmp_path):
-    data = Dataset.from_list([{"prompt": "w3 w4", "completion": "w6 <eos>"}] * 4)
-    with pytest.raises(ValueError, match=r"eval dataset has images .* and the train dataset has none"):
-        build_trainer(trl_padfix, "SFT", "llava", tmp_path, train_dataset=data, strict=True)

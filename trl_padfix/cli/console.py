@@ -1,4 +1,4 @@
-"""Shared by `doctor` and `stats`: checks of options, and the JSON that they write."""
+"""Checks of the options of `doctor`, and the JSON that it writes."""
 
 from __future__ import annotations
 

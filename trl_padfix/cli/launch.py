@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["INTERRUPTED", "main", "make_parser", "parse", "run"]
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+__all__ = ["main", "make_parser", "parse", "run"]
 
 
 def make_parser(method: str) -> TrlParser:
@@ -130,15 +127,6 @@ def _set_defaults(launch: Namespace) -> None:
     vars(launch).update({name: value for name, value in defaults.items() if vars(launch)[name] is None})
 
 
-def warn_of_unused_lora(args: Sequence[str]) -> str | None:
-    """A warning if flags or keys set up adapters that are not switched on: all weights would be trained."""
-    given = read_given(args).values
-    adapters = [name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
-    if not adapters or "use_peft" in given:
-        return None
-    return f"`{adapters[0]}` is given without `use_peft`: no adapter is made, and all weights are trained."
-
-
 def main(method: str, args: Sequence[str]) -> None:
     """Train in this process with TRL's script; for the flags see [`parse`]."""
     import torch
@@ -213,19 +201,7 @@ def run(method: str, args: Sequence[str]) -> None:
     disable_telemetry()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explain_errors(f"trl-padfix {method}{rank}"):
-        try:
-            main(method, args)
-        except KeyboardInterrupt:
-            if os.environ.get("RANK", "0") == "0":
-                print(f"trl-padfix {method}: {_stopped(read_given(args).values)}", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-
-
-def _stopped(given: dict[str, Any]) -> str:
-    """How to resume after Ctrl-C."""
-    if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
-        return "stopped before the first checkpoint (`save_steps`): the same command begins from the start."
-    return "stopped. To go on from the last checkpoint, add `--resume_from_checkpoint latest` to the same command."
+        main(method, args)
 
 
 def _script(method: str) -> Any:

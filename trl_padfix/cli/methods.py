@@ -16,10 +16,7 @@ METHODS = {
 OPTION_GROUPS = {
     "for everyone": (),
     "memory": ("max_tokens_per_batch", "activation_checkpointing", "activation_checkpointing_kwargs"),
-    "evaluation": (
-        "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
-        "eval_generation_samples",
-    ),
+    "evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
     "lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
 """Groups of the fields that this package adds; all other fields belong to the first group."""

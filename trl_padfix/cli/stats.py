@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +9,6 @@ from typer import Argument, Option
 
 from ..files import refuse_missing
 from ..versions import require
-from . import require_extra
-from .console import JsonOption, one_of, outputs, write_json
 
 
 __all__ = ["stats"]
@@ -25,34 +21,25 @@ def stats(
         int | None,
         Option(min=300, max=10**6, help="Instead: train a BPE tokenizer of this size on the data."),
     ] = None,
-    split: Annotated[str, Option(help="Split of the dataset.")] = "train",
-    trainer: Annotated[str | None, Option(help="dpo, reward, kto or sft. [default: by columns]")] = None,
     expand_turns: Annotated[bool, Option("--expand-turns", help="Make one row for each assistant turn.")] = False,
     max_length: Annotated[int, Option(min=0, max=10**9, help="Longest sequence; 0 for any.")] = 1024,
     batch_size: Annotated[int, Option(min=1, help="Rows of a batch.")] = 8,
-    plot: Annotated[Path | None, Option(help="Draw lengths, a batch and the prefix tree to this PNG.")] = None,
-    json: JsonOption = None,
 ) -> None:
     """Count the tokens of a dataset: padding, shared prefixes, truncation. Say which settings pay."""
     refuse_missing(data)
     if (tokenizer is None) == (train_tokenizer is None):
         message = "Give one of `--tokenizer` and `--train-tokenizer`: a model's name, or a size to train, as 2048."
         raise typer.BadParameter(message, param_hint="--tokenizer")
-    if plot is not None:
-        require_extra("matplotlib")
-    outputs(plot=plot, json=json)
     require("trl", "tools.stats")
 
     from ..tools.data import load_rows, texts_of
     from ..tools.stats import measure, summary
     from ..tools.tiny import train_tokenizer as trained
-    from ..tools.token_rows import COLUMNS, trainer_of
+    from ..tools.token_rows import trainer_of
     from ..tools.verdict import UNITS, advise
     from ..trainers.data.turns import expand_turns as expanded
 
-    if trainer is not None:
-        one_of("--trainer", trainer, COLUMNS)
-    dataset = load_rows(data, split)
+    dataset = load_rows(data)
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
@@ -60,23 +47,17 @@ def stats(
     else:
         loaded = trained(texts_of(dataset), train_tokenizer)
     dataset = expanded(dataset) if expand_turns else dataset
-    trainer = trainer_of(dataset.column_names, trainer)
+    trainer = trainer_of(dataset.column_names)
     lengths = measure(dataset, loaded, trainer=trainer)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():
         raise ValueError(f"no row is left: each row is empty, or its prompt alone has max_length={max_length} tokens.")
-    figures, verdict = summary(lengths), advise(kept, trainer=trainer, batch_size=batch_size)
+    verdict = advise(kept, trainer=trainer, batch_size=batch_size)
     truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     typer.echo(f"{len(lengths):,} {unit} of {data} for {trainer}")
     typer.echo(f"{'tokens':12}{'mean':>9}{'median':>9}{'95%':>9}{'max':>9}")
-    for column, values in figures.items():
+    for column, values in summary(lengths).items():
         typer.echo(f"{column:12}" + "".join(f"{value:9,.0f}" for value in values.values()))
     if max_length:
         typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {len(lengths) - len(kept):,}.")
     typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))
-    counts = {"data": data, "rows": len(lengths), "lengths": figures, "truncated": truncated}
-    write_json(json, counts | {"verdict": asdict(verdict)})
-    if plot is not None:
-        from ..tools.stats_picture import plot as draw
-
-        draw(kept, plot, batch_size=batch_size)

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PretrainedConfig
 
 from .model.find import find_decoder, find_pretrained, peft_configs_in
 from .model.inspection import parameters_of, takes
-from .model.older import CACHES, rope_parameters
+from .model.older import CACHES
 from .model.positions import position_embeddings
 
 
-__all__ = ["check_budget", "evaluating", "generate", "left_align"]
+__all__ = ["evaluating", "generate", "left_align"]
 
 
 def left_align(
@@ -99,8 +98,7 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
 
     Raises:
         TypeError: If the model does not generate.
-        ValueError: If several rows have no attention mask, if a row is empty, if a cache is passed, or if the longest
-            prompt and the new tokens need more positions than the model has.
+        ValueError: If several rows have no attention mask, if a row is empty, or if a cache is passed.
         NotImplementedError: If the model numbers columns, padding included, and the prompts differ in length.
 
     Example:
@@ -137,7 +135,6 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         columns = call[main].shape[1]
         call |= _aligned(call, main)
         lengths = call["attention_mask"].sum(1)
-        check_budget(model, int(lengths.max()), **kwargs)
         if int(lengths.min()) < int(lengths.max()):
             _refuse_counted_columns(model)
         if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
@@ -201,33 +198,6 @@ def _refuse_counted_columns(model: nn.Module) -> None:
         raise NotImplementedError(
             f"{type(decoder).__name__} counts the columns of the batch, padding included, {remedy}"
         )
-
-
-def check_budget(model: Any, longest: int, **kwargs: Any) -> None:
-    """Raise a `ValueError` if a prompt of `longest` tokens and the new ones need more positions than a model has."""
-    limit = _positions(model.config.get_text_config(decoder=True))
-    config = kwargs.get("generation_config") or model.generation_config
-    new = kwargs.get("max_new_tokens", config.max_new_tokens)
-    total = longest + new if new is not None else kwargs.get("max_length", config.max_length) or 0
-    if limit is not None and total > limit:
-        raise ValueError(
-            f"The longest prompt has {longest} tokens and {total - longest} more may be generated, {total} together, "
-            f"and {type(model).__name__} has {limit} positions. Later ones are untrained, or do not exist. "
-            f"Generate at most {max(limit - longest, 0)} new tokens, or shorten the prompts."
-        )
-
-
-def _positions(config: PretrainedConfig) -> int | None:
-    """Largest number of positions of a model, after scaling of its rotary embedding; `None` if there is no limit."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit < 1:  # XLNet has -1
-        return None
-    rope = rope_parameters(config)
-    for scaling in (rope, *rope.values()):  # newer models have one dict per type of layer
-        if isinstance(scaling, dict) and (scaling.get("factor") or 1) > 1:
-            original = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-            limit = max(limit, int(original * scaling["factor"]))
-    return limit
 
 
 @contextmanager

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["batch_obstacle", "check_call", "encoder_obstacle", "refusal"]
+__all__ = ["batch_obstacle", "check_call", "refusal"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,19 +87,6 @@ def refusal(anatomy: Anatomy) -> str | None:
     return _device_obstacle(decoder)
 
 
-def encoder_obstacle(model: nn.Module) -> str | None:
-    """
-    Why the tokens of a model see later ones; `None` if they do not.
-
-    The part of [`refusal`] that no setting of a trainer changes, so it can run before a trainer exists. The model may
-    be on the meta device.
-    """
-    anatomy = Anatomy.of(model)
-    if reason := _encoder_decoder_obstacle(anatomy):
-        return reason
-    return None if anatomy.whole_rows or not anatomy.mixers.mixers else _direction_obstacle(anatomy)
-
-
 def _encoder_decoder_obstacle(anatomy: Anatomy) -> str | None:
     """Why an encoder-decoder model cannot be packed; `None` for other models."""
     decoder = anatomy.decoder
@@ -134,10 +121,8 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
             layer = f"layer `{mixer.name}` ({type(mixer.module).__name__})"
             return f"{layer} attends in both directions or to another sequence"
     names = names_in(type(decoder).forward)
-    bidirectional = getattr(config, "use_bidirectional_attention", None)
-    # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
-    is_set = bidirectional not in (None, False, "vision") or getattr(config, "causal", True) is False
-    if is_set or ("is_decoder" in names and not getattr(config, "is_decoder", True)):
+    # `is_decoder` is a field of all configurations, and acts in the code that reads it.
+    if any(name in names or name != "is_decoder" for name in _bidirectional_settings(config)):
         return "its tokens see later ones"
     makes_causal_masks = "create_causal_mask" in names and "create_bidirectional_mask" not in names
     if makes_causal_masks and not any(map(attends_within_tokens, decoder.modules())):
@@ -196,12 +181,21 @@ def _is_whole(decoder: nn.Module) -> bool:
 
 def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
     """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
-    for name, causal in {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}.items():
-        value = getattr(config, name, causal)
-        # A field that the code never reads is not the cause.
-        if value not in (causal, None, "vision") and is_in_source(decoder, name):
-            return f" (`config.{name}={value!r}`; a causal model has {causal!r} there)"
+    for name, value in _bidirectional_settings(config).items():
+        if is_in_source(decoder, name):  # a field that the code never reads is not the cause
+            return f" (`config.{name}={value!r}`; a causal model has {_CAUSAL[name]!r} there)"
     return ""
+
+
+_CAUSAL = {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}
+"""Fields of configurations that may make a decoder bidirectional, and their values in a causal model."""
+
+
+def _bidirectional_settings(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of [`_CAUSAL`] that have another value."""
+    values = {name: getattr(config, name, causal) for name, causal in _CAUSAL.items()}
+    # "vision": only image tokens attend to each other, and a call with images has a mask that shows it.
+    return {name: value for name, value in values.items() if value not in (_CAUSAL[name], None, "vision")}
 
 
 def _adapter_obstacle(config: Any) -> str | None:

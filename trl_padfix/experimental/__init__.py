@@ -17,10 +17,6 @@ from types import ModuleType
 from ..versions import require
 
 
-PROMOTED = {"kto": "KTO", "distillation": "Distillation"}
-"""Trainers that TRL has promoted, and that may still be imported from their experimental modules."""
-
-
 class _TableModules(MetaPathFinder, Loader):
     """Finds and fills the modules of the table."""
 
@@ -32,12 +28,10 @@ class _TableModules(MetaPathFinder, Loader):
         from .tasks import EXPERIMENTS
 
         name, _, part = rest.partition(".")
-        if name in PROMOTED and not part:
-            return ModuleSpec(fullname, self)
         if name not in EXPERIMENTS and find_spec(f"trl.experimental.{name}") is not None:
             raise ImportError(
-                f"trl_padfix has no `experimental.{name}`, but {', '.join(EXPERIMENTS)}. Use TRL's trainer with "
-                "`PaddingRemovalCallback`, or with `remove_padding(trainer.model)`."
+                f"trl_padfix has no `experimental.{name}`, but {', '.join(EXPERIMENTS)}. KTO and distillation are in "
+                "`trl_padfix` itself; use any other trainer of TRL with `PaddingRemovalCallback`."
             )
         if name not in EXPERIMENTS or part not in ("", f"{name}_config", f"{name}_trainer"):
             return None
@@ -47,11 +41,6 @@ class _TableModules(MetaPathFinder, Loader):
         from .tasks import classes_of
 
         name, _, part = module.__name__.removeprefix(f"{__name__}.").partition(".")
-        if (stable := PROMOTED.get(name)) is not None:
-            names = [f"{stable}Config", f"{stable}Trainer"]
-            package = import_module(__package__.rpartition(".")[0])
-            vars(module).update({n: getattr(package, n) for n in names}, __all__=names)
-            return
         # `orpo.orpo_config` has the very classes of `orpo`.
         classes = vars(import_module(f"{__name__}.{name}"))["_classes"] if part else classes_of(name)
         vars(module).update(classes, _classes=classes, __all__=[*classes])

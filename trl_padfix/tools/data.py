@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from ..files import DATA_FILES
-from ..trainers.data.row_checks import TRAINED, EmptyTextError, check_row
+from ..trainers.data.row_checks import TRAINED, check_row
 
 
 __all__ = ["load_rows", "texts_of", "texts_of_row"]
 
 
-def load_rows(data: str, split: str = "train") -> Dataset:
+def load_rows(data: str) -> Dataset:
     """
-    Load a dataset.
-
-    Args:
-        data (`str`):
-            A local `.jsonl`, `.json`, `.json.gz`, `.csv` or `.parquet`, a folder, or a Hub id.
-        split (`str`, *optional*, defaults to `"train"`):
-            Split of a folder or Hub id; a file has one split.
+    Load the training split of a local `.jsonl`, `.json`, `.json.gz`, `.csv` or `.parquet`, a folder, or a Hub id.
 
     Raises:
         ValueError: If there is no row.
@@ -36,9 +29,9 @@ def load_rows(data: str, split: str = "train") -> Dataset:
     if path.is_file() and path.suffix in DATA_FILES:
         rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
     else:
-        rows = load_dataset(data, split=split)
+        rows = load_dataset(data, split="train")
     if not len(rows):
-        raise ValueError(f"{data} has no row in its split {split!r}.")
+        raise ValueError(f"{data} has no row in its split 'train'.")
     return rows
 
 
@@ -51,8 +44,7 @@ def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> I
     """
     for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
         row = dataset[number]
-        with suppress(EmptyTextError):  # TRL trains on it
-            check_row(row, number)
+        check_row(row, number)
         yield row
 
 

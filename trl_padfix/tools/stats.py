@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from .data import checked_rows
 from .token_rows import TokenRow, sequences_of, token_rows
 
 
-__all__ = ["BatchTokens", "Lengths", "PrefixTree", "batch_tokens", "measure", "prefix_tree", "summary"]
+__all__ = ["BatchTokens", "Lengths", "batch_tokens", "measure", "summary"]
 
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
@@ -125,18 +124,6 @@ class BatchTokens:
         return self.distinct if (self.real - self.distinct) * GATHERED_KEYS_PER_TOKEN >= self.real else self.real
 
 
-class PrefixTree(NamedTuple):
-    """
-    Sequences sorted by their tokens, which merges them where they begin alike.
-
-    `lengths` are the tokens of each sequence in sorted order, and `shared` the tokens that it has in common with the
-    one before it, both `(n,)`. [1, 2, 3], [1, 2, 4] and [5] give 3, 3, 1 and 0, 2, 0.
-    """
-
-    lengths: np.ndarray
-    shared: np.ndarray
-
-
 def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, trainer: str = "") -> Lengths:
     """
     Tokenize a dataset as TRL does for a `trainer`, and keep its lengths and shared prefixes.
@@ -188,15 +175,6 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
         distinct -= np.mean([costs[batch].shared.sum() for batch in counted])
     real = lengths.costs(sharing=False).tokens[batches].sum(1)
     return BatchTokens(float(padded.mean()), float(real.mean()), float(distinct))
-
-
-def prefix_tree(lengths: Lengths) -> PrefixTree:
-    """The sequences of all rows in sorted order, with those prefixes that [`Lengths.costs`] counts."""
-    order, shared = lengths.by_prefix
-    tokens = lengths.kept_tokens[order]
-    in_common = np.repeat(lengths.prompts[order, None], tokens.shape[1], axis=1)  # the sequences of a row: its prompt
-    in_common[:, 0] = shared
-    return PrefixTree(tokens.ravel(), np.minimum(in_common, tokens).ravel())
 
 
 def summary(lengths: Lengths) -> dict[str, dict[str, float]]:

@@ -15,7 +15,6 @@ __all__ = ["COLUMNS", "TokenRow", "sequences_of", "token_rows", "trainer_of"]
 
 COLUMNS = {
     "dpo": ({"chosen", "rejected"},),
-    "reward": ({"chosen", "rejected"},),
     "kto": ({"prompt", "completion", "label"},),
     "sft": ({"prompt", "completion"}, {"messages"}, {"text"}),
 }
@@ -25,17 +24,16 @@ TokenRow: TypeAlias = dict[str, Any]
 """A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""
 
 
-def trainer_of(columns: Iterable[str], trainer: str | None = None) -> str:
+def trainer_of(columns: Iterable[str]) -> str:
     """
-    The trainer, or the first one that takes rows with these columns.
+    The first trainer that takes rows with these columns.
 
     Raises:
-        ValueError: If that trainer, or every trainer, does not take these columns.
+        ValueError: If no trainer does.
     """
-    trainers = COLUMNS if trainer is None else [trainer]
-    found = next((t for t in trainers if any(names <= {*columns} for names in COLUMNS[t])), None)
+    found = next((t for t, sets in COLUMNS.items() if any(names <= {*columns} for names in sets)), None)
     if found is None:
-        taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in trainers)
+        taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in COLUMNS)
         raise ValueError(f"The data has the columns {', '.join(columns)}. Trainers take {taken}. Rename them.")
     return found
 

@@ -20,7 +20,7 @@ WORTH_GROUPING = 0.9
 WORTH_SHARING = 0.99
 """Sharing is advised if batches have less than this share of their real tokens with it."""
 
-UNITS = {"dpo": "pairs", "reward": "pairs", "sft": "rows", "kto": "rows"}
+UNITS = {"dpo": "pairs", "sft": "rows", "kto": "rows"}
 """Units in which the batches of a trainer are counted."""
 
 

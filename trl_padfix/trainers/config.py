@@ -19,7 +19,6 @@ from .settings import (
     ForwardBudgetConfig,
     PackingConfig,
     PaddingConfig,
-    ReferenceAttentionConfig,
 )
 
 
@@ -29,7 +28,7 @@ __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig",
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
+class DPOConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -48,9 +47,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             first training and evaluation batch. If packed is wrong, the run stops. After ten steps, compare the
             longest row so far with that row alone. `'forward'` leaves out gradients, `'short'` the longest row.
         strict (`bool`, *optional*, defaults to `False`):
-            Stop for doubtful data: rows without a label, equal completions, more or fewer images than placeholders.
-            By default a warning counts such rows. With `padding_free`, also stop at a call that cannot be packed. By
-            default such a call runs padded.
+            With `padding_free`: stop at a call that cannot be packed, and if the trainer's loss depends on padding. By
+            default such calls run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
             several lengths. Losses and metrics ignore the filler. For FP8 and compiled kernels that need few lengths.
@@ -64,13 +62,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). Texts go
             to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            With `predict_with_generate`: maximum number of tokens to generate after a prompt.
-        generation_kwargs (`dict`, *optional*):
-            With `predict_with_generate`: more keyword arguments of `generate`, such as `{'do_sample': False}`. They
-            override the model's generation config, whose `num_return_sequences` is ignored.
-        eval_generation_samples (`int`, *optional*):
-            With `predict_with_generate`: generate only for this many rows at the beginning of each evaluation set. By
-            default for all.
+            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Everything else is
+            set in the model's `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into parts of at most this many computed tokens, which run one after
             another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`,
@@ -78,9 +71,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         group_by_prefix (`bool`, *optional*, defaults to `False`):
             Put rows with long shared prefixes into the same batch: several pairs of a prompt, the turns of a
             conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
-        group_by_prefix_buffer (`int`, *optional*):
-            With `group_by_prefix` and a streamed dataset: number of rows to read ahead and group. Use at least the
-            rows of several optimizer steps.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
             are TRL's means over batches.
@@ -99,8 +89,6 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     ```
     """
 
-    _VALID_DICT_FIELDS = [*trl.DPOConfig._VALID_DICT_FIELDS, "generation_kwargs"]
-
 
 @answer_unknown_fields
 @help_from_docstring
@@ -111,7 +99,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix, group_by_prefix_buffer:
+        attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last token of each row's attention mask. By default the score is that of
@@ -137,14 +125,13 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
+class KTOConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix,
-        group_by_prefix_buffer:
+        attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
@@ -164,7 +151,7 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
+class GRPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -172,7 +159,7 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation:
+        attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -197,13 +184,13 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
+class RLOOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, ref_attn_implementation, max_tokens_per_batch:
+        attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].
@@ -229,9 +216,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix,
-        group_by_prefix_buffer, exact_eval_means, predict_with_generate, generation_max_new_tokens, generation_kwargs,
-        eval_generation_samples:
+        attn_implementation, max_tokens_per_batch, group_by_prefix, exact_eval_means,
+        predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
             Make one row for each assistant turn in `messages`, rendered by the chat template at that turn. For
@@ -252,8 +238,6 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     """
 
     expand_turns: bool = False
-
-    _VALID_DICT_FIELDS = [*trl.SFTConfig._VALID_DICT_FIELDS, "generation_kwargs"]
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         if self.expand_turns:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
 from transformers import Trainer
@@ -16,14 +14,12 @@ from transformers import Trainer
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PaddingRemoval
 from ..core.mixers.mixers import WHOLE
-from ..core.model.find import find_pretrained
 from ..core.model.views import config_of
 from .temporary_attributes import temporarily_set
 
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel
 
     from .protocols import TaskTrainer
 
@@ -32,10 +28,8 @@ __all__ = [
     "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
     "max_over_processes", "models_of", "named_models_of", "raise_on_all", "refuse_whole_rows", "splitting_parallelism",
     "step_on_prepared",
-    "sync_gradients_in_last", "trains_on_images", "warn_of_launch",
+    "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
-
-logger = get_logger(__name__)
 
 
 def named_models_of(trainer: TaskTrainer) -> dict[str, Any]:
@@ -65,23 +59,8 @@ def trains_on_images(trainer: TaskTrainer) -> bool | None:
 def check_launch(trainer: TaskTrainer) -> None:
     """
     Raises:
-        PaddingRemovalError: If the model is copied to several devices, its layers or parts of a head are distributed
-            over processes, or padded rows are split over them.
+        PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
     """
-    model = find_pretrained(trainer.model)
-    _check_heads(model)
-    stages = _size_at_load(model, "pp_size")
-    if stages > 1:  # with TRL alone the first step never ends either
-        raise PaddingRemovalError(
-            f"`pp_size={stages}` of the model's `distributed_config` gives each process some of the layers, and "
-            "transformers' Trainer has no schedule that passes a batch through them. Use `fsdp_size`, `tp_size` or "
-            "`ep_size`, which shard all layers."
-        )
-    if _size_at_load(model, "dp_replicate_size") > 1 and getattr(trainer.model, "peft_config", None):
-        raise PaddingRemovalError(  # with TRL alone the first forward fails
-            "`dp_replicate_size` of the model's `distributed_config` makes a mesh of two dimensions, on which "
-            "PEFT's adapters get the width of a part of their layer. Use `fsdp_size` alone, or train without adapters."
-        )
     if trainer.args.n_gpu > 1:
         raise PaddingRemovalError(
             f"`nn.DataParallel` on {trainer.args.n_gpu} GPUs runs copies of the model that share one decoder. Launch "
@@ -92,50 +71,6 @@ def check_launch(trainer: TaskTrainer) -> None:
             "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
             "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
         )
-
-
-def warn_of_launch(accelerator: Accelerator) -> None:
-    """Warn once if accelerate runs fewer processes than it was asked for, or if it was asked to shard and does not."""
-    # `accelerate launch` sets the address for several processes, and a rank where it starts them.
-    asked_for_several = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys()
-    if accelerator.num_processes == 1 and asked_for_several and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        logger.warning_once(
-            "`accelerate launch` was asked for several processes and started one: with `distributed_type: NO` it "
-            "ignores `num_processes`. This run trains on one process. For several take the configuration "
-            "`recipes/accelerate/multi_gpu.yaml`, on CPUs too."
-        )
-    strategies = {"FSDP": DistributedType.FSDP, "DEEPSPEED": DistributedType.DEEPSPEED}
-    for name, kind in strategies.items():
-        is_asked = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1")
-        if is_asked and accelerator.num_processes > 1 and accelerator.distributed_type != kind:
-            logger.warning_once(
-                f"{name} was requested, but accelerate runs {accelerator.distributed_type.value}: it shards nothing "
-                "on CPUs. Each process holds the whole model (DDP); the losses are the same, memory is not."
-            )
-
-
-# Projections that tensor parallelism may split by heads, and the configuration's numbers of these heads.
-_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
-
-
-def _check_heads(model: PreTrainedModel) -> None:
-    """
-    Raises:
-        PaddingRemovalError: If tensor parallelism would cut a head in two, which fails in the first forward.
-    """
-    size = getattr(model, "_tp_size", None) or 1
-    if size == 1:
-        return
-    config = model.config.get_text_config()
-    plan = getattr(model, "_tp_plan", None) or {}
-    cut = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    for projection, name in _HEADS.items():
-        heads = getattr(config, name, None) or size
-        if projection in cut and heads % size:
-            raise PaddingRemovalError(
-                f"`tp_size={size}` splits the heads of every layer over processes, and it does not divide "
-                f"`{name}={heads}` of the model. Use a size that does, or `fsdp_size`."
-            )
 
 
 def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
@@ -151,7 +86,7 @@ def data_replicas(trainer: TaskTrainer) -> int:
 
 def is_zero(stage: int, accelerator: Accelerator) -> bool:
     """Whether DeepSpeed shards gradients (2), or also parameters, and gathers them for each call of a module (3)."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    plugin = accelerator.state.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == stage
 
 

@@ -18,8 +18,8 @@ from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_im
 
 __all__ = [
     "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
-    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_generation_settings",
-    "check_grouping", "check_packing", "check_token_budget", "trls_configuration",
+    "Settings", "check_field_types", "check_grouping",
+    "check_packing", "check_token_budget", "trls_configuration",
 ]  # fmt: skip
 
 COMPUTED = {
@@ -28,7 +28,6 @@ COMPUTED = {
     "packed_multiple_of": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
-    "group_by_prefix_buffer": None,
 }
 """Fields that change how a step is computed, and their values without this package."""
 
@@ -58,26 +57,10 @@ class AttentionConfig:
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         turn_off(self)
         self.attn_implementation = parse_implementation(attn_implementation)
-        for name in (f.name for f in fields(self) if f.name.endswith("_attn_implementation")):
-            setattr(self, name, parse_implementation(getattr(self, name)))
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"attn_implementation": self.attn_implementation}  # type: ignore[misc]
-
-
-@dataclass
-class ReferenceAttentionConfig(AttentionConfig):
-    """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
-
-    ref_attn_implementation: dict[str, Any] | str | None = None
-
-
-@dataclass
-class TeacherAttentionConfig(AttentionConfig):
-    """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
-
-    teacher_attn_implementation: dict[str, Any] | str | None = None
 
 
 @dataclass
@@ -131,7 +114,6 @@ class BudgetConfig(ForwardBudgetConfig):
     """`max_tokens_per_batch` and `group_by_prefix`, for trainers that train on the rows of a dataset."""
 
     group_by_prefix: bool = False
-    group_by_prefix_buffer: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,17 +127,15 @@ class EvaluationConfig:
     exact_eval_means: bool = False
     predict_with_generate: bool = False
     generation_max_new_tokens: int = 256
-    generation_kwargs: dict[str, Any] | str | None = None
-    eval_generation_samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        if self.predict_with_generate:
-            check_generation_settings(self)
+        if self.predict_with_generate and self.generation_max_new_tokens < 1:
+            raise ValueError(f"`generation_max_new_tokens` must be positive, got {self.generation_max_new_tokens}.")
 
 
 @dataclass
-class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig):
+class Settings(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig):
     """
     All our fields of a configuration, read once. A field that the configuration does not have gets its default.
 
@@ -272,16 +252,9 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
 def check_grouping(settings: Settings, config: TrainingArguments) -> None:
     """
     Raises:
-        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows,
-            and if `group_by_prefix_buffer` is not a number of rows or set without `group_by_prefix`.
+        ValueError: If `group_by_prefix` is set without `prefix_sharing`, with `packing` or with another order of rows.
     """
-    grouped, buffer = settings.group_by_prefix, settings.group_by_prefix_buffer
-    if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1 or not grouped):
-        raise ValueError(
-            f"`group_by_prefix_buffer={buffer!r}` is the number of rows of a stream that `group_by_prefix` groups at "
-            "a time. Give a number with `group_by_prefix=True`, or leave it out."
-        )
-    if not grouped:
+    if not settings.group_by_prefix:
         return
     if not settings.prefix_sharing:
         raise ValueError(
@@ -300,22 +273,3 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
             f"`group_by_prefix=True` and `{strategy}` both choose which rows meet in a step: by prefix and by length. "
             "Set one of them; `max_tokens_per_batch` balances lengths anyway."
         )
-
-
-def check_generation_settings(config: EvaluationConfig) -> None:
-    """Check the fields for generation in evaluation, before a model is loaded."""
-    numbers = {
-        "generation_max_new_tokens": config.generation_max_new_tokens,
-        "eval_generation_samples": config.eval_generation_samples,
-    }
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
-    taken = {
-        "max_new_tokens": "`generation_max_new_tokens` is the field for it",
-        "max_length": "`generation_max_new_tokens` says how many tokens are generated after a prompt",
-        "num_return_sequences": "every prompt has one prediction",
-        "return_dict_in_generate": "only the tokens are kept",
-    }
-    for name in taken.keys() & (config.generation_kwargs or {}):
-        raise ValueError(f"`generation_kwargs` holds `{name}`: {taken[name]}. Leave it out.")

@@ -15,7 +15,6 @@ from datasets import Dataset
 
 from .checks.custom_loss import why_padded
 from .data.columns import is_empty, require_columns
-from .data.data_warnings import warn_or_raise
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos
 
@@ -43,9 +42,6 @@ class Task:
 
     texts: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
     """Columns with text or messages; no row may lack one of them."""
-
-    takes_images = True
-    """Whether datasets may have images. TRL and `remove_padding` then accept or refuse them."""
 
     # Batches
 
@@ -78,11 +74,6 @@ class Task:
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
 
-    @property
-    def strict(self) -> bool:
-        """Whether doubtful data is an error, and not a warning."""
-        return self.trainer.padding.settings.strict
-
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         """
         Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
@@ -92,20 +83,16 @@ class Task:
             return dataset
         require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
         check_vocabulary(arguments.processing_class)
-        dataset = validate_rows(dataset, arguments.dataset_name, self.texts, self.strict)
+        dataset = validate_rows(dataset, arguments.dataset_name, self.texts)
         require_eos(dataset, arguments.processing_class, self.texts)
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        """Errors and warnings about the dataset that TRL has prepared from `rows` rows. Not called for streams."""
-
-    def warn_of_left_out(self, prepared: Dataset, rows: int, dataset_name: str, what: str, why: str) -> None:
-        """Warn of rows (`what`: rows, pairs) that TRL has left out of `rows` rows; an error if it trains on none."""
-        if len(prepared) < rows:
-            warn_or_raise(
-                f"{rows - len(prepared)} of {rows} {what} of the {dataset_name} dataset were left out by TRL: {why}",
-                # With no row, TRL's evaluation raises no error, and its training does.
-                self.strict or (dataset_name == "train" and len(prepared) == 0),
+        """Raise a `ValueError` if TRL has prepared no training row from `rows` rows. Not called for streams."""
+        if arguments.dataset_name == "train" and not len(prepared):
+            raise ValueError(
+                f"TRL has left out all {rows} rows of the train dataset: `max_length={arguments.args.max_length}` "
+                "leaves no token to train on. Raise `max_length`, or shorten the prompts."
             )
 
     def on_attached(self) -> None:

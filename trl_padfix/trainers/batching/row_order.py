@@ -9,25 +9,21 @@ all processes and a resumed run have the same order.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
-from torch.utils.data import IterableDataset as TorchIterableDataset
-from torch.utils.data import Sampler, get_worker_info
+from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
+from datasets import Dataset
+from torch.utils.data import Sampler
 
 from ...core.model.find import find_pretrained
 from ..checks.custom_loss import custom_loss_name, custom_step_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
-from ..messages import say
 from ..parts.part import Part
 from ..settings import check_grouping
-from ..temporary_attributes import temporarily_set
 from .bin_packing import partition_equal_rows
 from .token_costs import RowCosts, dataset_costs
 
@@ -103,14 +99,12 @@ class _PermutedSampler(Sampler):
     costs: RowCosts
     batches: Batches
     is_grouped: bool
-    before_epoch: Callable[[], None]
 
     def __len__(self) -> int:
         batches, rows = self.batches, len(self.sampler)
         return rows + (-rows % (batches.size * batches.processes) if batches.is_filled else 0)
 
     def __iter__(self) -> Iterator[int]:
-        self.before_epoch()
         yield from self.batches.permuted(list(self.sampler), self.costs, self.is_grouped).tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -118,43 +112,16 @@ class _PermutedSampler(Sampler):
             self.sampler.set_epoch(epoch)
 
 
-class _GroupedStream(TorchIterableDataset):
-    """A stream whose rows are grouped, `buffer` rows at a time."""
-
-    def __init__(self, rows: Any, order: RowOrder, batches: Batches, buffer: int):
-        self.rows, self.order, self.batches, self.buffer = rows, order, batches, buffer
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.rows, "set_epoch"):
-            self.rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker, batches = get_worker_info(), self.batches
-        if worker is not None and worker.num_workers > 1:
-            # Workers make batches in turn, each from different rows, so no worker has a whole step.
-            batches = Batches(batches.size)
-        buffer = max(self.buffer // batches.per_step, 1) * batches.per_step  # a buffer ends at the end of a step
-        stream = iter(self.rows)
-        while rows := list(islice(stream, buffer)):
-            order = batches.permuted(range(len(rows)), self.order.costs(rows), is_grouped=True)
-            yield from (rows[i] for i in order)
-
-
 class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
-
-    _is_first_epoch = False
-    """Whether the running training groups rows and has not drawn any yet."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
-        is_stream = data is not None and not isinstance(data, Dataset)
-        if self.settings.group_by_prefix and is_stream and self.settings.group_by_prefix_buffer is None:
+        if self.settings.group_by_prefix and data is not None and not isinstance(data, Dataset):
             raise ValueError(
                 f"`group_by_prefix=True` compares the beginnings of all rows, but the training dataset is a "
-                f"`{type(data).__name__}`, which cannot list its rows. Set the number of rows to read ahead "
-                "(`group_by_prefix_buffer=8192`), or give a `datasets.Dataset`."
+                f"`{type(data).__name__}`, which cannot list its rows. Give a `datasets.Dataset`, or leave it out."
             )
 
     def attach(self) -> None:
@@ -170,38 +137,19 @@ class RowOrder(Part):
                 f"`group_by_prefix` needs the token counts of the rows of {type(self.trainer).__name__}. Leave it out."
             )
 
-    def around_dataloader(
-        self, dataset: Dataset | IterableDataset, is_training: bool
-    ) -> contextlib.AbstractContextManager[Any]:
-        buffer = self.settings.group_by_prefix_buffer
-        if not is_training or buffer is None or isinstance(dataset, Dataset):
-            return contextlib.nullcontext()
-        return temporarily_set(self.trainer, train_dataset=_GroupedStream(dataset, self, self._batches(), buffer))
-
     def permute(self, loader: Any) -> Any:
         """A data loader for training, as accelerate has prepared it, whose sampler is permuted."""
         trainer, is_grouped = self.trainer, bool(self.settings.group_by_prefix)
         dataset, batches = trainer.train_dataset, self._batches()
         if not isinstance(dataset, Dataset) or not (is_grouped or self._balances(dataset, batches)):
             return loader
-        self._is_first_epoch = is_grouped
         # accelerate makes processes draw the same rows (`use_seedable_sampler`), so its sampler stays unchanged.
         sampler = loader.batch_sampler
-        while hasattr(sampler, "batch_sampler"):
+        while isinstance(sampler, BatchSamplerShard | SkipBatchSampler):
             sampler = sampler.batch_sampler
-        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped, self._tell_order)
+        permuted = _PermutedSampler(sampler.sampler, self.costs(dataset), batches, is_grouped)
         loader.set_sampler(permuted)
         return loader
-
-    def _tell_order(self) -> None:
-        """Say once that a resumed training draws its rows in this order."""
-        done = self.trainer.state.global_step
-        if self._is_first_epoch and done:
-            say(
-                f"Training resumes at step {done + 1} in the order of `group_by_prefix`. If the checkpoint was made "
-                "without it, some rows of this epoch come twice, and others not at all."
-            )
-        self._is_first_epoch = False
 
     def _balances(self, dataset: Dataset, batches: Batches) -> bool:
         """Whether rows may move to another process: their weight does not depend on other rows of the batch."""
@@ -227,7 +175,7 @@ class RowOrder(Part):
         hidden_size = find_pretrained(trainer.model).config.get_text_config().hidden_size
         return Batches(size, processes, args.gradient_accumulation_steps, is_filled, 1 / (12 * hidden_size))
 
-    def costs(self, rows: Dataset | Sequence[dict[str, Any]]) -> RowCosts:
+    def costs(self, rows: Dataset) -> RowCosts:
         """Token costs of rows."""
         args, task = self.trainer.args, self.trainer.padding.task
         mode = getattr(args, "truncation_mode", None) or "keep_start"

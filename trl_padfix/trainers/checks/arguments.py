@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from accelerate.logging import get_logger
-from datasets import Dataset, IterableDataset, List
-from transformers import MODEL_MAPPING, AutoModel
 
-from ...core.errors import PaddingRemovalError
-from ...core.model.find import find_pretrained
-from ...core.model.inspection import names_in
 from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
-from ...core.refusals import encoder_obstacle
 from ...versions import newer_trl
 from ..data.collators import check_padding_side
-from ..data.columns import column_names, image_counts, is_empty, values
-from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.columns import is_empty
 from ..data.tokenizers import check_tokenizer
-from ..data.vision_collators import count_placeholders, misplaced_message
 from ..settings import Settings, check_field_types, check_packing
-from .model_config import load_model_config
 
 
 if TYPE_CHECKING:
@@ -32,7 +22,7 @@ if TYPE_CHECKING:
     from ..task import Task
 
 
-__all__ = ["check_arguments", "check_vision", "image_columns", "require_teacher", "rope_kind_beyond"]
+__all__ = ["check_arguments", "require_teacher", "rope_kind_beyond"]
 
 logger = get_logger(__name__)
 
@@ -56,70 +46,9 @@ def check_arguments(
             f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."
         )
     check_packing(settings)
-    for name, prefix in {"model": "", "teacher_model": "teacher_"}.items():
-        if settings.padding_free:
-            _refuse_encoder(init_kwargs.get(name), config, prefix)
     check_tokenizer(init_kwargs.get("processing_class"))
     data = init_kwargs.get("train_dataset")
     is_empty(data, "train")  # then an error
-
-
-def _refuse_encoder(model: torch.nn.Module | str | None, config: TrainingArguments | None, prefix: str) -> None:
-    """Refuse models whose tokens attend to later ones: TRL's `__init__` fails with some, without this reason."""
-    model = _skeleton(model, config, prefix) if isinstance(model, str) else model
-    if not isinstance(model, torch.nn.Module):
-        return
-    try:
-        pretrained = find_pretrained(model)
-    except TypeError:
-        return  # `remove_padding` will say that there is no such model in it, or more than one
-    if reason := encoder_obstacle(pretrained):
-        raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(pretrained).__name__}: {reason}. Leave it padded: "
-            "`padding_free=False` in a trainer's configuration, or use a decoder-only model."
-        )
-
-
-def _skeleton(model: str, config: TrainingArguments | None, prefix: str) -> torch.nn.Module | None:
-    """The model of an id or a path without weights, if its tokens may attend to later ones; else `None`."""
-    try:
-        model_config = load_model_config(model, config, prefix)
-        names = names_in(MODEL_MAPPING[type(model_config)].forward)
-        # Nearly all decoders call `create_causal_mask`. Composite models are checked when they are loaded.
-        if "create_causal_mask" in names or model_config.get_text_config() is not model_config:
-            return None
-        # Take the class that `config.json` names: T5 and its encoder alone have the same kind of configuration.
-        architecture = getattr(transformers, next(iter(model_config.architectures or ()), ""), None)
-        with torch.device("meta"):
-            return AutoModel.from_config(model_config) if architecture is None else architecture(model_config)
-    except Exception as error:  # a missing id, or code from the Hub: TRL raises an error, or loads the code
-        logger.info(f"{model!r} was not checked before it is loaded ({type(error).__name__}: {error}).")
-        return None
-
-
-def image_columns(dataset: Dataset | IterableDataset) -> str:
-    """The names of the columns of a dataset with images, joined for a message; empty if no row has one."""
-    names = sorted(column_names(dataset) & {"image", "images"})
-    if isinstance(dataset, Dataset):
-        is_list = {name: isinstance(dataset.features[name], List) for name in names}
-        names = [name for name in names if not is_list[name] or image_counts(dataset, name).any()]
-    return ", ".join(map(repr, names))
-
-
-def check_vision(dataset: Dataset, processor: Any, dataset_name: str, strict: bool) -> None:
-    """Warn of examples whose numbers of images and placeholders differ, or raise a `ValueError`. Decodes no image."""
-    misplaced: list[tuple[int, int, int]] = []
-    column = "images" if "images" in dataset.column_names else "image"
-    texts = [c for c in ("messages", "prompt", "text") if c in dataset.column_names]
-    rows = zip(image_counts(dataset, column).tolist(), *(values(dataset, text) for text in texts), strict=True)
-    for number, (count, *contents) in enumerate(rows):
-        placeholders = count_placeholders(dict(zip(texts, contents, strict=True)), count, processor)
-        if placeholders != count:
-            misplaced.append((number, count, placeholders))
-    if misplaced:
-        numbers = [number for number, *_ in misplaced]
-        count = f" {name_rows(numbers, 'example')} are like this." if len(misplaced) > 1 else ""
-        warn_or_raise(misplaced_message(*misplaced[0], f"the {dataset_name} dataset") + count, strict)
 
 
 def require_teacher(init_kwargs: dict[str, Any]) -> None:
@@ -139,7 +68,7 @@ def rope_kind_beyond(model: torch.nn.Module, max_length: int | None) -> str | No
     frequencies are constant.
     """
     for module, kind in length_dependent_ropes(model).items():
-        limit = getattr(module, "original_max_seq_len", None) or module.config.max_position_embeddings
+        limit = module.config.max_position_embeddings
         longest = rope_parameters(module.config).get("original_max_position_embeddings", limit)
         if max_length is None or max_length > longest:
             return kind

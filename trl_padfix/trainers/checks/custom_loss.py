@@ -105,7 +105,7 @@ def is_custom_collator(collator: object) -> bool:
     """Whether a collator is a user's: its result for a row may depend on the other rows of the batch."""
     if inspect.isroutine(collator):
         return not _is_trusted(collator)
-    owners = [getattr(collator, "__dict__", {}), *map(vars, type(collator).__mro__)]
+    owners = [vars(collator), *map(vars, type(collator).__mro__)]
     calls = [owner[name] for owner in owners for name in ("__call__", "torch_call") if name in owner]
     return not all(map(_is_trusted, calls))
 

@@ -43,7 +43,7 @@ def check_turns(
     dataset: Dataset | IterableDataset, processing_class: PreTrainedTokenizerBase | ProcessorMixin, name: str
 ) -> None:
     """Raise a `ValueError` if the rendered prompt of a turn is not the beginning of the rendered row."""
-    if getattr(processing_class, "chat_template", None) is None:
+    if processing_class.chat_template is None:
         return  # TRL raises an error for conversations without a template
     if isinstance(dataset, Dataset):
         step = -(-len(dataset) // MAX_RENDERED_ROWS)  # evenly spaced; -(-a // b) rounds up

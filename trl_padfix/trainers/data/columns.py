@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset, Value
+from datasets import Dataset, IterableDataset
 
 
 __all__ = [
-    "blank_texts", "chunks", "column_names", "empty_lists", "equal_rows", "ids_outside", "image_counts", "is_empty",
-    "list_lengths", "lists", "require_columns", "rows_of_only", "untrained_rows", "values",
+    "chunks", "column_names", "ids_outside", "is_empty", "lists", "require_columns", "rows_of_only", "values",
 ]  # fmt: skip
 
 
@@ -22,7 +21,8 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     """The columns of a dataset, also of a stream; an empty set without a dataset."""
     if dataset is None:
         return set()
-    return set(getattr(dataset, "column_names", None) or next(iter(dataset), ()))
+    names = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None  # a stream may not know
+    return set(names or next(iter(dataset), ()))
 
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
@@ -37,47 +37,9 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
         yield from batch[column]
 
 
-def list_lengths(dataset: Dataset, column: str) -> np.ndarray:
-    """Length of each list of a column, `(n,)`; 0 for a missing one."""
-    # Arrow's lengths are int32. An empty array comes first, since there may be no rows.
-    return np.concatenate([np.empty(0, dtype=np.int64), *map(_lengths, _batches(dataset, column))])
-
-
-def image_counts(dataset: Dataset, column: str) -> np.ndarray:
-    """Number of images of each row, `(n,)`: column `image` holds one or none, any other a list of images."""
-    if column != "image":
-        return list_lengths(dataset, column)
-    counts = [chunk.is_valid().to_numpy(zero_copy_only=False) for chunk in chunks(dataset, column)]
-    return np.concatenate([np.empty(0, dtype=np.int64), *counts])
-
-
-def empty_lists(dataset: Dataset, column: str) -> np.ndarray:
-    """Rows whose list in `column` is empty."""
-    return np.flatnonzero(list_lengths(dataset, column) == 0)
-
-
-def equal_rows(dataset: Dataset, left: str, right: str) -> list[int]:
-    """Rows in which the lists of two columns are equal."""
-    pairs = zip(lists(dataset, left), lists(dataset, right), strict=True)
-    return [i for i, (a, b) in enumerate(pairs) if np.array_equal(a, b)]
-
-
-def untrained_rows(dataset: Dataset) -> list[int]:
-    """Rows without a label to predict: all but the first, which is never predicted, are -100."""
-    return [i for i, labels in enumerate(lists(dataset, "labels")) if (labels[1:] == -100).all()]
-
-
 def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
     """Rows whose list in `column` holds nothing but `value`."""
     return np.flatnonzero([(ids == value).all() for ids in lists(dataset, column)])
-
-
-def blank_texts(dataset: Dataset, column: str) -> np.ndarray:
-    """Rows whose text in `column` is white space only; no rows if the column does not hold text."""
-    feature = dataset.features[column]
-    if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):
-        return np.empty(0, dtype=np.int64)
-    return np.flatnonzero([text is not None and not text.strip() for text in values(dataset, column)])
 
 
 def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:

@@ -1,5 +1,5 @@
 """
-Makes training data from recorded agent rollouts: good rollouts for SFT, pairs for DPO, groups for GRPO.
+Recorded rollouts of an agent as the completions of GRPO.
 
 A rollout is a row with `messages` (tool calls and answers of tools included), a reward, and the task that it is a
 trial of.
@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from itertools import chain, combinations
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 
-from .chat_templates import TEMPLATE_COLUMNS, renderer
+from .chat_templates import renderer
 from .row_checks import validate_rows
 from .tokenizers import tokenizer_of
 from .turns import turns_of
@@ -28,140 +28,9 @@ if TYPE_CHECKING:
     from ..parts.part import PaddingFreeTrainer
 
 
-__all__ = ["RecordedRollouts", "good_rollouts", "rollout_pairs"]
+__all__ = ["RecordedRollouts"]
 
 logger = logging.getLogger(__name__)
-
-
-def good_rollouts(dataset: Dataset, at_least: float = 1.0, *, reward: str = "reward") -> Dataset:
-    """
-    Select the rollouts with a reward of `at_least`, for SFT (with `expand_turns=True` for a row of each turn).
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rollouts, with `messages` and a reward.
-        at_least (`float`, *optional*, defaults to `1.0`):
-            Minimum reward of a good rollout.
-        reward (`str`, *optional*, defaults to `"reward"`):
-            Column of the rewards.
-
-    Returns:
-        [`~datasets.Dataset`] with the same columns.
-
-    Raises:
-        TypeError: If the dataset is a stream.
-        ValueError: If it has no such column, a row has no messages or no reward, or no rollout is good.
-
-    Example:
-
-    ```python
-    >>> from datasets import Dataset
-    >>> from trl_padfix import good_rollouts
-
-    >>> asked = {"role": "user", "content": "2+2?"}
-    >>> trials = [("3", 0.0), ("4", 1.0)]
-    >>> rows = [{"reward": r, "messages": [asked, {"role": "assistant", "content": c}]} for c, r in trials]
-    >>> [row["messages"][1]["content"] for row in good_rollouts(Dataset.from_list(rows))]
-    ['4']
-
-    ```
-    """
-    rewards = _rewards(dataset, reward)
-    good = [i for i, value in enumerate(rewards) if value >= at_least]
-    if not good:
-        raise ValueError(
-            f"None of the {len(rewards)} rollouts has a `{reward}` of at least {at_least:g}; the highest is "
-            f"{max(rewards, default=math.nan):g}. Lower `at_least`."
-        )
-    logger.info(f"`good_rollouts`: {len(good)} of {len(rewards)} have a `{reward}` of at least {at_least:g}.")
-    return dataset.select(good)
-
-
-def rollout_pairs(dataset: Dataset, *, task: str = "task", reward: str = "reward") -> Dataset:
-    """
-    Make preference pairs for DPO: each two trials of a task with different rewards make a pair.
-
-    `prompt` has the messages that both trials begin with. `chosen` and `rejected` have the messages that follow, up to
-    the last assistant turn, of the trial with the higher and the lower reward. Ids of tool calls are not
-    compared, because they differ between all trials. A warning counts the trials without a pair. It also counts the
-    pairs whose first different message is not the assistant's: DPO then trains on messages of users and tools too.
-
-    Args:
-        dataset ([`~datasets.Dataset`]):
-            Rollouts, with `messages`, a task and a reward; `tools` and `chat_template_kwargs` are kept.
-        task (`str`, *optional*, defaults to `"task"`):
-            Column with the task of each trial.
-        reward (`str`, *optional*, defaults to `"reward"`):
-            Column of the rewards.
-
-    Returns:
-        [`~datasets.Dataset`] with `prompt`, `chosen`, `rejected`, the task, and `margin` (difference of the rewards).
-
-    Raises:
-        TypeError: If the dataset is a stream.
-        ValueError: If a column is missing, a row has no messages or no reward, or no two trials of a task give a pair.
-
-    Example:
-
-    ```python
-    >>> from datasets import Dataset
-    >>> from trl_padfix import rollout_pairs
-
-    >>> asked = {"role": "user", "content": "2+2?"}
-    >>> trials = [("3", 0.0), ("4", 1.0), ("22", 0.0)]
-    >>> rows = [
-    ...     {"task": 7, "reward": reward, "messages": [asked, {"role": "assistant", "content": text}]}
-    ...     for text, reward in trials
-    ... ]
-    >>> pairs = rollout_pairs(Dataset.from_list(rows))
-    >>> [(pair["chosen"][0]["content"], pair["rejected"][0]["content"]) for pair in pairs]
-    [('4', '3'), ('4', '22')]
-
-    ```
-    """
-    rewards, trials = _rewards(dataset, reward), _trials(dataset, task)
-    messages = dataset["messages"][:]
-    columns = {name: dataset[name][:] for name in dataset.column_names if name in (task, *TEMPLATE_COLUMNS)}
-    counts = Counter(single=sum(len(rows) == 1 for rows in trials.values()))
-    pairs: list[dict[str, Any]] = []
-    for rows in trials.values():
-        counts["equal"] += len(rows) > 1 and len({rewards[i] for i in rows}) == 1
-        for pair in combinations(rows, 2):
-            worse, better = sorted(pair, key=rewards.__getitem__)
-            if rewards[worse] == rewards[better]:
-                continue
-            shared = _count_shared(messages[better], messages[worse])
-            chosen, rejected = (_to_last_turn(messages[i])[shared:] for i in (better, worse))
-            if not (shared and chosen and rejected):
-                counts["no_pair"] += 1
-                continue
-            counts["not_assistant"] += {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}
-            texts = {"prompt": messages[better][:shared], "chosen": chosen, "rejected": rejected}
-            of_task = {name: values[better] for name, values in columns.items()}
-            pairs.append(texts | {"margin": rewards[better] - rewards[worse]} | of_task)
-    reasons = {
-        "single": f"{counts['single']} of {len(trials)} tasks have one trial, so there is nothing to compare",
-        "equal": f"the trials of {counts['equal']} tasks all have one reward",
-        "no_pair": f"{counts['no_pair']} pairs of trials share no message, or one is the beginning of the other",
-    }
-    left_out = "; ".join(text for name, text in reasons.items() if counts[name])
-    if not pairs:
-        raise ValueError(
-            f"`rollout_pairs` finds no pair in {len(dataset)} rollouts{left_out and f': {left_out}'}. A pair needs "
-            f"two trials of one `{task}` with different values of `{reward}`. Check the columns, or sample more."
-        )
-    logger.info(f"`rollout_pairs`: {len(pairs)} pairs of {len(dataset)} rollouts of {len(trials)} tasks.")
-    if left_out:
-        logger.warning(f"`rollout_pairs`: {left_out}.")
-    if counts["not_assistant"]:
-        logger.warning(
-            f"`rollout_pairs`: {counts['not_assistant']} of {len(pairs)} pairs part at a message that is not the "
-            "assistant's. Messages of users or tools are in `chosen` and `rejected` too, and DPO trains on them."
-        )
-    # The types of the dataset: inferred ones would merge the keys of all tool calls into one struct.
-    types = dict.fromkeys(("prompt", "chosen", "rejected"), dataset.features["messages"])
-    types |= {"margin": Value("float64"), **{name: dataset.features[name] for name in columns}}
-    return Dataset.from_list(pairs, features=Features(types))
 
 
 class RecordedRollouts:
@@ -267,7 +136,7 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
-    validate_rows(dataset, "rollouts", ("messages",), strict=False)
+    validate_rows(dataset, "rollouts", ("messages",))
     values = dataset[reward][:]
     numbers = list(map(_as_number, values))
     without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]
@@ -304,25 +173,6 @@ def _trials(dataset: Dataset, task: str) -> dict[Any, list[int]]:
 def _require(dataset: Dataset, column: str, remedy: str) -> None:
     if column not in dataset.column_names:
         raise ValueError(f"The rollouts have no column `{column}`; they have {sorted(dataset.column_names)}. {remedy}")
-
-
-def _count_shared(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> int:
-    """Number of messages that two trials have in common at their beginning."""
-    pairs = zip(map(_without_ids, a), map(_without_ids, b), strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
-
-
-def _without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the ids of tool calls, and without missing values (Arrow adds `None` for absent keys)."""
-    calls = [{k: v for k, v in call.items() if k != "id"} for call in message.get("tool_calls") or ()]
-    rest = {k: v for k, v in message.items() if v is not None and k not in ("tool_calls", "tool_call_id")}
-    return rest | {"tool_calls": calls}
-
-
-def _to_last_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages up to the end of the assistant's last turn; none without a turn."""
-    turns = turns_of(messages)
-    return messages[: turns[-1][1]] if turns else []
 
 
 def _token_ids(

@@ -9,8 +9,6 @@ computation. With prefix sharing, and the rows of a conversation in one batch, t
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_turn_settings", "expand_datasets", "expand_turns", "turns_of"]
 
-logger = logging.getLogger(__name__)
-
 D = TypeVar("D", Dataset, IterableDataset)
 
 
@@ -36,7 +32,7 @@ def expand_turns(dataset: D, name: str = "train") -> D:
     Make one row for each assistant turn, in the order of the conversations.
 
     Consecutive assistant messages are one turn. Turns without a message before them and conversations without a turn
-    are left out; a warning counts them.
+    are left out.
 
     Args:
         dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
@@ -71,7 +67,6 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             f"`expand_turns` takes a dataset of `datasets`, and the {name} dataset is a `{type(dataset).__name__}`. "
             "Make one from it with `Dataset.from_generator` or `IterableDataset.from_generator`."
         )
-    is_stream = isinstance(dataset, IterableDataset)
     columns = sorted(column_names(dataset))
     if images := sorted({"image", "images"} & set(columns)):
         raise ValueError(
@@ -87,20 +82,14 @@ def expand_turns(dataset: D, name: str = "train") -> D:
             "Give a column `messages`, or leave `expand_turns` out: rows with `prompt` and `completion` already have "
             "one turn."
         )
-    counts: Counter[str] = Counter()
     other_columns = [column for column in columns if column not in ("messages", "prompt", "completion")]
 
     def expand(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows: dict[str, list[Any]] = {column: [] for column in [*other_columns, "prompt", "completion"]}
         for i, messages in enumerate(batch["messages"]):
-            turns, kinds = _trained_turns(messages or [])
-            for kind in kinds:
-                if is_stream and not counts[kind]:
-                    logger.warning(
-                        f"`expand_turns`: conversations of the {name} stream {_LEFT_OUT[kind]}. (Shown once.)"
-                    )
-                counts[kind] += 1
-            for begin, end in turns:
+            for begin, end in turns_of(messages or []):
+                if begin == 0:
+                    continue
                 rows["prompt"].append(messages[:begin])
                 rows["completion"].append(messages[begin:end])
                 for column in other_columns:
@@ -114,12 +103,14 @@ def expand_turns(dataset: D, name: str = "train") -> D:
         | dict.fromkeys(("prompt", "completion"), types["messages"])
     )
     how: dict[str, Any] = {"batched": True, "remove_columns": columns, "features": features}
-    if is_stream:
+    if isinstance(dataset, IterableDataset):
         return dataset.map(expand, **how)
-    # Not from the cache: `expand` also counts what it leaves out, and a cached result would report zeros.
-    how |= {"load_from_cache_file": False, "desc": f"Making a row from each turn of the {name} dataset"}
-    rows: Any = dataset.map(expand, **how)
-    _report(counts, len(dataset), len(rows), name)
+    rows = dataset.map(expand, **how, desc=f"Making a row from each turn of the {name} dataset")
+    if not len(rows):
+        raise ValueError(
+            f"None of the {len(dataset)} conversations of the {name} dataset has a turn of the assistant after "
+            "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
+        )
     return rows
 
 
@@ -149,38 +140,3 @@ def turns_of(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
             turns.append((begin, begin + length))
         begin += length
     return turns
-
-
-_LEFT_OUT = {
-    "without": "have no turn of the assistant to train on and are left out",
-    "first": "begin with the assistant; that turn has no prompt and gives no row",
-    "joined": "have consecutive messages of the assistant; they are one turn",
-}
-"""Texts about conversations that are not used unchanged."""
-
-
-def _trained_turns(messages: list[dict[str, Any]]) -> tuple[list[tuple[int, int]], list[str]]:
-    """[`turns_of`] a conversation that follow a message, and the keys of [`_LEFT_OUT`] that hold for it."""
-    turns, kinds = turns_of(messages), []
-    if any(end - begin > 1 for begin, end in turns):
-        kinds.append("joined")
-    if turns and turns[0][0] == 0:
-        turns = turns[1:]
-        kinds.append("first")
-    if not turns:
-        kinds.append("without")
-    return turns, kinds
-
-
-def _report(counts: Counter[str], conversations: int, rows: int, name: str) -> None:
-    """Warn about conversations that are not used unchanged; raise a `ValueError` if there is no row."""
-    if not rows:
-        raise ValueError(
-            f"None of the {conversations} conversations of the {name} dataset has a turn of the assistant after "
-            "another message, so there is nothing to train on. A turn is a message with the `role` 'assistant'."
-        )
-    for kind, text in _LEFT_OUT.items():
-        if counts[kind]:
-            logger.warning(
-                f"`expand_turns`: {counts[kind]} of {conversations} conversations of the {name} dataset {text}."
-            )

@@ -51,7 +51,7 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`], for one of the models.
-        ValueError: For a missing teacher, a missing `prompt` column, and for prompts without a token.
+        ValueError: For a missing teacher, and a missing `prompt` column.
 
     Example:
 

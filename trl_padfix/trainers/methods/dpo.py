@@ -7,12 +7,9 @@ from typing import Any
 import torch
 import trl
 import trl.trainer.dpo_trainer as trl_dpo
-from datasets import Dataset
 
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForPreference
-from ..data.columns import equal_rows
-from ..data.data_warnings import name_rows, warn_or_raise
 from ..data.vision_collators import DataCollatorForVisionPreference
 from ..task import PairTask
 
@@ -31,22 +28,6 @@ class DPOTask(PairTask):
         trl_dpo.DataCollatorForVisionPreference: DataCollatorForVisionPreference,
     }
     sequences = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
-
-    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        name = arguments.dataset_name
-        why = (
-            f"their prompts fill `max_length={arguments.args.max_length}` by themselves, so every completion would be "
-            "cut off. Raise `max_length`, or shorten the prompts."
-        )
-        self.warn_of_left_out(prepared, rows, name, "pairs", why)
-        DataCollatorForPreference.check_empty_in(prepared, name, self.strict)
-        equal = equal_rows(prepared, "chosen_ids", "rejected_ids")
-        if len(equal):
-            warn_or_raise(
-                f"{len(equal)} of {len(prepared)} pairs of the {name} dataset have equal completions: they teach "
-                f"nothing and cost a step's time. {name_rows(equal)} of the tokenized data. Drop them.",
-                self.strict,
-            )
 
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         return super().chunk_weight(chunk, batch, num_items) if self.rows_are_independent() else None
@@ -86,7 +67,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
-        ValueError: For unusable input: missing columns, empty completions, no pad token.
+        ValueError: For unusable input: missing columns, no pad token.
 
     Example:
 

@@ -66,7 +66,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     Raises:
         PaddingRemovalError: If padding cannot be removed from the model with exact results.
         ParityError: On the first batch, if the packed and the padded forward differ.
-        ValueError: For a missing `prompt` column, and for prompts without a token.
+        ValueError: For a missing `prompt` column.
 
     Example:
 

@@ -18,7 +18,7 @@ from ...core.context import within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator
 from ..data.columns import column_names, values
-from ..data.vision_collators import VisionCollator, to_padding_side_with_kl
+from ..data.vision_collators import to_padding_side_with_kl
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 
@@ -43,13 +43,9 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
             Pad the length of the batch to a multiple of this.
         padding_side (`str`, *optional*, defaults to `"right"`):
             `"left"` or `"right"`, also for the mismatched completions of the KL term.
-        for_trainer (`bool`, *optional*, defaults to `False`):
-            Whether invalid rows are counted in `odd_rows` and give a warning, instead of an error. Trainers set it,
-            because they check their data before the first step.
 
     Raises:
-        ValueError: For an invalid `padding_side`, for an empty completion, and for a left-padded row without a prompt
-            token (its first token would be scored from padding).
+        ValueError: For an invalid `padding_side`.
 
     Example:
 
@@ -68,21 +64,16 @@ class DataCollatorForUnpairedPreference(SidedCollator, trl_kto.DataCollatorForUn
     ```
     """
 
-    texts, example = {"completion_ids": "completion"}, "example"
-
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        self.refuse_empty(examples)
         return to_padding_side_with_kl(self, super().torch_call(examples))
 
 
 @dataclass
-class DataCollatorForVisionUnpairedPreference(VisionCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
+class DataCollatorForVisionUnpairedPreference(SidedCollator, trl_kto.DataCollatorForVisionUnpairedPreference):
     """TRL's collator for unpaired preferences with images, padding on `padding_side`, also for the KL term."""
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = super().torch_call(examples)
-        self.refuse_cut(batch, len(examples), "examples")
-        return to_padding_side_with_kl(self, batch)
+        return to_padding_side_with_kl(self, dict(super().torch_call(examples)))
 
 
 class KTOTask(Task):
@@ -109,9 +100,6 @@ class KTOTask(Task):
                         '`dataset.map(lambda row: {"label": row["label"] == "good"})`.'
                     )
         return checked
-
-    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        DataCollatorForUnpairedPreference.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)
@@ -182,7 +170,7 @@ class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For missing columns, empty completions, and no pad token.
+        ValueError: For missing columns, and no pad token.
 
     Example:
 

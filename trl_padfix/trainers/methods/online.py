@@ -11,10 +11,9 @@ from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-import trl
 from accelerate.logging import get_logger
-from datasets import Dataset
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from ...core.call.batch_cache import batch_cache
@@ -22,8 +21,7 @@ from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.backward_hooks import gradient_hook_name
 from ..checks.custom_loss import custom_loss_name, custom_step_name
-from ..data.columns import blank_texts, column_names, require_columns
-from ..data.data_warnings import warn_or_raise
+from ..data.columns import column_names, require_columns
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
@@ -36,7 +34,6 @@ from ..task import Task
 
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import TrainingArguments
 
 
@@ -60,12 +57,6 @@ class OnlineTask(Task):
     """TRL's method with the forwards that score completions."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        has_budget = self.trainer.padding.settings.max_tokens_per_batch is not None
-        if has_budget and not hasattr(super(OnlineTrainer, self.trainer), self.scores):
-            raise ValueError(
-                f"`max_tokens_per_batch` splits the forwards of `{self.scores}`, and TRL {trl.__version__} has no "
-                "such method. Update TRL, or leave the budget out."
-            )
         dataset = init_kwargs.get("train_dataset")
         # An environment brings its own prompts, so its dataset needs no column.
         if dataset is not None and column_names(dataset) and init_kwargs.get("environment_factory") is None:
@@ -74,27 +65,9 @@ class OnlineTask(Task):
     def on_attached(self) -> None:
         trainer = self.trainer
         check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",), self.strict)
+        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",))
         for name, dataset in datasets_of(trainer).items():
-            if name != "train":
-                validate_rows(dataset, name, ("prompt",), self.strict)
-            self._check_prompts_of(dataset, name)
-
-    def _check_prompts_of(self, dataset: Dataset | IterableDataset, name: str) -> None:
-        """Warn of prompts without a token, such as white space; raise a `ValueError` with `strict`."""
-        if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
-            return
-        rows = blank_texts(dataset, "prompt")
-        texts = dataset.select(rows)["prompt"] if len(rows) else []
-        tokenizer: Any = self.trainer.processing_class
-        empty = [int(row) for row, text in zip(rows, texts, strict=True) if not tokenizer(text=text)["input_ids"]]
-        if empty:
-            warn_or_raise(
-                f"Prompts {empty[:5]} of the {name} dataset have no token ({len(empty)} in all): the first token of "
-                "their completions would be sampled and scored from padding. Drop them, or give every prompt at least "
-                "a BOS token.",
-                self.strict,
-            )
+            validate_rows(dataset, name, ("prompt",))
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -152,16 +125,6 @@ class OnlineTrainer(PaddingFreeMixin):
 
     task_class = OnlineTask
     part_classes = tuple(part for part in PARTS if part not in (ExactMeans, RowOrder, Generation))
-
-    @hook
-    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        tokenized = super()._tokenize_prompts(prompts)
-        if empty := sum(len(ids) == 0 for ids in tokenized[0]):
-            logger.warning(
-                f"{empty} prompts of the batch have no token: the first token of their completions is sampled and "
-                "scored from padding, as TRL does it. Drop them, or give every prompt at least a BOS token."
-            )
-        return tokenized
 
     @hook
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +231,8 @@ def group_prompts(batches: list[dict[str, Any]], window: int) -> list[dict[str, 
 def require_rows_in(batch: dict[str, Any], count: int, remedy: str) -> None:
     """Raise a `ValueError` for a value of a batch that is neither a scalar nor has an entry for each row."""
     for name, value in batch.items():
-        is_scalar = isinstance(value, str) or not isinstance(value, Sized) or getattr(value, "ndim", 1) == 0
+        is_tensor = isinstance(value, torch.Tensor | np.ndarray)
+        is_scalar = isinstance(value, str) or (value.ndim == 0 if is_tensor else not isinstance(value, Sized))
         if not is_scalar and (isinstance(value, dict) or len(value) != count):
             raise ValueError(
                 f"`{name}` of a batch does not have one value for each of its {count} rows, so it is unknown which "

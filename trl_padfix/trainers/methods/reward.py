@@ -13,7 +13,6 @@ from ...core.model.find import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
 from ..data.columns import rows_of_only
-from ..data.data_warnings import warn_or_raise
 from ..distributed import datasets_of
 from ..task import PairTask
 
@@ -30,7 +29,6 @@ class RewardTask(PairTask):
 
     columns = [{"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"}]
     needs = "A reward model needs `chosen` and `rejected` (and `prompt`, unless both begin with it)"
-    takes_images = False
     generates_rows = False
     collators = {trl_reward.DataCollatorForPreference: DataCollatorForReward}
     sequences = (("chosen_ids",), ("rejected_ids",))
@@ -38,23 +36,17 @@ class RewardTask(PairTask):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         model = init_kwargs.get("model")
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        if head is not None:
-            warn_or_raise(
+        if isinstance(model, torch.nn.Module) and find_pretrained(model).get_output_embeddings() is not None:
+            raise ValueError(
                 f"{type(model).__name__} scores every next token, and a reward model scores a whole sequence. Load "
-                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id.",
-                self.strict or self.trainer.padding.settings.padding_free,  # packed, no token has a loss of its own
+                "it with `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`, or pass its id."
             )
-
-    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        why = f"they have a sequence of more than `max_length={arguments.args.max_length}` tokens. Raise `max_length`."
-        self.warn_of_left_out(prepared, rows, arguments.dataset_name, "pairs", why)
-        DataCollatorForReward.check_empty_in(prepared, arguments.dataset_name, self.strict)
 
     def on_attached(self) -> None:
         handle = self.trainer.padding.handle
-        side = getattr(self.trainer.data_collator, "padding_side", "right")
-        if side == "right" or handle is None or handle.pool_last_token:
+        collator = self.trainer.data_collator
+        pads_left = isinstance(collator, DataCollatorForReward) and collator.padding_side == "left"
+        if not pads_left or handle is None or handle.pool_last_token:
             return
         pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
         for name, dataset in datasets_of(self.trainer).items():
@@ -89,7 +81,7 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For missing columns, empty rows, and a model with a language-modeling head.
+        ValueError: For missing columns, and a model with a language-modeling head.
 
     Example:
 

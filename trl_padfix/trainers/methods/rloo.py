@@ -34,7 +34,7 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
 
     Raises:
         PaddingRemovalError, ParityError: As [`DPOTrainer`].
-        ValueError: For a missing `prompt` column, and for prompts without a token.
+        ValueError: For a missing `prompt` column.
 
     Example:
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +10,10 @@ import trl
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
-from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
 from ..data.chat_templates import check_turns
 from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
-from ..data.columns import column_names, is_empty, require_columns, untrained_rows
-from ..data.data_warnings import name_rows, warn_or_raise
+from ..data.columns import column_names, is_empty, lists, require_columns
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos
 from ..data.turns import check_turn_settings, expand_datasets
@@ -45,7 +42,7 @@ class SFTTask(Task):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         side = self.trainer.padding.settings.padding_side
-        if side is not None and getattr(config, "packing", False) and config.packing_strategy != "wrapped":
+        if side is not None and config.packing and config.packing_strategy != "wrapped":
             raise ValueError(
                 f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
@@ -83,10 +80,8 @@ class SFTTask(Task):
             )
         kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {text_column}]
         texts = next(kind for kind in kinds if kind <= columns) - {"conversations"}
-        dataset = validate_rows(dataset, name, texts, self.strict)
-        row = next(iter(dataset), None)
-        if row is None:
-            raise ValueError(f"No row of the {name} stream can be trained on; the warnings above say why.")
+        dataset = validate_rows(dataset, name, texts)
+        row = next(iter(dataset))
         if row.get("conversations") and "role" in row["conversations"][0]:
             raise ValueError(
                 f"The messages in `conversations` of the {name} dataset have `role` and `content`, and TRL reads such "
@@ -96,22 +91,20 @@ class SFTTask(Task):
         return dataset
 
     def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
+        super().check_prepared(prepared, rows, arguments)
         if arguments.packing or "labels" not in prepared.column_names:
             return
-        name = arguments.dataset_name
-        why = f"`max_length={arguments.args.max_length}` leaves them no token to train on. Raise `max_length`."
-        self.warn_of_left_out(prepared, rows, name, "rows", why)
-        if untrained := untrained_rows(prepared):
-            warn_or_raise(
-                f"{len(untrained)} of {len(prepared)} rows of the {name} dataset have no token to train on: they "
-                f"teach nothing and cost a step's time. {name_rows(untrained)} of the tokenized data. Drop them, or "
-                "look at what is masked: `completion_only_loss`, `assistant_only_loss`, the labels.",
-                self.strict,
+        # The first token is never predicted.
+        if len(prepared) and not any((labels[1:] != -100).any() for labels in lists(prepared, "labels")):
+            raise ValueError(
+                f"No row of the {arguments.dataset_name} dataset has a token to train on. Look at what is masked: "
+                "`completion_only_loss`, `assistant_only_loss`, the labels."
             )
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args
-        return getattr(collator, "padding_free", False) or bool(args.eval_packing)
+        is_trls = isinstance(collator, trl_sft.DataCollatorForLanguageModeling)
+        return (is_trls and collator.padding_free) or bool(args.eval_packing)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         names = ("input_ids", "attention_mask")
@@ -140,7 +133,7 @@ class SFTTask(Task):
     def metrics_inputs(self, inputs: dict[str, Any], logits: Any, labels: Any) -> tuple[Any, Any]:
         # A `compute_metrics` for TRL gets right-padded rows.
         collator = self.trainer.data_collator
-        pads_left = isinstance(collator, SidedCollator) and collator.for_trainer and collator.padding_side == "left"
+        pads_left = isinstance(collator, SidedCollator) and collator.padding_side == "left"
         if not pads_left or "attention_mask" not in inputs or not isinstance(logits, torch.Tensor):
             return logits, labels
         mask = inputs["attention_mask"].to(logits.device)
@@ -197,5 +190,4 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
                     datasets = bound.arguments.get(f"{name}_dataset")
                     bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
                 args, kwargs = bound.args[1:], bound.kwargs
-            with silence_packing_warning() if settings.padding_free else nullcontext():
-                super().__init__(*args, **kwargs)
+            super().__init__(*args, **kwargs)

@@ -19,12 +19,11 @@ from transformers import EvalPrediction, ProcessorMixin
 from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
-from ...core.generation import check_budget, generate
+from ...core.generation import generate
 from ...files import write_whole
 from ..data.chat_templates import tools_of
 from ..data.tokenizers import tokenizer_of
 from ..distributed import splitting_parallelism
-from ..settings import check_generation_settings
 from .part import Evaluation, Part
 
 
@@ -58,10 +57,8 @@ class Generation(Part):
     """The dataset of the running evaluation: the one of the data loader built last."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        if self.settings.predict_with_generate:
-            check_generation_settings(self.settings)
-            if init_kwargs.get("formatting_func") is not None:
-                raise ValueError("`predict_with_generate=True` would ignore `formatting_func`. Leave one of them out.")
+        if self.settings.predict_with_generate and init_kwargs.get("formatting_func") is not None:
+            raise ValueError("`predict_with_generate=True` would ignore `formatting_func`. Leave one of them out.")
 
     def on_init_end(self) -> None:
         """Check prompts and settings before the first step instead of at the first evaluation."""
@@ -76,9 +73,8 @@ class Generation(Part):
             )
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
             _require_prompts(dataset, name)
-            batches = self._batches(dataset, range(self._count(dataset)))
-            longest = max(int(batch["attention_mask"].sum(1).max()) for *_, batch in batches)
-            check_budget(self._generator, longest, **self._generation_settings())
+            for _ in self._batches(dataset, range(len(dataset))):  # a prompt without a token is an error
+                pass
             is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if not is_sharded:  # one token for the first prompt: `generate` refuses what it cannot do
                 self._generate_from(dataset, count=1, max_new_tokens=1, min_new_tokens=None)
@@ -97,7 +93,7 @@ class Generation(Part):
         _require_prompts(dataset, prefix)
         evaluation.loss_only = True  # `compute_metrics` gets generated tokens, so logits are not kept
         yield
-        samples, predicted = self._generate_from(dataset, self._count(dataset))
+        samples, predicted = self._generate_from(dataset, len(dataset))
         if trainer.compute_metrics is not None:
             for name, value in denumpify_detensorize(trainer.compute_metrics(predicted)).items():
                 evaluation.output.metrics[f"{prefix}_{name.removeprefix(f'{prefix}_')}"] = value
@@ -138,9 +134,6 @@ class Generation(Part):
         inputs = _padded(inputs, pad) if "inputs" in self.trainer.args.include_for_metrics else None
         return samples, EvalPrediction(_padded(predictions, pad), _padded(references, -100), inputs)
 
-    def _count(self, dataset: Dataset) -> int:
-        return min(self.settings.eval_generation_samples or len(dataset), len(dataset))
-
     def _batches(
         self, dataset: Dataset, indices: Sequence[int]
     ) -> Iterator[tuple[Sequence[int], list[Prompt], dict[str, Any]]]:
@@ -180,7 +173,6 @@ class Generation(Part):
     def _generation_settings(self) -> dict[str, Any]:
         """Keyword arguments of `generate`; the end tokens of model and tokenizer both end a text."""
         tokenizer = tokenizer_of(self.trainer.processing_class)
-        kwargs: Any = self.settings.generation_kwargs or {}  # a string (YAML in a command) is parsed by the config
         ends = self._generator.generation_config.eos_token_id
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         return {
@@ -189,7 +181,7 @@ class Generation(Part):
             "eos_token_id": sorted(ends) or None,
             "num_return_sequences": 1,  # the model's own generation config may ask for more, and for a dictionary
             "return_dict_in_generate": False,
-        } | kwargs
+        }
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

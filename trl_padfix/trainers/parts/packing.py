@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
-from datasets import Dataset
 
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
-from ...core.model.find import find_decoder, find_multimodal, find_pretrained
+from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_on, remove_padding
-from ..checks.arguments import check_vision, image_columns
-from ..data.data_warnings import warn_or_raise
 from ..data.row_checks import check_ids
 from ..distributed import datasets_of, is_zero, models_of, trains_on_images
 from ..temporary_attributes import temporarily_set
@@ -25,7 +22,6 @@ from .part import Part
 
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
     from transformers import TrainingArguments
 
     from .part import PaddingFreeTrainer
@@ -42,7 +38,7 @@ class RemovePadding(Part):
     """
     `padding_free`: attaches to the models.
 
-    Before the first step it also checks token ids and images.
+    Before the first step it also checks token ids.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -113,7 +109,8 @@ class RemovePadding(Part):
 
     def _vocabulary(self) -> int | None:
         """Number of token embeddings of the model; `None` if the model has none."""
-        return getattr(find_pretrained(self.trainer.model).get_input_embeddings(), "num_embeddings", None)
+        embedding = find_pretrained(self.trainer.model).get_input_embeddings()
+        return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
 
     def _check_token_ids(self) -> None:
         """Refuse token ids without an embedding, which no model computes."""
@@ -129,8 +126,6 @@ class RemovePadding(Part):
         return self.trainer._signature_columns or []
 
     def on_init_end(self) -> None:
-        for name, dataset in datasets_of(self.trainer).items() if self.trainer.padding.task.takes_images else ():
-            self._check_images(name, dataset)
         if self.trainer.args.torch_compile:
             self._compile()
 
@@ -145,26 +140,6 @@ class RemovePadding(Part):
 
         for handle in handles:
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
-
-    def _check_images(self, name: str, dataset: Dataset | IterableDataset) -> None:
-        """Refuse images if the model takes text only, or if their number differs from the number of placeholders."""
-        if not (images := image_columns(dataset)):
-            return
-        if trains_on_images(self.trainer) is False:
-            warn_or_raise(
-                f"The {name} dataset has images ({images}) and the train dataset has none, so batches are made of "
-                "text alone. Give both the column (an empty list where there is no image), or drop it.",
-                self.settings.strict,
-            )
-            return
-        pretrained = find_pretrained(self.trainer.model)
-        if find_multimodal(pretrained, find_decoder(pretrained)) is None:
-            raise ValueError(
-                f"The {name} dataset has images ({images}), and {type(pretrained).__name__} takes text only. Pass "
-                "a vision-language model, or drop the column to train on the text."
-            )
-        if isinstance(dataset, Dataset):  # the collator checks each batch of a stream
-            check_vision(dataset, self.trainer.processing_class, name, self.settings.strict)
 
     def restore(self) -> None:
         for attachment in reversed(self._attachments):

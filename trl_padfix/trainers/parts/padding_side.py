@@ -48,7 +48,7 @@ class PaddingSide(Part):
 
     def attach(self) -> None:
         """
-        Replace TRL's collator. Ours count invalid rows instead of raising errors.
+        Replace TRL's collator.
 
         Raises:
             ValueError: If rows with PEFT's virtual tokens would be padded left: PEFT puts these tokens before the
@@ -60,12 +60,7 @@ class PaddingSide(Part):
             values = {f.name: vars(collator)[f.name] for f in fields(collator)}
             collator = collators[type(collator)](**values, padding_side=self._padding_side())
         if is_dataclass(collator):
-            trainer.data_collator = replace(
-                collator,
-                for_trainer=True,
-                strict=self.settings.strict,
-                packed_rows=trainer.padding.task.packs_rows(),
-            )
+            trainer.data_collator = replace(collator, packed_rows=trainer.padding.task.packs_rows())
 
         if trainer.data_collator.padding_side == "left" and self._has_virtual_tokens():
             raise ValueError(
