@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from kit.methods import make_trainer
 from kit.online_runs import save_policy
-from kit.trainer_runs import MODES, assert_same, build_model, run
+from kit.trainer_runs import MODES, assert_same, build_model, lora, run
+from peft import get_peft_model
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -87,17 +90,19 @@ def finished(trainer, *names: str) -> torch.Tensor:
 # The same numbers
 
 
-def test_another_attention_gives_the_same_numbers(make, ran, flash, monkeypatch):
+def test_policy_and_reference_on_different_attention_give_the_numbers_of_equal_ones(make, ran, flash, monkeypatch):
     by_default = finished(make("DPO", MODES["padded"]), "rewards/margins")
-    trainer = make("DPO", MODES["padded"] | {"attn_implementation": "flash_attention_2"})
+    choice = {"attn_implementation": "flash_attention_2", "ref_attn_implementation": "eager"}
+    trainer = make("DPO", MODES["padded"] | choice)
     assert_same(finished(trainer, "rewards/margins"), by_default)
-    assert ran(trainer.model) == ran(trainer.ref_model) == {"flash_attention_2"}
+    assert ran(trainer.model) == {"flash_attention_2"}
+    assert ran(trainer.ref_model) == {"eager"}
     eager = modeling_qwen2.eager_attention_forward
     monkeypatch.setattr(
         modeling_qwen2, "eager_attention_forward", lambda *a, scaling, **k: eager(*a, scaling=2 * scaling, **k)
     )
-    with pytest.raises(AssertionError):  # the control: a sharper attention
-        assert_same(finished(make("DPO", {"attn_implementation": "eager"}), "rewards/margins"), by_default)
+    with pytest.raises(AssertionError):  # the control: a reference with sharper attention
+        assert_same(finished(make("DPO", {"ref_attn_implementation": "eager"}), "rewards/margins"), by_default)
 
 
 # Where it can be asked for
@@ -118,6 +123,14 @@ def test_auto_chooses_the_fastest_and_says_so_once(make, caplog):
     (said,) = [r.getMessage() for r in caplog.records if "auto" in r.getMessage()]
     assert "`attn_implementation='auto'` is 'sdpa'" in said
     assert trainer.ref_model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(not hasattr(trl, "DistillationTrainer"), reason="this TRL has no stable distillation")
+def test_a_teacher_that_is_loaded_by_its_name_runs_with_what_it_is_asked_to(saved, tmp_path):
+    given = {"teacher_model": saved, "teacher_attn_implementation": "eager"}
+    trainer = make_trainer(trl_padfix, "Distillation", tmp_path, **given)
+    assert trainer.teacher_model.config._attn_implementation == "eager"
+    assert trainer.model.config._attn_implementation == "sdpa"
 
 
 # Models that are loaded already
@@ -142,8 +155,12 @@ def test_a_model_that_cannot_be_switched_is_an_error(make, monkeypatch):
 # Refused before weights are loaded
 
 
+OF_REFERENCE = {"ref_attn_implementation": "eager"}
+LORA = {"peft_config": lora(task_type="CAUSAL_LM")}
+SHARED = "`ref_attn_implementation='eager'` is for a reference.*"
 BEFORE_WEIGHTS = [
     ({"attn_implementation": "flash_attention_2"}, "`attn_implementation='flash_attention_2'` cannot run on this CPU"),
+    ({"ref_attn_implementation": "flash_attention_3"}, "`ref_attn_implementation='flash_attention_3'` cannot run"),
     (
         {"attn_implementation": "flex_attention", "padding_free": True},
         "padding cannot be removed with it.*Usable: ",
@@ -152,6 +169,11 @@ BEFORE_WEIGHTS = [
         {"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}},
         "`attn_implementation='eager'` and `model_init_kwargs.*'sdpa'.* disagree",
     ),
+]
+WITHOUT_WEIGHTS = [
+    ("DPO", OF_REFERENCE | LORA, f"{SHARED}adapter"),
+    ("DPO", OF_REFERENCE | {"precompute_ref_log_probs": True}, f"{SHARED}precompute_ref_log_probs=True"),
+    ("GRPO", OF_REFERENCE | {"beta": 0.0}, f"{SHARED}`beta=0`"),
 ]
 
 
@@ -162,6 +184,15 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(make, monkeypatch)
         with pytest.raises(ValueError, match=f"(?s){message}"):
             make("DPO", config)
     assert not loaded
+
+
+def test_a_reference_without_weights_of_its_own_takes_no_other_attention(make, saved):
+    for kind, config, message in WITHOUT_WEIGHTS:
+        with pytest.raises(ValueError, match=message):
+            make(kind, config)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(saved), LORA["peft_config"])
+    with pytest.raises(ValueError, match=f"{SHARED}policy with its adapter switched off"):
+        make("DPO", OF_REFERENCE, model=adapted)
 
 
 # Vision models
@@ -182,11 +213,11 @@ def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
     build_vision("qwen2_5_vl").model.save_pretrained(tmp_path)
     parts = {"text_config": "eager", "vision_config": "sdpa"}
     config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
-    resolved = _resolve(config.attn_implementation, _workload(str(tmp_path), config))
+    resolved = _resolve(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
     loaded = create_model_from_path(str(tmp_path), attn_implementation=resolved).config
     assert {part: getattr(loaded, part)._attn_implementation for part in parts} == parts
     asked = {"text_config": "auto", "vision_config": "eager"}
-    resolved = _resolve(asked, _workload(str(tmp_path), config))
+    resolved = _resolve(asked, _workload(str(tmp_path), config), "attn_implementation")
     assert resolved == {"text_config": "sdpa", "vision_config": "eager"}
 
 

@@ -62,11 +62,11 @@ PARTS = {"text_config": "flash_attention_2", "vision_config": "sdpa"}
 
 @pytest.mark.parametrize("given", ["eager", PARTS, json.dumps(PARTS)])
 def test_attention_is_a_name_or_a_mapping_of_parts(given):
-    config = DPOConfig(attn_implementation=given, **ON_CPU)
+    config = DPOConfig(attn_implementation=given, ref_attn_implementation=given, **ON_CPU)
     expected = given if given == "eager" else PARTS
-    assert config.attn_implementation == expected
+    assert (config.attn_implementation, config.ref_attn_implementation) == (expected, expected)
     for copied in (dataclasses.replace(config, beta=0.2), pickle.loads(pickle.dumps(config))):
-        assert copied.attn_implementation == expected
+        assert (copied.attn_implementation, copied.ref_attn_implementation) == (expected, expected)
     assert config.to_dict()["attn_implementation"] == expected
 
 

@@ -110,11 +110,11 @@ def test_a_trainer_whose_models_are_detached_trains_padded(make):
 def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(make):
     class Fails(DPOTrainer):
         def compute_ref_log_probs(self, model, inputs):
-            assert self.model.config._attn_implementation == "eager"
+            assert model.config._attn_implementation == "eager"
             raise RuntimeError("out of memory, say")
 
     policy, reference = build_model(), build_model(seed=1)
-    config = SIDED_MODES[TWO_MODES[1]] | {"attn_implementation": "eager"}
+    config = SIDED_MODES[TWO_MODES[1]] | {"attn_implementation": "eager", "ref_attn_implementation": "eager"}
     with pytest.raises(RuntimeError, match="out of memory, say"):
         make(Fails, config | {"precompute_ref_log_probs": True}, model=policy, ref_model=reference)
     for model in (policy, reference):

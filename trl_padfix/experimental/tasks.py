@@ -21,6 +21,8 @@ from ..trainers.settings import (
     ForwardBudgetConfig,
     PackingConfig,
     PaddingConfig,
+    ReferenceAttentionConfig,
+    TeacherAttentionConfig,
 )
 from ..trainers.signatures import hook
 from ..trainers.task import Task
@@ -156,13 +158,13 @@ class Experiment(NamedTuple):
 
 FORWARDS = (ForwardBudgetConfig, PackingConfig)
 EXPERIMENTS = {
-    "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
+    "a2po": Experiment("A2PO", A2POTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
     "cpo": Experiment("CPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
-    "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (AttentionConfig, *FORWARDS)),
-    "gmpo": Experiment("GMPO", OnlineTrainer, GMPOTask, (AttentionConfig, *FORWARDS)),
-    "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (AttentionConfig, *FORWARDS)),
-    "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (AttentionConfig, *FORWARDS)),
-    "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
+    "gkd": Experiment("GKD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "gmpo": Experiment("GMPO", OnlineTrainer, GMPOTask, (ReferenceAttentionConfig, *FORWARDS)),
+    "gold": Experiment("GOLD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "iw_opd": Experiment("IWOPD", ExperimentalTrainer, MessagesTask, (TeacherAttentionConfig, *FORWARDS)),
+    "online_dpo": Experiment("OnlineDPO", OnlineDPOTrainer, PromptTask, (ReferenceAttentionConfig, *FORWARDS)),
     "orpo": Experiment("ORPO", PairTrainer, JoinedPairTask, (AttentionConfig, *FORWARDS)),
     "sdft": Experiment("SDFT", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),
     "sdpo": Experiment("SDPO", SelfDistillingTrainer, PromptTask, (AttentionConfig, *FORWARDS)),

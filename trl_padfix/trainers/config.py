@@ -19,6 +19,7 @@ from .settings import (
     ForwardBudgetConfig,
     PackingConfig,
     PaddingConfig,
+    ReferenceAttentionConfig,
 )
 
 
@@ -28,7 +29,7 @@ __all__ = ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig",
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class DPOConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
+class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, trl.DPOConfig):
     """
     TRL's [`~trl.DPOConfig`] with padding removal.
 
@@ -125,13 +126,13 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class KTOConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
+class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
     """
     TRL's [`~trl.KTOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, padding_side, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch, group_by_prefix:
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         **kwargs:
             All fields of [`~trl.KTOConfig`].
@@ -151,7 +152,7 @@ class KTOConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.KTOConfig):
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class GRPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
+class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOConfig):
     """
     TRL's [`~trl.GRPOConfig`] with padding removal.
 
@@ -159,7 +160,7 @@ class GRPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOCo
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation:
+        attn_implementation, ref_attn_implementation:
             As in [`DPOConfig`]. Padding is removed in the forwards for log-probabilities; with `prefix_sharing` the
             prompt of a group is computed once for all its completions.
         max_tokens_per_batch (`int`, *optional*):
@@ -184,13 +185,13 @@ class GRPOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.GRPOCo
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class RLOOConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
+class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.RLOOConfig):
     """
     TRL's [`~trl.RLOOConfig`] with padding removal.
 
     Args:
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
-        attn_implementation, max_tokens_per_batch:
+        attn_implementation, ref_attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`].
         **kwargs:
             All fields of [`~trl.RLOOConfig`].

@@ -18,7 +18,7 @@ from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_im
 
 __all__ = [
     "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
-    "Settings", "check_field_types", "check_grouping",
+    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_grouping",
     "check_packing", "check_token_budget", "trls_configuration",
 ]  # fmt: skip
 
@@ -57,10 +57,26 @@ class AttentionConfig:
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         turn_off(self)
         self.attn_implementation = parse_implementation(attn_implementation)
+        for name in (f.name for f in fields(self) if f.name.endswith("_attn_implementation")):
+            setattr(self, name, parse_implementation(getattr(self, name)))
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"attn_implementation": self.attn_implementation}  # type: ignore[misc]
+
+
+@dataclass
+class ReferenceAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `ref_attn_implementation` for trainers with a reference model."""
+
+    ref_attn_implementation: dict[str, Any] | str | None = None
+
+
+@dataclass
+class TeacherAttentionConfig(AttentionConfig):
+    """`attn_implementation`, and `teacher_attn_implementation` for trainers with a teacher model."""
+
+    teacher_attn_implementation: dict[str, Any] | str | None = None
 
 
 @dataclass
@@ -135,7 +151,7 @@ class EvaluationConfig:
 
 
 @dataclass
-class Settings(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig):
+class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig):
     """
     All our fields of a configuration, read once. A field that the configuration does not have gets its default.
 

@@ -8,9 +8,11 @@ versions; comments say what these do differently. [`REMOVABLE_WITH`] says when e
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -29,7 +31,7 @@ from .masks import PackedMask
 __all__ = [
     "CACHES", "REMOVABLE_WITH", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
     "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search", "rope_parameters",
-    "spare_packed_search", "supports",
+    "silence_packing_warning", "spare_packed_search", "supports",
 ]  # fmt: skip
 
 
@@ -42,6 +44,7 @@ REMOVABLE_WITH = {
     "resume_packed_search": "transformers>=5.0",
     "flash_arguments": "transformers>=4.53",
     "supports": "transformers>=4.54",  # the older flag
+    "silence_packing_warning": "trl>=1.16",
     "masks_of_decoder": "transformers>=5.2",  # the other spelling
     "mask_of_rows": "transformers>=5.0",
     "rope_parameters": "transformers>=5.0",
@@ -158,6 +161,22 @@ def supports(cls: type[PreTrainedModel], attention: str) -> bool:
     # One flag for all versions of FlashAttention since 4.54; code on the Hub may still carry the old one.
     old = attention == "flash_attn" and getattr(cls, "_supports_flash_attn_2", False)
     return bool(old or getattr(cls, f"_supports_{attention}", False))
+
+
+@contextmanager
+def silence_packing_warning() -> Iterator[None]:
+    """Silence TRL's warning that packed rows need FlashAttention: packed attention keeps them apart without it."""
+    # https://github.com/huggingface/trl/blob/v1.10.0/trl/trainer/sft_trainer.py#L1168
+    logger = logging.getLogger("trl.trainer.sft_trainer")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "flash attention variant" not in record.getMessage().lower()
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def masks_of_decoder(config: PretrainedConfig, embeds: torch.Tensor, mask: torch.Tensor) -> Any:

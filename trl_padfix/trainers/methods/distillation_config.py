@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import trl
 
 from ..field_types import answer_unknown_fields, help_from_docstring
-from ..settings import AttentionConfig, ForwardBudgetConfig, PackingConfig
+from ..settings import ForwardBudgetConfig, PackingConfig, TeacherAttentionConfig
 
 
 __all__ = ["DistillationConfig"]
@@ -14,7 +14,7 @@ __all__ = ["DistillationConfig"]
 @answer_unknown_fields
 @help_from_docstring
 @dataclass
-class DistillationConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
+class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingConfig, trl.DistillationConfig):
     """
     TRL's [`~trl.DistillationConfig`] with padding removal.
 
@@ -24,6 +24,9 @@ class DistillationConfig(AttentionConfig, ForwardBudgetConfig, PackingConfig, tr
         padding_free, prefix_sharing, parity_check, strict, packed_multiple_of,
         attn_implementation, max_tokens_per_batch:
             As in [`GRPOConfig`], for the forwards of student and teacher.
+        teacher_attn_implementation (`str` or `dict[str, str]`, *optional*):
+            Like `attn_implementation`, but for the teacher. By default the teacher keeps the attention that it is
+            loaded with.
         **kwargs:
             All fields of [`~trl.DistillationConfig`].
 

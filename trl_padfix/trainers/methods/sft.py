@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import trl
 import trl.trainer.sft_trainer as trl_sft
 from datasets import Dataset
 
+from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
 from ..data.chat_templates import check_turns
 from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
@@ -190,4 +192,5 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
                     datasets = bound.arguments.get(f"{name}_dataset")
                     bound.arguments[f"{name}_dataset"] = expand_datasets(datasets, name)
                 args, kwargs = bound.args[1:], bound.kwargs
-            super().__init__(*args, **kwargs)
+            with silence_packing_warning() if settings.padding_free else nullcontext():
+                super().__init__(*args, **kwargs)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.handle import PaddingRemoval
-from ..distributed import check_launch, is_sharded, models_of, refuse_whole_rows
+from ..distributed import check_launch, is_sharded, models_of, refuse_whole_rows, warn_of_launch
 
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def attach_to_models(
         ValueError, TypeError, PaddingRemovalError: For a launch or a model that cannot be packed.
     """
     check_launch(trainer)
+    warn_of_launch(trainer.accelerator)
     for model in models_of(trainer) if models is None else models:
         handle = attach(model)
         if is_sharded(trainer):

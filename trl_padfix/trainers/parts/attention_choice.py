@@ -1,9 +1,10 @@
 """
-The attention implementation of a trainer's models.
+The attention implementations of the models of a trainer.
 
-An implementation that cannot run is refused before weights are loaded. TRL loads the policy with the chosen one. A
-policy that is passed in, and a reference that TRL makes, are switched after loading, by `set_attn_implementation` of
-transformers.
+In a configuration `attn_implementation` is for the policy, `ref_attn_implementation` for the reference and
+`teacher_attn_implementation` for the teacher. Implementations that cannot run are refused before weights are loaded.
+TRL loads the policy with the chosen one. All other models are switched after loading, by `set_attn_implementation` of
+transformers: models passed in, the teacher, and the reference, which TRL loads like the policy.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from ...core.attention.backends import Implementation, Machine, Workload, best_b
 from ...core.model.find import find_pretrained
 from ...core.model.implementation import restore_attention, set_attention
 from ..checks.model_config import load_model_config, model_init_kwargs
-from ..distributed import named_models_of
 from ..field_types import parse_implementation
 from ..settings import Settings
 from ..temporary_attributes import temporarily_set
@@ -38,61 +38,84 @@ logger = get_logger(__name__)
 
 
 class AttentionChoice(Part):
-    """`attn_implementation`: chooses the attention of the policy, and of a reference that TRL makes."""
+    """`attn_implementation` and its siblings: chooses the attention of policy, reference and teacher."""
 
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
-        self._chosen: Implementation | None = None
-        self._loads_policy = self._is_reference_given = False
+        self._chosen: dict[str, Implementation] = {}
+        """Implementations by the prefix of a model's fields: `""`, `"ref_"`, `"teacher_"`."""
+        self._loads_policy = False
         self._undo = contextlib.ExitStack()
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        model = init_kwargs.get("model")
-        self._loads_policy, self._is_reference_given = isinstance(model, str), init_kwargs.get("ref_model") is not None
-        if model is not None:
-            self._choose(model, config)
-
-    def _choose(self, model: str | nn.Module, config: TrainingArguments) -> None:
-        if (requested := _requested_implementation(config, self.settings)) is not None:
-            self._chosen = _resolve(requested, _workload(model, config, self.settings.padding_free))
+        policy, reference, teacher = (init_kwargs.get(name) for name in ("model", "ref_model", "teacher_model"))
+        self._loads_policy = isinstance(policy, str)
+        models = {"": policy, "ref_": policy if reference is None else reference, "teacher_": teacher}
+        for prefix, model in models.items():
+            if (requested := _requested_implementation(config, self.settings, prefix)) is None:
+                continue
+            if model is not None:
+                workload = _workload(model, config, self.settings.padding_free, prefix)
+                self._chosen[prefix] = _resolve(requested, workload, f"{prefix}attn_implementation")
+            elif prefix == "teacher_":
+                raise ValueError(
+                    f"`teacher_attn_implementation={requested!r}` is for a teacher model, and none is given. Leave it "
+                    "out, or pass `teacher_model`."
+                )
+        if reference is None and "" in self._chosen:
+            self._chosen.setdefault("ref_", self._chosen[""])
 
     def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
-        if not self._loads_policy or self._chosen is None:
+        if not self._loads_policy or "" not in self._chosen:
             return contextlib.nullcontext()
-        kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen}
+        kwargs = (config.model_init_kwargs or {}) | {"attn_implementation": self._chosen[""]}
         return temporarily_set(config, model_init_kwargs=kwargs)
 
     def attach_to_models(self) -> None:
         """Switch models that TRL did not load with the chosen attention, before anything is attached to them."""
-        models = named_models_of(self.trainer)
-        if self._chosen is None:  # `model_init` makes the model, so there was none to resolve it for
-            self._choose(models["model"], self.trainer.args)
-        if self._chosen is None:
-            return
-        for role in ("model",) if self._is_reference_given else ("model", "reference model"):
-            if role in models:
-                self._undo.callback(restore_attention, set_attention(models[role], self._chosen))
+        attributes = {"": "model", "ref_": "ref_model", "teacher_": "teacher_model"}
+        models = {prefix: getattr(self.trainer, name, None) for prefix, name in attributes.items()}
+        config = self.trainer.args
+        requested = None if "" in self._chosen else _requested_implementation(config, self.settings, "")
+        if requested is not None:  # `model_init` makes the model, so there was none to resolve it for
+            workload = _workload(models[""], config, self.settings.padding_free)
+            self._chosen[""] = _resolve(requested, workload, "attn_implementation")
+        for prefix, implementation in self._chosen.items():
+            if models[prefix] is not None:
+                self._undo.callback(restore_attention, set_attention(models[prefix], implementation))
+        if models["ref_"] is None and "ref_" in self._chosen:
+            # The policy computes the reference's forwards, too, so another implementation would be silently ignored.
+            of_reference, of_policy = self._chosen["ref_"], self._chosen.get("")
+            of_policy = of_policy or str(find_pretrained(self.trainer.model).config._attn_implementation)
+            if of_reference != of_policy:
+                raise ValueError(
+                    f"`ref_attn_implementation={of_reference!r}` is for a reference model with its own weights, "
+                    "and this run has none: it is the policy with its adapter switched off, or needed in no step "
+                    "(`precompute_ref_log_probs=True`, `beta=0`). Leave it out, or set it to the policy's "
+                    f"{of_policy!r}."
+                )
 
     def on_init_error(self) -> None:
         self._undo.close()
 
 
-def _requested_implementation(config: TrainingArguments, settings: Settings) -> Implementation | None:
+def _requested_implementation(config: TrainingArguments, settings: Settings, prefix: str) -> Implementation | None:
     """The implementation in our field of a configuration or in TRL's; if both are set, they must be equal."""
-    ours = parse_implementation(settings.attn_implementation)
-    theirs = parse_implementation(model_init_kwargs(config).get("attn_implementation"))
+    ours = parse_implementation(vars(settings)[f"{prefix}attn_implementation"])
+    kwargs = {} if prefix == "ref_" else model_init_kwargs(config, prefix)  # a reference has no such field
+    theirs = parse_implementation(kwargs.get("attn_implementation"))
     if ours is not None and theirs is not None and ours != theirs:
         raise ValueError(
-            f"`attn_implementation={ours!r}` and `model_init_kwargs={{'attn_implementation': {theirs!r}}}` disagree. "
-            "Set one of them."
+            f"`{prefix}attn_implementation={ours!r}` and `{prefix}model_init_kwargs={{'attn_implementation': "
+            f"{theirs!r}}}` disagree. Set one of them."
         )
     return ours if ours is not None else theirs
 
 
-def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = False) -> Workload:
+def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = False, prefix: str = "") -> Workload:
     """Device, precision and model configuration of a run, without loading weights."""
     if isinstance(model, str):
-        kwargs, model_config = model_init_kwargs(config), load_model_config(model, config)
+        kwargs, model_config = model_init_kwargs(config, prefix), load_model_config(model, config, prefix)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))  # TRL's default
         dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
     else:
@@ -103,9 +126,8 @@ def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = F
     return Workload(Machine.of(config.device), autocast, model_config, packs)
 
 
-def _resolve(requested: Implementation, workload: Workload) -> Implementation:
+def _resolve(requested: Implementation, workload: Workload, field: str) -> Implementation:
     """Replace every `"auto"` of an implementation, and check that all its names can run."""
-    field = "attn_implementation"
     names = dict(spread(requested, workload.config, field))
     if "auto" in names.values():
         backend = best_backend(workload)
