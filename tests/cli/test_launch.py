@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli.config_file import declared_fields, name_of
-from trl_padfix.cli.launch import main, make_parser, parse
+from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
@@ -235,6 +235,23 @@ def test_a_dry_run_that_fails_is_an_exit_status(recipe, tmp_path, monkeypatch):
         main("dpo", ["--config", str(recipe), "--dry_run", "--output_dir", str(tmp_path / "run")])
     assert end.value.code == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
+    def interrupted(method, args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trl_padfix.cli.launch.main", interrupted)
+    said = []
+    for _ in range(2):
+        with pytest.raises(SystemExit) as end:
+            run("dpo", ["--config", str(recipe), "--output_dir", str(tmp_path)])
+        assert end.value.code == INTERRUPTED
+        said.append(capsys.readouterr().err)
+        (tmp_path / "checkpoint-2").mkdir(exist_ok=True)
+    assert [text.count("\n") for text in said] == [1, 1]
+    assert "before the first checkpoint" in said[0]
+    assert "add `--resume_from_checkpoint latest`" in said[1]
 
 
 def test_a_training_that_fails_is_an_exit_status(recipe, monkeypatch):

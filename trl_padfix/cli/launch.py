@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["main", "make_parser", "parse", "run"]
+__all__ = ["INTERRUPTED", "main", "make_parser", "parse", "run"]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -201,7 +204,19 @@ def run(method: str, args: Sequence[str]) -> None:
     disable_telemetry()
     rank = f" (process {rank})" if (rank := os.environ.get("RANK")) is not None else ""
     with explain_errors(f"trl-padfix {method}{rank}"):
-        main(method, args)
+        try:
+            main(method, args)
+        except KeyboardInterrupt:
+            if os.environ.get("RANK", "0") == "0":
+                print(f"trl-padfix {method}: {_stopped(read_given(args).values)}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+
+def _stopped(given: dict[str, Any]) -> str:
+    """How to resume after Ctrl-C."""
+    if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
+        return "stopped before the first checkpoint (`save_steps`): the same command begins from the start."
+    return "stopped. To go on from the last checkpoint, add `--resume_from_checkpoint latest` to the same command."
 
 
 def _script(method: str) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from subprocess import CalledProcessError
 
 import typer
 
-from .launch import make_parser, parse
+from .launch import INTERRUPTED, make_parser, parse
 from .methods import METHODS
 
 
@@ -28,10 +29,17 @@ def training(method: str) -> Callable[[typer.Context], None]:
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+        # The processes get Ctrl-C too: they print how to resume, and this process waits for them.
+        before = signal.signal(signal.SIGINT, lambda *_: None)
         try:
             launch_command(launch)
-        except (CalledProcessError, ChildFailedError, SignalException) as error:  # the processes printed the reason
-            raise typer.Exit(1) from error
+        except SignalException as error:
+            raise typer.Exit(INTERRUPTED) from error
+        except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
+            code = error.returncode if isinstance(error, CalledProcessError) else 1
+            raise typer.Exit(code if code == INTERRUPTED else 1) from error
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     train.__doc__ = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
     return train
