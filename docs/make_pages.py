@@ -50,11 +50,8 @@ GROUPS = {
         "teacher_attn_implementation",
     ),
     "Checks": ("parity_check", "strict"),
-    "Rows": ("group_by_prefix", "group_by_prefix_buffer", "expand_turns", "padding_side", "pool_last_token"),
-    "Evaluation": (
-        "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "generation_kwargs",
-        "eval_generation_samples",
-    ),
+    "Rows": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
+    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
     "Lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
 """Headings of the page and their fields, from those that most runs set to those that few set."""
