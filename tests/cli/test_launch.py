@@ -4,11 +4,14 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate.commands.launch as accelerate_launch
+import psutil
 import pytest
 import torch
 import trl
@@ -17,8 +20,9 @@ from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_comman
 from safetensors.torch import load_file
 from transformers import set_seed
 
+from trl_padfix.cli import train
 from trl_padfix.cli.config_file import declared_fields, name_of
-from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, parse, run
+from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
 
@@ -252,6 +256,19 @@ def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch
     assert [text.count("\n") for text in said] == [1, 1]
     assert "before the first checkpoint" in said[0]
     assert "add `--resume_from_checkpoint latest`" in said[1]
+
+
+def test_a_signal_to_the_command_alone_ends_the_training(monkeypatch):
+    """A supervisor (`docker stop`) signals one process; a shell signals both, so the second Ctrl-C is ignored."""
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(sleeping) as process:
+        monkeypatch.setattr(psutil.Process, "children", lambda self: [process])
+        train.pass_on(signal.SIGTERM, None)
+        assert process.wait(30) == -signal.SIGTERM
+    interrupt = one_interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(signal.SIGINT, None)
+    interrupt(signal.SIGINT, None)
 
 
 def test_a_training_that_fails_is_an_exit_status(recipe, monkeypatch):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["INTERRUPTED", "main", "make_parser", "parse", "run"]
+__all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
@@ -212,6 +214,19 @@ def run(method: str, args: Sequence[str]) -> None:
             sys.exit(INTERRUPTED)
 
 
+def one_interrupt() -> Callable[..., None]:
+    """A handler for Ctrl-C that may come twice: from the shell, and passed on by the command."""
+    last = float("-inf")
+
+    def handler(number: int, frame: object) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > 1:
+            raise KeyboardInterrupt
+
+    return handler
+
+
 def _stopped(given: dict[str, Any]) -> str:
     """How to resume after Ctrl-C."""
     if not list(Path(given.get("output_dir") or "trainer_output").glob("checkpoint-*")):
@@ -235,4 +250,5 @@ def _patched_trl(ours: dict[str, Any]) -> AbstractContextManager[Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, one_interrupt())
     run(sys.argv[1], sys.argv[2:])
