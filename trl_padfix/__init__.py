@@ -95,6 +95,11 @@ def _of_trl(name: str) -> Any:
     is_class = name.endswith(("Trainer", "Config")) and name not in trl.__all__
     if is_class and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
+    if is_class:
+        raise ImportError(
+            f"Neither trl_padfix nor TRL {trl.__version__} has `{name}`. For a trainer class of your own there is "
+            "`trl_padfix.padding_free_trainer(CLASS)`, and for any training loop `trl_padfix.remove_padding(model)`."
+        )
     if name not in trl.__all__ or isinstance(found := getattr(trl, name), ModuleType):
         raise missing
     if name.endswith("Trainer"):  # TRL's trainer would silently train padded
