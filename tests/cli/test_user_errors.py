@@ -23,6 +23,7 @@ CASES = [
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
     (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
     (stats("empty.jsonl"), "empty.jsonl is empty"),
+    (stats("with_an_empty_file"), "train.jsonl is empty"),
     (stats("corrupt.jsonl"), "An error occurred while generating the dataset (JSON parse error"),
     (stats("null.jsonl"), "Row 3 (counted from 0) has None in column `text`"),
     (stats("columns.jsonl"), "The data has the columns words. Trainers take dpo: chosen, rejected;"),

@@ -24,8 +24,10 @@ def load_rows(data: str) -> Dataset:
         ValueError: If there is no row.
     """
     path = Path(data)
-    if path.is_file() and not path.stat().st_size:  # `datasets` fails on an empty file with an error about schemas
-        raise ValueError(f"{data} is empty.")
+    files = [path] if path.is_file() else path.glob("*") if path.is_dir() else []
+    for file in files:  # `datasets` fails on an empty file with an error about schemas
+        if file.suffix in DATA_FILES and not file.stat().st_size:
+            raise ValueError(f"{file} is empty.")
     if path.is_file() and path.suffix in DATA_FILES:
         rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
     else:
