@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
-from trl_padfix.tools.initial_model import RECORD, built_once, fingerprint
+from trl_padfix.tools.initial_model import RECORD, build_tiny, built_once, fingerprint
 
 
 def build(folder):
@@ -50,3 +51,10 @@ def test_the_fingerprint_tells_texts_and_their_bounds_apart():
     prints = [fingerprint(iter(t)) for t in texts]
     assert all(a != b for a, b in itertools.combinations(prints, 2))
     assert fingerprint(["ab", "c"]) == prints[0]
+
+
+def test_a_tiny_model_has_an_embedding_for_each_token_of_its_loaded_tokenizer(tmp_path):
+    folder = build_tiny("tiny", [{"text": f"w{i} w{i * i % 97}"} for i in range(200)], tmp_path / "model")
+    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    assert len(tokenizer) == config.vocab_size
+    assert max(tokenizer("<|endoftext|> w1")["input_ids"]) < config.vocab_size

@@ -24,6 +24,9 @@ PATCH = 8
 
 PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
 
+UNKNOWN = "<|endoftext|>"
+"""The token that `AutoTokenizer` adds to the tokenizer of any Qwen2; a model without it would lack an embedding."""
+
 _MESSAGE = (
     "{{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or [] %}{{ call['function'] | tojson }}{% endfor %}" + EOS
@@ -75,9 +78,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()  # all bytes: no text has unknown tokens
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, EOS, START], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size - 1, special_tokens=[PAD, EOS, START], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens([UNKNOWN])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -130,9 +130,8 @@ class RowSplitter:
         """The items of each part."""
         if (costs.tokens > self.budget).any():
             logger.warning_once(
-                f"Rows of a batch have more tokens than `max_tokens_per_batch={self.budget}`, the longest "
-                f"{costs.tokens.max()}: each has its own forward, and needs memory for its length. Raise the "
-                "budget, or lower `max_length`. (Shown once.)"
+                f"Rows have more tokens than `max_tokens_per_batch={self.budget}`: each of them has its own forward, "
+                "and needs memory for its length. Raise the budget, or lower `max_length`. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget
         by_length = split_by_length(costs, self.short)
