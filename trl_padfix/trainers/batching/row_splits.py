@@ -15,6 +15,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.call.batch_cache import on_host
+from ...core.context import context
 from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
 from ..data.batch_parts import SplitRows, scored_tokens, used_columns
@@ -128,7 +129,7 @@ class RowSplitter:
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
         """The items of each part."""
-        if (costs.tokens > self.budget).any():
+        if (costs.tokens > self.budget).any() and context().stats is None:  # a comparison has a budget of its own
             logger.warning_once(
                 f"Rows have more tokens than `max_tokens_per_batch={self.budget}`: each of them has its own forward, "
                 "and needs memory for its length. Raise the budget, or lower `max_length`. (Shown once.)"

@@ -199,10 +199,12 @@ def _require_prompts(dataset: Any, name: str) -> None:
     """Raise a `ValueError` if a dataset is not a `Dataset` with rows that separate prompt and answer."""
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) and len(dataset) else set()
     if "messages" not in columns and not ("prompt" in columns and columns & {"completion", "chosen"}):
+        there = f"It has the columns {sorted(columns)}." if columns else f"It is of type `{type(dataset).__name__}`."
+        there = "No `eval_dataset` is given." if dataset is None else there
         raise ValueError(
             f"`predict_with_generate=True` takes prompts from the {name} dataset: a `datasets.Dataset` with columns "
             "`prompt` and `completion` (or `chosen`), or with `messages`, whose last assistant message is the "
-            f"reference. It is a `{type(dataset).__name__}` with columns {sorted(columns)}."
+            f"reference. {there}"
         )
 
 
