@@ -269,7 +269,7 @@ EMPTY = Dataset.from_list([{"prompt": "w2", "completion": "w3"}, {"prompt": "", 
 
 
 REFUSED = [
-    ("dpo", {"eval_dataset": None}, "`NoneType` with columns"),
+    ("dpo", {"eval_dataset": None}, "No `eval_dataset` is given"),
     ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` with columns"),
     ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset.* columns \['input_ids'"),
     ("sft", {"formatting_func": str}, "would ignore `formatting_func`"),
