@@ -270,7 +270,7 @@ EMPTY = Dataset.from_list([{"prompt": "w2", "completion": "w3"}, {"prompt": "", 
 
 REFUSED = [
     ("dpo", {"eval_dataset": None}, "No `eval_dataset` is given"),
-    ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "`IterableDataset` with columns"),
+    ("dpo", {"eval_dataset": build_rows("dpo").to_iterable_dataset()}, "of type `IterableDataset`"),
     ("sft", {"eval_dataset": Dataset.from_list([{"text": "w2 w3"}])}, r"the eval dataset.* columns \['input_ids'"),
     ("sft", {"formatting_func": str}, "would ignore `formatting_func`"),
     ("sft", {"eval_dataset": EMPTY}, r"prompt of row 1 \(counted from 0\) .* has no token"),
