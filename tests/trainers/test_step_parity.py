@@ -171,3 +171,13 @@ def test_a_hook_from_before_the_training_leaves_it_packed(checks, tmp_path):
     trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: None)  # the control: after the first step
     trainer.train()
     assert trainer.padding.stats.padded_forwards > 0
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
+    """`mask_truncated_completions` leaves rows of the sample, or all of them, without a completion token."""
+    given = {"padding_free": True, "prefix_sharing": True, "mask_truncated_completions": True}
+    trainer = make_trainer(trl_padfix, kind, tmp_path, **given, max_completion_length=3, max_steps=1)
+    trainer.train()
+    assert trainer.padding.stats.forwards
+    assert "parity ok, the trainer's own loss" in capsys.readouterr().out

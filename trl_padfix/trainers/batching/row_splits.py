@@ -132,7 +132,7 @@ class RowSplitter:
         if (costs.tokens > self.budget).any() and context().stats is None:  # a comparison has a budget of its own
             logger.warning_once(
                 f"Rows have more tokens than `max_tokens_per_batch={self.budget}`: each of them has its own forward, "
-                "and needs memory for its length. Raise the budget, or lower `max_length`. (Shown once.)"
+                "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget
         by_length = split_by_length(costs, self.short)

@@ -76,8 +76,10 @@ class OnlineTask(Task):
 
     def trimmed(self, batch: dict[str, Any]) -> dict[str, Any]:
         for kind in ("prompt", "completion"):
-            used = batch[f"{kind}_mask"].any(0).nonzero().flatten()
-            columns, width = slice(int(used[0]), int(used[-1]) + 1), batch[f"{kind}_mask"].shape[1]
+            width = batch[f"{kind}_mask"].shape[1]
+            used = batch[f"{kind}_mask"].any(0).nonzero().flatten().tolist()
+            # `mask_truncated_completions` masks whole completions: one column of them stays.
+            columns = slice(used[0], used[-1] + 1) if used else slice(0, 1)
             names = [name for name in batch if name.startswith("prompt_") == (kind == "prompt")]
             for name, value in ((name, batch[name]) for name in names if isinstance(batch[name], torch.Tensor)):
                 batch[name] = value[:, columns] if value.dim() == 2 and value.shape[1] == width else value
