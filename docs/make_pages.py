@@ -27,7 +27,8 @@ ATTENTION = (  # a flag of TRL's model configuration
 )
 OPENING = """
 These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). If you set none, only TRL's code runs.
+(`--padding_free true`). If you set none, TRL's code runs, and our collators only
+for a tokenizer that pads left.
 
 ## What to set
 
