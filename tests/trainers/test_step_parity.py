@@ -181,3 +181,11 @@ def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
     trainer.train()
     assert trainer.padding.stats.forwards
     assert "parity ok, the trainer's own loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("alpha", [5, 5.0])
+def test_the_noise_of_neftune_is_off_in_the_comparison(alpha, tmp_path):
+    trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True, neftune_noise_alpha=alpha)
+    trainer.train()
+    assert trainer.padding.why_padded is None
+    assert trainer.padding.stats.packed_tokens < trainer.padding.stats.padded_tokens

@@ -85,7 +85,8 @@ def without_noise(modules: list[nn.Module]) -> Iterator[None]:
     for module in modules:
         is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
         for name, value in vars(module).items():
-            if isinstance(value, float) and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
+            is_rate = isinstance(value, float) or name == "neftune_noise_alpha"  # which may be an integer
+            if is_rate and (any(word in name for word in _RANDOM) or (is_dropout and name == "p")):
                 saved.append((vars(module), name, value))
     for members, name, _ in saved:
         members[name] = 0.0
