@@ -58,6 +58,7 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
         LENGTHS.format(320, "length", r"\[64, 256\]", "512"),
     ),
     ("SFT", FREE | {BUDGET: 0}, "must be a number of tokens, got 0"),
+    ("SFT", FREE | {BUDGET: True}, "must be a number of tokens, got True"),
     ("GRPO", FREE | {BUDGET: 128, "max_completion_length": 256}, "`max_completion_length=256` tokens, more than"),
     ("SFT", {"expand_turns": True, "assistant_only_loss": True}, TURNS.format("assistant_only_loss")),
     ("SFT", {"expand_turns": True, "completion_only_loss": False}, TURNS.format("completion_only_loss")),

@@ -254,7 +254,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     if budget is None:
         return
-    if not isinstance(budget, int) or budget < 1:
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
     for name in ("max_completion_length", "max_new_tokens"):
         longest = getattr(config, name, None)
