@@ -18,8 +18,7 @@ from zoo.models import COLUMNS, batch, build
 import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
 from trl_padfix.core.attention.attention import packed_attention, uses_attention_interface
-from trl_padfix.core.call.calls import LAYOUT, PackedCall
-from trl_padfix.core.call.tokens import LocalTokens
+from trl_padfix.core.call.calls import LAYOUT, LocalTokens, PackedCall
 from trl_padfix.core.model.masks import PackedMask
 
 

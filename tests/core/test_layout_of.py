@@ -11,8 +11,8 @@ from zoo.models import batch, build
 from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache, on_host
 from trl_padfix.core.call.inputs import DecoderInputs
-from trl_padfix.core.call.labels import follow_padding
 from trl_padfix.core.call.layout_of import layout_of
+from trl_padfix.core.patches.heads import follow_padding
 
 
 def after_a_write(sharing: bool) -> float:

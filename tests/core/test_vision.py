@@ -103,7 +103,7 @@ def test_positions_of_another_row_are_found_wrong(monkeypatch):
     expected = alone(vision, ROWS)[0]
     pack = trl_padfix.core.call.arguments.pack_arguments
     monkeypatch.setattr(
-        trl_padfix.core.patches.plan,
+        trl_padfix.core.patches.decoder,
         "pack_arguments",
         lambda inputs, *args: pack(replace(inputs, positions=inputs.positions.roll(1, dims=1)), *args),
     )

@@ -12,10 +12,10 @@ from kit.trainer_runs import SETTINGS, WORDS, build_model, build_tokenizer
 from packaging.version import Version
 from transformers import PreTrainedModel
 
-from trl_padfix.trainers.checks import custom_loss
+from trl_padfix.trainers.checks import user_code
 
 
-custom_loss.TRUSTED += (__name__,)  # what watches forwards here leaves their values as they are
+user_code.TRUSTED += (__name__,)  # what watches forwards here leaves their values as they are
 
 ENDS = [1, 2, 3, 4, 5]
 """Tokens that end a completion: so many that completions are ragged."""

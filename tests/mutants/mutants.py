@@ -140,7 +140,7 @@ MUTANTS = [
         ("core/test_vision.py",),
     ),
     Mutant(
-        "core/call/labels.py",
+        "core/patches/heads.py",
         "(mask[:, :-1] == 0)",
         "(mask[:, 1:] == 0)",
         "a label that only padding predicts is not found",
@@ -290,7 +290,7 @@ MUTANTS = [
         ("core/remove/test_fused_head.py",),
     ),
     Mutant(
-        "core/patches/plan.py",
+        "core/patches/decoder.py",
         "layout.batch_shape[1] - 1",
         "layout.packed_tokens - 1",
         "a dynamic rotary embedding gets the length of the packed row",

@@ -67,8 +67,11 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     trainer = make("SFT", tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     waits_of(gpu, trainer, batch)
-    counter, accelerator = trainer.padding.part(TokenCounts).counters["train"], trainer.accelerator
-    alone = counter.report(True)
+    counter, accelerator = (
+        next(x for x in trainer.padding.parts if isinstance(x, TokenCounts)).counters["train"],
+        trainer.accelerator,
+    )
+    alone = counter.report(trainer.padding.handle)
     monkeypatch.setattr(type(accelerator), "num_processes", 2)
     monkeypatch.setattr(type(accelerator), "device", torch.device("cuda:0"))
     monkeypatch.setattr(accelerator, "reduce", lambda counts: counts * 2)
@@ -77,5 +80,5 @@ def test_token_counts_of_several_processes_are_read_when_they_are_logged(gpu, tm
     trainer.state.global_step = 1  # the first step, with the parity check, waits
     assert waits_of(gpu, trainer, batch) == [1]  # for the batch
     gpu.reset()
-    assert counter.report(True)["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
+    assert counter.report(trainer.padding.handle)["padfix/pad_fraction"] == alone["padfix/pad_fraction"]
     assert sum(gpu.ours().values()) == 1

@@ -146,4 +146,4 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(make, mo
             patch.setattr(trainer.args, "torch_compile", True)
             patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
-                trainer.padding.part(RemovePadding).on_init_end()
+                next(x for x in trainer.padding.parts if isinstance(x, RemovePadding)).on_init_end()

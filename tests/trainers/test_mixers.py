@@ -83,7 +83,7 @@ def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_pat
         return make_trainer(trl_padfix, "DPO", tmp_path, train_dataset=build_pairs(4, 0), padding_free=True, **models)
 
     make().restore_padding()
-    monkeypatch.setattr("trl_padfix.trainers.parts.attach_models.is_sharded", lambda trainer: True)
+    monkeypatch.setattr("trl_padfix.trainers.parts.packing.is_sharded", lambda trainer: True)
     with pytest.raises(
         PaddingRemovalError, match=r"CpmAntModel puts `prompt_length=\d+` .* called once for each length"
     ):

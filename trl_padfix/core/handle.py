@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +14,7 @@ import torch
 from transformers.utils import logging
 
 from .call.batch_cache import planned_layout
-from .call.calls import PackedCall, packed_call, rows_call
-from .call.tokens import LocalTokens
+from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
@@ -122,6 +121,10 @@ class PaddingStats:
             self.real_tokens += layout.real_tokens
             self.forwards += 1
             self.shared_forwards += computed < layout.real_tokens
+
+    def __sub__(self, before: PaddingStats) -> PaddingStats:
+        """The counts since `before`."""
+        return PaddingStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     def reset(self) -> None:
         """Set all counts to zero."""

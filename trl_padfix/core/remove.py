@@ -27,8 +27,9 @@ from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch, patches_on
 from .model.pipelines import ENCODERS, padding_reader, pipeline_in
 from .model.positions import Numbering
-from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
+from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
+from .patches.positions import NumberingPatch, PositionPatch, RopePatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
 from .refusals import refusal
 from .switch import OFF, is_off

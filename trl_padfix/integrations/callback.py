@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -27,12 +28,11 @@ from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.checks.custom_loss import why_padded
+from ..trainers.checks.user_code import why_padded
 from ..trainers.distributed import models_of, splitting_parallelism
 from ..trainers.messages import say
-from ..trainers.metrics.token_counts import ForwardCounts, TokenCounter, report_of
-from ..trainers.parts.attach_models import attach_to_models
-from ..trainers.parts.neftune import prefix_sharing_with_neftune
+from ..trainers.metrics.token_counts import TokenCounter, report_of
+from ..trainers.parts.packing import attach_to_models, prefix_sharing_with_neftune
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.temporary_attributes import set_until_closed
@@ -203,7 +203,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles, self.reports, self._trainer = [], [], trainer
         self._attach_to(models_of(trainer))
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
-        self._counted = ForwardCounts()
+        self._counted = PaddingStats()
         self._is_evaluating, self._has_stepped = False, False
         if self.parity_check:
             self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
@@ -331,16 +331,16 @@ class PaddingRemovalCallback(TrainerCallback):
             self._count("eval")
 
     def _count(self, mode: str) -> None:
-        counts = ForwardCounts.of(self.handles[0])
-        new = counts.since(self._counted)
+        counts = copy(self.handles[0].stats)
+        new = counts - self._counted
         # A callback has no batches: it takes the real tokens from the forwards.
-        self._counters[mode].add(new.real, new, self._trainer)
+        self._counters[mode].add(new.real_tokens, new, self._trainer)
         self._counted = counts
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         if self._trainer is None or logs is None:
             return
-        metrics = report_of(self._counters, "eval" if self._is_evaluating else "train")
+        metrics = report_of(self._counters, "eval" if self._is_evaluating else "train", self.handles[0])
         if self._is_evaluating:
             # A report restarts the clock of its counter. That of a new one stands until the next evaluation.
             self._is_evaluating, self._counters["eval"] = False, TokenCounter()

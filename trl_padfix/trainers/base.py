@@ -42,7 +42,7 @@ from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder
 from .batching.token_budget import TokenBudget
 from .checks.arguments import check_arguments
-from .checks.custom_loss import observe_loss, observe_user_loss, observe_user_step
+from .checks.user_code import observe_loss, observe_user_loss, observe_user_step
 from .distributed import models_of
 from .metrics.exact_eval_means import ExactMeans
 from .metrics.token_counts import TokenCounts
@@ -129,7 +129,7 @@ class PaddingFreeMixin:
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
                 padding.checks_columns = padding.task.knows(init_kwargs.get("data_collator"))
                 padding.parts = tuple(part(self) for part in self.part_classes)
-                padding.budget = padding.part(TokenBudget)
+                padding.budget = next(part for part in padding.parts if isinstance(part, TokenBudget))
             elif PaddingSide in self.part_classes:
                 padding.parts = (PaddingSide(self),)
             try:
@@ -147,7 +147,7 @@ class PaddingFreeMixin:
                     part.on_init_end()
             except BaseException:  # also `KeyboardInterrupt`: the user's model must not keep half of the patches
                 for part in reversed(padding.parts):
-                    part.on_init_error()
+                    part.restore()
                 raise
 
     def _init_owners(self) -> list[type]:

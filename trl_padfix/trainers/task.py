@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from datasets import Dataset
 
-from .checks.custom_loss import why_padded
+from .checks.user_code import why_padded
 from .data.columns import is_empty, require_columns
 from .data.row_checks import validate_rows
 from .data.tokenizers import check_vocabulary, require_eos

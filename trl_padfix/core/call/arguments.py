@@ -14,9 +14,8 @@ from ..errors import PaddingRemovalError, UnpackableCallError
 from ..layout.layout import Layout, pack, unpack
 from ..model.inspection import takes
 from ..model.positions import Numbering, packed_positions
-from .calls import ModelCall
+from .calls import LocalTokens, ModelCall
 from .inputs import DecoderInputs
-from .tokens import LocalTokens
 
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from ..call.arguments import feature_index, visual_mask
+from ..call.calls import LocalTokens, ScoredLabels
 from ..call.prefix_states import ForwardStates
-from ..call.tokens import LocalTokens, ScoredLabels
 from ..layout.flat_maps import inverse_permutation
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout

@@ -1,40 +1,64 @@
 """
-Patches on the forwards of a decoder and of its embeddings.
+The patch on the forward of a decoder.
 
-[`DecoderPatch`] packs the arguments of the decoder and unpacks its output. Within a packed forward [`PositionPatch`]
-gives positions to decoders that take none, and [`RopePatch`] gives rotary embeddings the length of the padded batch.
-[`NumberingPatch`] counts the positions of padded forwards. Each attention module of the decoder has a [`ViewPatch`].
+[`DecoderPatch`] reads a call, plans it, runs it, and unpacks its output to the padded batch. [`plan`] chooses the
+[`Plan`]: on one packed row, after shared prefixes, on whole rows, or padded.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from transformers.modeling_outputs import ModelOutput
 
-from ..call.arguments import padded_output
-from ..call.calls import model_call, packed_call, rows_call
+from ..attention.attention import attends_within_tokens, is_causal
+from ..call.arguments import pack_arguments, padded_output, unpack_output
+from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall, model_call, packed_call
 from ..call.inputs import DecoderInputs
+from ..call.layout_of import layout_of
+from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
-from ..context import context, outside_calls
+from ..context import context, outside_calls, within
 from ..errors import UnpackableCallError
-from ..model.inspection import bind
-from ..model.older import has_cache
-from ..model.patching import ForwardPatch
-from .plan import DecoderForward, plan
+from ..layout.shared_prefixes import PrefixedLayout
+from ..mixers.dry_run import DryRun
+from ..mixers.mixers import ROWS
+from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
+from ..model.older import older_attributes
+from ..model.patching import BatchPatch
+from ..model.positions import Numbering
+from ..model.sharded import gathers_in_parts
+from ..refusals import check_call
 
 
 if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch"]
+__all__ = ["DecoderPatch"]
 
 
-class DecoderPatch(DecoderForward):
+class DecoderPatch(BatchPatch):
     """Packs the arguments of the decoder, runs it on the packed row, and unpacks its output."""
+
+    attachment: PaddingRemoval
+    runs_on_view = True
+
+    def __init__(self, module: nn.Module, attachment: PaddingRemoval):
+        super().__init__(module, attachment)
+        self.numbering = Numbering.of(module)
+        self.is_causal = all(is_causal(m) or attends_within_tokens(m) for m in module.modules())
+        self.accepts_any, self.hands_on = takes_any_argument(module), hands_arguments_on(module)
+        self.parameters = frozenset(parameters_of(module.forward))
+        self.has_rows = bool(attachment.mixers.in_mode(ROWS))
+        self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
+        self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         model_call(self.module).returned.append(None)
@@ -88,56 +112,180 @@ class DecoderPatch(DecoderForward):
         handle.running_stats.add(planned.tokens.layout)
         return output
 
+    def needs_equal_calls(self) -> bool:
+        """Whether all processes must call the same modules for any rows: sharded modules gather in each call."""
+        return self.has_rows and gathers_in_parts(self.module)
 
-class PositionPatch(ForwardPatch):
-    """Gives a positional embedding the positions of the packed tokens in their rows, not those in the packed row."""
+    def match_other_processes(self, call: dict[str, Any]) -> None:
+        """Join the dry run of other processes, although this batch needs none."""
+        if self.needs_equal_calls():
+            DryRun(self, self.attachment.mixers.layers, self.accepted(call), 0).run_for_collectives()
 
-    attachment: PaddingRemoval
-
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder)
-        if call is None:
-            return self.wrapped(*args, **kwargs)
-        arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
-        column = arguments.get("position_ids")  # some decoders pass columns (BioGPT)
-        arguments["position_ids"] = positions if column is None else positions.view_as(column)
-        return self.wrapped(**arguments)
+    def accepted(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `call` that the decoder takes."""
+        return dict(call) if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
 
-class RopePatch(ForwardPatch):
+def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
     """
-    Gives a rotary embedding the length of the padded batch.
+    How a call of the decoder of `patch` is computed; `None` if it must run unchanged.
 
-    With dynamic and long RoPE the frequencies depend on the largest position of a forward, padding included. The patch
-    appends this position to `position_ids`, so that the embedding picks the frequencies of the padded forward, and
-    drops the appended token from the output.
+    Raises:
+        UnpackableCallError: If the call cannot be packed.
+    """
+    handle = patch.attachment
+    layout = layout_of(inputs, handle)
+    if layout is None:
+        return None
+    tokens = handle.tokens_of(layout)
+    # With prefix sharing, on a CPU, a row has the same bits in all batches, also in batches without a shared prefix.
+    has_fixed_order = bool(handle.prefix_sharing) and layout.positions.device.type == "cpu"
+    if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
+        return PaddedPlan(inputs, tokens, patch)
+    check_call(handle, inputs, layout)
+    if handle.anatomy.whole_rows:
+        return WholeRowsPlan(inputs, tokens, patch)
+    if not isinstance(layout, PrefixedLayout):
+        return PackedPlan(inputs, tokens, patch, _packed(inputs, tokens, patch))
+    assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
+    new = tokens.new
+    return PrefixedPlan(inputs, tokens, patch, {} if new is None else _packed(inputs, new, patch), new)
+
+
+def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
+    """The arguments of the decoder for the local tokens."""
+    packed = tokens.select(pack_arguments(inputs, tokens.layout, patch.module, patch.numbering))
+    if patch.has_token_types and packed.get("token_type_ids") is None:
+        # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
+        packed["token_type_ids"] = torch.zeros_like(packed["position_ids"])
+    return packed
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """
+    How one call of a decoder is computed.
+
+    Attributes:
+        inputs ([`DecoderInputs`]): The inputs of the call.
+        tokens ([`LocalTokens`]): The tokens of its layout that this process computes.
+        patch ([`DecoderPatch`]): The patch of the decoder.
     """
 
-    attachment: PaddingRemoval
-    serves_recomputation = True
+    inputs: DecoderInputs
+    tokens: LocalTokens
+    patch: DecoderPatch
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
-        arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
-        positions = arguments.get("position_ids")
-        if call is None or positions is None:
-            return self.wrapped(*args, **kwargs)
-        last = torch.as_tensor(call.last_position, dtype=positions.dtype, device=positions.device)
-        arguments["position_ids"] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], dim=-1)
-        output = self.wrapped(**arguments)
-        return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(x[..., :-1, :] for x in output)
+    def run(self) -> Any:
+        """The output of the decoder."""
+        raise NotImplementedError
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        """The output for the padded batch, with the states that the model around the decoder needs."""
+        return unpack_output(output, self.tokens, outer)
 
 
-class NumberingPatch(ForwardPatch):
-    """Counts positions in each padded row from the first real token, if the caller passes none."""
+class PaddedPlan(Plan):
+    """
+    Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and caches as the
+    model does alone.
+    """
 
-    def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = bind(self.wrapped, args, kwargs)
-        mask: Any = call.get("attention_mask")
-        has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        if not has_mask or has_cache(call) or call.get("position_ids") is not None:
-            return self.wrapped(*args, **kwargs)
-        column = torch.arange(mask.shape[1], device=mask.device)
-        # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
-        call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
-        return self.wrapped(**call)
+    def run(self) -> Any:
+        prepared = self.inputs.prepared
+        arguments = self.inputs.arguments | ({} if prepared is None else {"attention_mask": prepared.original})
+        self.patch.match_other_processes(arguments)
+        return self.patch.wrapped(**self.patch.accepted(arguments))
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        return padded_output(output, outer)
+
+
+class WholeRowsPlan(Plan):
+    """A decoder that is more than a stack of layers runs on whole rows, without padding."""
+
+    def run(self) -> Any:
+        arguments = self.patch.accepted(self.inputs.arguments | {"use_cache": False})
+        return over_whole_rows(self.patch.wrapped, arguments, self.tokens.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPlan(Plan):
+    """The decoder runs on one packed row; `packed` are its arguments."""
+
+    packed: dict[str, Any]
+
+    def run(self) -> Any:
+        return self._forward(self.tokens)
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        unpacked = super().unpack(output, outer)  # may refuse the call: the head must not pack its states then
+        # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
+        if not (outer.pools_last or outer.scored_index is not None):
+            outer.returned[-1:] = [self.tokens.layout]  # of this call
+        return unpacked
+
+    def _forward(self, tokens: LocalTokens, states: PrefixStates | None = None) -> Any:
+        """The output of the decoder for the local tokens."""
+        patch, handle, decoder = self.patch, self.patch.attachment, self.patch.module
+        last_position = tokens.layout.batch_shape[1] - 1
+        if patch.depends_on_length and self.inputs.positions is not None:  # left on the device: no host wait
+            last_position = self.inputs.positions.max()
+        packed = patch.accepted(self.packed)
+        call = PackedCall(
+            tokens=tokens,
+            implementation=decoder.config._attn_implementation,
+            decoder=decoder,
+            position_ids=self.packed["position_ids"],
+            last_position=last_position,
+            prepared=self.inputs.prepared,
+            one_bucket=patch.needs_equal_calls(),
+            prefix_states=states,
+            fixed_order=bool(handle.prefix_sharing),
+            passed_on=frozenset(self.inputs.arguments) - patch.parameters,
+            dry_run=DryRun(patch, handle.mixers.layers, packed, last_position) if patch.has_rows else None,
+        )
+        if call.one_bucket:
+            # Before the forward, as in `match_other_processes`: all processes gather parameters in the same order.
+            calls_of_layers(call, one_bucket=True)
+        if patch.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
+            packed[LAYOUT] = call
+        forward = patch.on_view(**older_attributes(decoder, {LAYOUT: call}))
+        with within(packed=call):
+            output = forward(**packed)
+        handle.remember(call)
+        return output
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixedPlan(PackedPlan):
+    """
+    The decoder runs on the `new` tokens after shared prefixes, or of a shared prefix, if there are any.
+
+    Its output is the recorded output of the prefixes, followed by the output of the new tokens.
+    """
+
+    new: LocalTokens | None
+
+    @property
+    def layout(self) -> PrefixedLayout:
+        assert isinstance(self.tokens.layout, PrefixedLayout)
+        return self.tokens.layout
+
+    def run(self) -> Any:
+        states = self.layout.prefix_states
+        assert states is not None
+        if self.new is None:
+            return states.prefix_outputs()
+        if states.records is not None:
+            self.new.record(states.records)
+        return states.prepend_outputs(self._forward(self.new, states), self.new.count)
+
+    def unpack(self, output: Any, outer: ModelCall) -> Any:
+        if not self.layout.is_prefix:
+            return super().unpack(output, outer)
+        # The states are recorded, and nothing reads this output. Under FSDP2 the model runs around its decoder. It
+        # would compute a load-balancing loss from the router logits of the prefix and the mask of the batch.
+        if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
+            output["router_logits"] = None
+        return output

@@ -15,11 +15,9 @@ import torch
 from transformers.utils import logging
 
 from ..call.batch_cache import cache_of_call, on_host
-from ..call.calls import ModelCall, model_call
+from ..call.calls import ModelCall, ScoredLabels, model_call
 from ..call.inputs import DecoderInputs
-from ..call.labels import SCORED_AT_PADDING, SCORED_FROM_PADDING, at_padding, follow_padding
 from ..call.layout_of import layout_of
-from ..call.tokens import ScoredLabels
 from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.flat_maps import to_device_async
@@ -36,7 +34,46 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch"]
+__all__ = [
+    "SCORED_AT_PADDING", "SCORED_FROM_PADDING", "HeadPatch", "LMHeadPatch", "PoolingPatch", "TokenLabelsPatch",
+    "at_padding", "follow_padding",
+]  # fmt: skip
+
+SCORED_FROM_PADDING = (
+    "labels whose previous token the attention mask hides. They are predicted from a masked position, which a packed "
+    "forward does not have. To train without padding set these labels to -100: at padding, after each hidden "
+    "span, and at the first token of a row that is padded on the left"
+)
+
+SCORED_AT_PADDING = (
+    "labels at tokens that the attention mask hides. Their states are in the loss of the padded model, and a packed "
+    "forward does not have them. To train without padding set these labels to -100"
+)
+
+
+def follow_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
+    """
+    Whether a label follows a masked token; labels and mask are both `(B, L)`, on the host.
+
+    Example:
+
+    ```python
+    >>> import torch
+
+    >>> mask = torch.tensor([[0, 1, 1]])
+    >>> follow_padding(torch.tensor([[-100, 5, 6]]), mask), follow_padding(torch.tensor([[-100, -100, 6]]), mask)
+    (True, False)
+
+    ```
+    """
+    # Column 0 has no column before it: losses never score its label.
+    return bool(((labels[:, 1:] != -100) & (mask[:, :-1] == 0)).any())
+
+
+def at_padding(labels: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether a masked token has its own label, both `(B, L)`: in a token classifier, or in `shift_labels`."""
+    return bool(((labels != -100) & (mask == 0)).any())
+
 
 logger = logging.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 
 from ...core.model.find import find_pretrained
-from ..checks.custom_loss import custom_loss_name, custom_step_name, is_custom_collator
+from ..checks.user_code import custom_loss_name, custom_step_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part
 from ..settings import check_grouping

@@ -27,8 +27,13 @@ from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
-from ..checks.backward_hooks import gradient_hook_name, module_hook_names
-from ..checks.custom_loss import custom_loss_name, custom_step_name, hook_beside_loss
+from ..checks.user_code import (
+    custom_loss_name,
+    custom_step_name,
+    gradient_hook_name,
+    hook_beside_loss,
+    module_hook_names,
+)
 from ..data.batch_parts import chunk_batches
 from ..data.image_rows import ImageCounts, find_images, has_pixels
 from ..distributed import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...core.call.batch_cache import on_host
-from ...core.call.labels import follow_padding
+from ...core.patches.heads import follow_padding
 
 
 __all__ = ["PREFIXES", "scores_padding"]

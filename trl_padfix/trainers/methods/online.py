@@ -19,8 +19,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
-from ..checks.backward_hooks import gradient_hook_name
-from ..checks.custom_loss import custom_loss_name, custom_step_name
+from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
 from ..data.columns import column_names, require_columns
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
@@ -162,8 +161,6 @@ class OnlineTrainer(PaddingFreeMixin):
 
     @hook
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        for part in self.padding.parts:
-            part.before_generation("train" if self.model.training else "eval")
         task, buffered = self.padding.task, self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.

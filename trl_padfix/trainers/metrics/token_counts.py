@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from copy import copy
+from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from transformers import ProgressCallback
 
-from ...core.handle import PaddingRemoval
+from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.flat_maps import to_device_async
 from ..distributed import data_replicas
 from ..parts.part import Evaluation, Part, Step
@@ -21,38 +23,9 @@ if TYPE_CHECKING:
     from ..parts.part import PaddingFreeTrainer
 
 
-__all__ = ["ForwardCounts", "TokenCounter", "TokenCounts", "report_of"]
+__all__ = ["TokenCounter", "TokenCounts", "report_of"]
 
 logger = get_logger(__name__)
-
-
-class ForwardCounts(NamedTuple):
-    """
-    Counts of the forwards of a model: tokens of the packed ones, and numbers of forwards.
-
-    `shared_forwards` and `forwards` are 0 unless `prefix_sharing="auto"`, where each forward chooses whether to share.
-    """
-
-    padded: int = 0
-    real: int = 0
-    packed: int = 0
-    filler: int = 0
-    padded_forwards: int = 0
-    shared_forwards: int = 0
-    forwards: int = 0
-
-    @classmethod
-    def of(cls, handle: PaddingRemoval | None) -> ForwardCounts:
-        """The counts of a model so far."""
-        if handle is None:
-            return cls()
-        stats = handle.stats
-        choices = (stats.shared_forwards, stats.forwards) if handle.prefix_sharing == "auto" else (0, 0)
-        tokens = (stats.padded_tokens, stats.real_tokens, stats.packed_tokens, stats.filler_tokens)
-        return cls(*tokens, stats.padded_forwards, *choices)
-
-    def since(self, before: ForwardCounts) -> ForwardCounts:
-        return ForwardCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class TokenCounter:
@@ -73,35 +46,39 @@ class TokenCounter:
             self.seconds += time.perf_counter() - self._since
             self._since = None
 
-    def add(self, tokens: int | torch.Tensor, forwards: ForwardCounts, trainer: PaddingFreeTrainer) -> None:
+    def add(self, tokens: int | torch.Tensor, forwards: PaddingStats, trainer: PaddingFreeTrainer) -> None:
         """Add the real tokens of a step's batches and the counts of its forwards, summed over processes."""
         # `tokens` may be on a device. Reading it here would wait for it in every step.
         tokens = torch.as_tensor(tokens)
-        counts = torch.stack([tokens, *(torch.full_like(tokens, count) for count in forwards)])
+        counts = torch.stack([tokens, *(torch.full_like(tokens, count) for count in astuple(forwards))])
         if trainer.accelerator.num_processes > 1:
             summed = trainer.accelerator.reduce(to_device_async(counts, trainer.accelerator.device))
             counts = summed // data_replicas(trainer)
         self.sums[counts.device] = self.sums.get(counts.device, 0) + counts
 
-    def report(self, padding_free: bool) -> dict[str, float]:
-        """The metrics since the last report; resets the counter. Fractions are of packed forwards, if any."""
+    def report(self, handle: PaddingRemoval | None) -> dict[str, float]:
+        """
+        The metrics since the last report; resets the counter. Fractions are of packed forwards, if any.
+
+        `handle`: that of the policy; `None` if padding is not removed.
+        """
         self.pause()
         sums = [x.cpu() for x in self.sums.values()]
         seconds, self.seconds, self.sums = self.seconds, 0.0, {}
         tokens, *of_forwards = torch.stack(sums).sum(0).tolist() if sums else [0]
         if not tokens:
             return {}
-        counts = ForwardCounts(*of_forwards)
+        counts = PaddingStats(*of_forwards)
         self.start()
         metrics = {"perf/tokens_per_second": tokens / seconds} if seconds else {}
-        if padding_free and counts.real:
-            metrics["padfix/pad_fraction"] = 1 - counts.real / counts.padded
-            metrics["padfix/shared_fraction"] = 1 - counts.packed / counts.real
-        if counts.filler:
-            metrics["padfix/filler_fraction"] = counts.filler / (counts.packed + counts.filler)
+        if handle is not None and counts.real_tokens:
+            metrics["padfix/pad_fraction"] = counts.pad_fraction
+            metrics["padfix/shared_fraction"] = counts.shared_fraction
+        if counts.filler_tokens:
+            metrics["padfix/filler_fraction"] = counts.filler_tokens / (counts.packed_tokens + counts.filler_tokens)
         if counts.padded_forwards:
             metrics["padfix/padded_forwards"] = counts.padded_forwards
-        if counts.forwards:
+        if handle is not None and handle.prefix_sharing == "auto" and counts.forwards:
             metrics["padfix/auto_shared"] = counts.shared_forwards / counts.forwards
         return metrics
 
@@ -114,16 +91,18 @@ class TokenCounts(Part):
         self.counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._warned = False
 
-    def before_generation(self, mode: str) -> None:
-        self.counters[mode].start()
+    @contextlib.contextmanager
+    def around_training_step(self) -> Iterator[None]:
+        self.counters["train"].start()  # before rows are generated
+        yield
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:
-        counter = self.counters[step.mode]
+        counter, padding = self.counters[step.mode], self.trainer.padding
         counter.start()
-        before = ForwardCounts.of(self.trainer.padding.handle)
+        before = copy(padding.stats)
         yield
-        new = ForwardCounts.of(self.trainer.padding.handle).since(before)
+        new = padding.stats - before
         counter.add(_real_tokens(step.batches, new), new, self.trainer)
         self._warn_if_unpacked(step)
 
@@ -146,23 +125,25 @@ class TokenCounts(Part):
 
     @contextlib.contextmanager
     def around_evaluation_loop(self, evaluation: Evaluation) -> Iterator[None]:
+        self.counters["eval"].start()
         yield
         self.counters["eval"].pause()  # tokens generated after the loop (`predict_with_generate`) do not count
 
     def log(self, logs: dict[str, float], mode: str) -> None:
-        metrics = report_of(self.counters, mode, self.trainer.padding.is_removed)
+        padding = self.trainer.padding
+        metrics = report_of(self.counters, mode, padding.handle if padding.is_removed else None)
         if mode == "train" and metrics:
             _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update(metrics)
 
 
-def report_of(counters: dict[str, TokenCounter], mode: str, padding_free: bool = True) -> dict[str, float]:
+def report_of(counters: dict[str, TokenCounter], mode: str, handle: PaddingRemoval | None) -> dict[str, float]:
     """The metrics of a mode since its last report, with names that begin with `eval_` for evaluation."""
     prefix = "eval_" if mode == "eval" else ""
-    return {prefix + name: value for name, value in counters[mode].report(padding_free).items()}
+    return {prefix + name: value for name, value in counters[mode].report(handle).items()}
 
 
-def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) -> int | torch.Tensor:
+def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: PaddingStats) -> int | torch.Tensor:
     """
     The real tokens of `batches`, by the `counts` of their forwards.
 
@@ -171,9 +152,9 @@ def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: ForwardCounts) 
     the sum of the masks.
     """
     if not batches:
-        return counts.real
-    if counts.padded:
-        return round(counts.real * sum(batch["input_ids"].numel() for batch in batches) / counts.padded)
+        return counts.real_tokens
+    if counts.padded_tokens:
+        return round(counts.real_tokens * sum(batch["input_ids"].numel() for batch in batches) / counts.padded_tokens)
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     return torch.stack([mask.sum() for mask in masks]).sum()
 

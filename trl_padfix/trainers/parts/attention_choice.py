@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import AutoConfig
 
 from ...core.attention.backends import Implementation, Machine, Workload, best_backend, require_usable, spread
 from ...core.model.find import find_pretrained
 from ...core.model.implementation import restore_attention, set_attention
-from ..checks.model_config import load_model_config, model_init_kwargs
 from ..field_types import parse_implementation
 from ..settings import Settings
 from ..temporary_attributes import temporarily_set
@@ -27,12 +27,12 @@ from .part import Part
 
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import PretrainedConfig, TrainingArguments
 
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["AttentionChoice"]
+__all__ = ["AttentionChoice", "load_model_config", "model_init_kwargs"]
 
 logger = get_logger(__name__)
 
@@ -95,7 +95,7 @@ class AttentionChoice(Part):
                     f"{of_policy!r}."
                 )
 
-    def on_init_error(self) -> None:
+    def restore(self) -> None:
         self._undo.close()
 
 
@@ -136,3 +136,20 @@ def _resolve(requested: Implementation, workload: Workload, field: str) -> Imple
     implementation = names if isinstance(requested, dict) else names[""]
     require_usable(implementation, workload, field)
     return implementation
+
+
+_FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
+"""Keys of `model_init_kwargs` that `AutoConfig.from_pretrained` needs to find a model's configuration."""
+
+
+def load_model_config(model: str, config: TrainingArguments | None, prefix: str = "") -> PretrainedConfig:
+    """The configuration of a model that TRL will load by its id or path."""
+    kwargs = model_init_kwargs(config, prefix)
+    config_kwargs = {name: kwargs[name] for name in _FOR_CONFIG if name in kwargs}
+    config_kwargs.setdefault("trust_remote_code", getattr(config, "trust_remote_code", False))
+    return kwargs.get("config") or AutoConfig.from_pretrained(model, **config_kwargs)
+
+
+def model_init_kwargs(config: TrainingArguments, prefix: str) -> dict[str, Any]:
+    """Keyword arguments with which TRL loads a model; the reference is loaded with the policy's."""
+    return getattr(config, f"{'' if prefix == 'ref_' else prefix}model_init_kwargs", None) or {}

@@ -1,8 +1,9 @@
-"""The part that removes padding from the models of a trainer."""
+"""Removes padding from the models of a trainer: policy, and reference or teacher."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,10 +15,17 @@ from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_on, remove_padding
 from ..data.row_checks import check_ids
-from ..distributed import datasets_of, is_zero, models_of, trains_on_images
+from ..distributed import (
+    check_launch,
+    datasets_of,
+    is_sharded,
+    is_zero,
+    models_of,
+    refuse_whole_rows,
+    trains_on_images,
+    warn_of_launch,
+)
 from ..temporary_attributes import temporarily_set
-from .attach_models import attach_to_models
-from .neftune import prefix_sharing_with_neftune
 from .part import Part
 
 
@@ -27,7 +35,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["RemovePadding"]
+__all__ = ["RemovePadding", "attach_to_models", "prefix_sharing_with_neftune"]
 
 logger = get_logger(__name__)
 
@@ -149,3 +157,49 @@ class RemovePadding(Part):
 
 def _decoders_of(models: list[Any]) -> list[Any]:
     return [find_decoder(find_pretrained(model)) for model in models]
+
+
+def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> PrefixSharing:
+    """
+    The `prefix_sharing` of a training: under NEFTune (`args.neftune_noise_alpha`) `"auto"` becomes `False`.
+
+    Raises:
+        PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
+    """
+    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
+        return prefix_sharing
+    if prefix_sharing == "auto":
+        logger.info("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
+        return False
+    raise PaddingRemovalError(
+        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
+        "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
+        "the padded batch."
+    )
+
+
+def attach_to_models(
+    trainer: PaddingFreeTrainer,
+    attach: Callable[[torch.nn.Module], PaddingRemoval],
+    models: Sequence[torch.nn.Module] | None = None,
+) -> None:
+    """
+    Attach to each model of a trainer, the policy first.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer.
+        attach (`Callable`):
+            Removes padding from a model, and keeps the handle: a later check may fail, and the caller then detaches.
+        models (`list`, *optional*):
+            Some of the trainer's models; by default all.
+
+    Raises:
+        ValueError, TypeError, PaddingRemovalError: For a launch or a model that cannot be packed.
+    """
+    check_launch(trainer)
+    warn_of_launch(trainer.accelerator)
+    for model in models_of(trainer) if models is None else models:
+        handle = attach(model)
+        if is_sharded(trainer):
+            refuse_whole_rows(handle)

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Evaluation", "Padding", "Part", "Step", "entered"]
-
-P = TypeVar("P", bound="Part")
 
 
 @dataclass
@@ -151,10 +149,6 @@ class Padding:
         """Whether the models pack padded batches."""
         return self.settings.padding_free and bool(self.handles) and not self.handles[0].is_removed
 
-    def part(self, kind: type[P]) -> P:
-        """The part of class `kind`."""
-        return next(part for part in self.parts if isinstance(part, kind))
-
     def restore(self) -> None:
         """Detach from the models, as `trainer.restore_padding()` does."""
         self.is_restored = True
@@ -238,9 +232,6 @@ class Part:
         """A block around a user's `training_step`."""
         return contextlib.nullcontext()
 
-    def before_generation(self, mode: str) -> None:
-        """Called before a step of a trainer that generates its rows gets them."""
-
     def around_label_count(self) -> contextlib.AbstractContextManager[Any]:
         """A block in which Trainer counts the labels of a step, over all processes."""
         return contextlib.nullcontext()
@@ -257,11 +248,7 @@ class Part:
         """Called before TRL adds its metrics to `logs` and logs them."""
 
     def restore(self) -> None:
-        """Put models back into the state before this trainer. May be called twice."""
-
-    def on_init_error(self) -> None:
-        """Called if the trainer's `__init__` fails; by default `restore`."""
-        self.restore()
+        """Put models back into the state before this trainer, also if its `__init__` fails. May be called twice."""
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
-from ..checks.backward_hooks import gradient_hook_name
+from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared

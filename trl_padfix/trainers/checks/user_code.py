@@ -1,18 +1,26 @@
-"""Detects custom losses (subclass, patch, `compute_loss_func`), whose reduction over rows is unknown."""
+"""
+User code in the forward or backward of a step.
+
+A custom loss (subclass, patch, `compute_loss_func`) reduces rows in an unknown way. In a split batch a hook runs once
+for each part.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from ...core.call.labels import SCORED_FROM_PADDING
+from torch import nn
+from transformers.training_args import OptimizerNames
+
 from ...core.model.changes import is_harmless
 from ...core.model.find import find_pretrained
-from ...core.model.inspection import module_of, name_of
+from ...core.model.inspection import is_of, module_of, name_of
+from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_labels import scores_padding
 from ..temporary_attributes import set_until_closed, temporarily_set
 
@@ -25,8 +33,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "custom_loss_name", "custom_step_name", "hook_beside_loss", "is_custom_collator", "observe_loss",
-    "observe_user_loss", "observe_user_step", "why_padded",
+    "custom_loss_name", "custom_step_name", "gradient_hook_name", "hook_beside_loss", "is_custom_collator",
+    "module_hook_names", "observe_loss", "observe_user_loss", "observe_user_step", "why_padded",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -169,3 +177,38 @@ def observe_user_step(
 
     vars(observed)["is_observed"] = True
     set_until_closed(trainer.padding.undo, trainer, "training_step", observed)
+
+
+LIBRARIES = {"trl_padfix", "torch", "accelerate", "transformers", "trl", "peft", "deepspeed", "bitsandbytes"}
+"""Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
+
+
+def gradient_hook_name(trainer: TaskTrainer) -> str | None:
+    """
+    Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
+
+    Such code is a hook of a parameter (`register_hook`, `register_post_accumulate_grad_hook`), or an optimizer that
+    steps in such hooks. Whether a hook is linear in the gradient is unknown, and a step of an optimizer is not.
+    """
+    optimizer = OptimizerNames(trainer.args.optim).value
+    if "layerwise" in optimizer:
+        return f"optim={optimizer!r}"
+    for name, parameter in trainer.model.named_parameters():
+        if "_in_backward_optimizers" in vars(parameter):
+            return f"the optimizer that steps in the backward of {name}"
+        if hook := next(_of_user([parameter._backward_hooks, parameter._post_accumulate_grad_hooks]), None):
+            return f"{hook}, a gradient hook of {name}"
+    return None
+
+
+def module_hook_names(model: nn.Module) -> list[str]:
+    """The hooks of modules that a user has registered, by name."""
+    kinds = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    hooks = [(name, *(vars(m)[kind] for kind in kinds)) for name, m in model.named_modules()]
+    return [f"{hook} of {name or type(model).__name__}" for name, *kinds in hooks for hook in _of_user(kinds)]
+
+
+def _of_user(kinds: Iterable[Mapping[Any, Any] | None]) -> Iterable[str]:
+    """Names of the hooks that no library has registered."""
+    hooks = (hook for hooks in kinds for hook in (hooks or {}).values())
+    return (name_of(hook) for hook in hooks if not is_of(hook, LIBRARIES))

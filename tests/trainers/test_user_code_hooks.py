@@ -8,7 +8,7 @@ import trl
 from kit.budget_runs import BUDGETS, assert_same, make, train_split
 
 import trl_padfix
-from trl_padfix.trainers.checks import backward_hooks
+from trl_padfix.trainers.checks import user_code
 
 
 def clamp(parameter):
@@ -46,7 +46,7 @@ def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
 
 
 def test_once_for_each_chunk_they_give_other_weights(monkeypatch):
-    monkeypatch.setattr(backward_hooks, "LIBRARIES", backward_hooks.LIBRARIES | {__name__.partition(".")[0]})
+    monkeypatch.setattr(user_code, "LIBRARIES", user_code.LIBRARIES | {__name__.partition(".")[0]})
     with pytest.raises(AssertionError, match="not close"):
         assert_same(run("SFT", "clamped", True).figures, theirs("SFT", "clamped"), factor=10)
 
@@ -54,4 +54,4 @@ def test_once_for_each_chunk_they_give_other_weights(monkeypatch):
 def test_a_layerwise_optimizer_is_one(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
     trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
-    assert backward_hooks.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
+    assert user_code.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"

@@ -17,8 +17,8 @@ import trl_padfix
 from trl_padfix.core.model.changes import ModuleChanges
 from trl_padfix.experimental.tasks import EXPERIMENTS, classes_of
 from trl_padfix.trainers.batching import token_budget
-from trl_padfix.trainers.checks import custom_loss
-from trl_padfix.trainers.checks.custom_loss import LOSS_METHODS, custom_loss_name
+from trl_padfix.trainers.checks import user_code
+from trl_padfix.trainers.checks.user_code import LOSS_METHODS, custom_loss_name
 
 
 def longest_row_twice(compute_loss):
@@ -169,7 +169,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
     token_budget.logger.warning_once.cache_clear()
     assert_same(figures(trl_padfix), figures(trl))
     assert any("a hook within the model; your loss may read" in line for line in our_warnings(caplog))
-    for module in (custom_loss, token_budget):
+    for module in (user_code, token_budget):
         monkeypatch.setattr(module, "hook_beside_loss", lambda *args, **kwargs: None)
     monkeypatch.setattr(ModuleChanges, "check", lambda changes: None)
     with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
@@ -179,7 +179,7 @@ def test_states_that_a_hook_keeps_for_a_loss_are_those_of_the_batch(
 def test_computed_in_chunks_it_has_others(monkeypatch):
     name = "DPO"
     monkeypatch.setattr(
-        "trl_padfix.trainers.checks.custom_loss.TRUSTED", ("trl_padfix.", "trl", "transformers.", __name__)
+        "trl_padfix.trainers.checks.user_code.TRUSTED", ("trl_padfix.", "trl", "transformers.", __name__)
     )
     ours = run(name, on_object, True)
     assert max(ours.chunks) > 1
