@@ -65,7 +65,7 @@ def test_torch_2_11_and_later_have_what_it_takes(gpu, monkeypatch):
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     layout = padding_free_layout(torch.ones(1, 3, dtype=torch.int64))
-    states = torch.zeros(1, 4, 3, 8), torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8)
+    states = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)
     for parameters, complete, given in VERSIONS:
         monkeypatch.setattr(kernels, "_varlen_parameters", lambda found=parameters: frozenset(found))
         kernels.torch_varlen_is_complete.cache_clear()

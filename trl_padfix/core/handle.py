@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -124,7 +124,7 @@ class PaddingStats:
 
     def __sub__(self, before: PaddingStats) -> PaddingStats:
         """The counts since `before`."""
-        return PaddingStats(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return PaddingStats(**{name: count - vars(before)[name] for name, count in vars(self).items()})
 
     def reset(self) -> None:
         """Set all counts to zero."""

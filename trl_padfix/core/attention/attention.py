@@ -35,7 +35,7 @@ from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
 from ..model.views import PACKED_ATTENTION, viewed_module
-from .segments import attend_by_segment, gather_keys, gathered_again, in_attention_dtype
+from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, gathered_again, in_attention_dtype
 from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 
@@ -143,26 +143,27 @@ def packed_attention(
     call: PackedCall | None = kwargs.pop(LAYOUT, None)
     if call is None and (running_layer := layer_call()) is not None:
         call = running_layer.call  # for layers that do not pass keyword arguments on
-    name = f"{type(module).__name__} (layer {vars(module).get('layer_idx', '?')})"
     if call is None:
         raise _unpackable(
-            f"{name} did not receive the layout of the packed batch: its decoder does not pass keyword arguments on "
-            "to its attention"
+            f"{_name(module)} did not receive the layout of the packed batch: its decoder does not pass keyword "
+            "arguments on to its attention"
         )
     tokens = call.tokens.count
     if query.shape[2] != tokens or key.shape[2] != tokens:
         raise _unpackable(
-            f"{name} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has {tokens} "
-            "tokens: there is not one query and one key for each token"
+            f"{_name(module)} attends from {query.shape[2]} queries to {key.shape[2]} keys, and the packed batch has "
+            f"{tokens} tokens: there is not one query and one key for each token"
         )
     if attention_mask is not None or query.shape[2] == 1:
         # Many modules pass `is_causal` only in place of a mask, so beside one it means nothing (GPT-2 before 5.0).
         kwargs.pop("is_causal", None)
-    masks = _prepared_masks(name, attention_mask, call)
-    mask_spec = PackedMask() if masks is not None else _mask_of_layer(name, module, attention_mask, call, kwargs)
+    masks = _prepared_masks(module, attention_mask, call)
+    mask_spec = PackedMask() if masks is not None else _mask_of_layer(module, attention_mask, call, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in _IGNORED and k not in call.passed_on}
     if unknown := [k for k, v in kwargs.items() if k not in _ARGUMENTS and isinstance(v, torch.Tensor)]:
-        raise _unpackable(f"{name} passes {unknown} to its attention function, and it is unknown how to pack that")
+        raise _unpackable(
+            f"{_name(module)} passes {unknown} to its attention function, and it is unknown how to pack that"
+        )
     # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
     if not _is_flash(call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
@@ -188,16 +189,18 @@ def _attend(
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
+    is_flash, row = _is_flash(implementation), (key, value)
+    if not is_flash and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
+        query, key, value = map(by_token, (query, key, value))
+        gathered = gather_tokens(layout, key, value)
+        with gathered_again(layout, row, gathered):
+            return attend_torch_varlen(query, *gathered, layout, kwargs)
     gathered = gather_keys(layout, key, value)
-    with gathered_again(layout, (key, value), gathered):
-        key, value = gathered
-        states = query, key, value, layout, kwargs
-        if _is_flash(implementation):
-            return attend_varlen(attend, module, *states)
-        if not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
-            return attend_torch_varlen(*states)
+    with gathered_again(layout, row, gathered):
+        if is_flash:
+            return attend_varlen(attend, module, query, *gathered, layout, kwargs)
         options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
-        return attend_by_segment(attend, module, *states, **options)
+        return attend_by_segment(attend, module, query, *gathered, layout, kwargs, **options)
 
 
 def _unpackable(reason: str) -> PaddingRemovalError:
@@ -205,20 +208,24 @@ def _unpackable(reason: str) -> PaddingRemovalError:
     return PaddingRemovalError(f"{reason}. {remedy}")
 
 
-def _prepared_masks(name: str, mask: PackedMask | None, call: PackedCall) -> list[torch.Tensor] | None:
+def _name(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {vars(module).get('layer_idx', '?')})"
+
+
+def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall) -> list[torch.Tensor] | None:
     """The prepared mask of a layer, cut into one for each segment; `None` if no mask was prepared."""
-    prepared, kind = call.prepared, mask.kind if isinstance(mask, PackedMask) else None
-    if prepared is None:
+    if (prepared := call.prepared) is None:
         return None
+    kind = mask.kind if isinstance(mask, PackedMask) else None
     if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
         raise PaddingRemovalError(
-            f"{name} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
+            f"{_name(module)} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
     return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.mixed.layout))
 
 
-def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
+def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
     """Which keys `module` leaves out within a row: by its mask, or without one by its other arguments."""
     span = max(call.layout.spans)
     if (mask_spec := mask) is None:
@@ -227,15 +234,17 @@ def _mask_of_layer(name: str, module: nn.Module, mask: object, call: PackedCall,
         chunk = getattr(module.config, "attention_chunk_size", None)
         mask_spec = PackedMask(window=kwargs.get("sliding_window"), custom=chunk is not None and chunk < span)
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom:
-        raise _unpackable(f"{name} attends with a mask of its own making, which a layout does not say how to pack")
+        raise _unpackable(
+            f"{_name(module)} attends with a mask of its own making, which a layout does not say how to pack"
+        )
     if not mask_spec.causal or kwargs.get("is_causal") is False or not is_causal(module):
         raise PaddingRemovalError(
-            f"{name} attends in both directions, and a packed batch is attended causally. Padding can only be removed "
-            "from causal decoders; use `padding_free=False`."
+            f"{_name(module)} attends in both directions, and a packed batch is attended causally. Padding can only "
+            "be removed from causal decoders; use `padding_free=False`."
         )
     if mask_spec.chunk is not None and mask_spec.chunk < span and _is_flash(call.implementation):
         raise PaddingRemovalError(
-            f"{name} attends in chunks of {mask_spec.chunk} tokens and a row of the batch spans {span}; "
+            f"{_name(module)} attends in chunks of {mask_spec.chunk} tokens and a row of the batch spans {span}; "
             "FlashAttention cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
         )
     return mask_spec

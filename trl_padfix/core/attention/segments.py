@@ -24,8 +24,8 @@ from ..model.patching import saved_tensor_hooks
 
 
 __all__ = [
-    "GatherKeys", "attend_by_segment", "gather_keys", "gathered_again", "in_attention_dtype", "query_blocks",
-    "sum_by_token", "visible_keys",
+    "GatherKeys", "attend_by_segment", "by_token", "gather_keys", "gather_tokens", "gathered_again",
+    "in_attention_dtype", "query_blocks", "sum_by_token", "visible_keys",
 ]  # fmt: skip
 
 QUERIES_PER_BLOCK = 1024
@@ -271,16 +271,26 @@ def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
     return [x.to(dtype) if x.dtype == torch.float32 else x for x in states]
 
 
-def gather_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def gather_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of all segments, concatenated: each `(1, K, T, D)` to `(1, K, sum of keys.lengths, D)`."""
     if layout.key_index is None:
         return key, value
+    key, value = gather_tokens(layout, by_token(key), by_token(value))
+    return key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
+
+
+def gather_tokens(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`gather_keys`] with tokens first: each `(T, K, D)` to `(sum of keys.lengths, K, D)`."""
+    if layout.key_index is None:
+        return key, value
     order = layout.key_sort_order if key.requires_grad or value.requires_grad else (None, None)
-    # Tokens first, the memory layout that variable-length kernels read. `squeeze(0)` instead of `[0]`: its gradient is
-    # a view, that of an index a copy of all states.
-    states = (x.squeeze(0).transpose(0, 1) for x in (key, value))
-    gathered = GatherKeys.apply(*states, layout.key_index, *order)
-    return tuple(x.transpose(0, 1).unsqueeze(0) for x in gathered)
+    return GatherKeys.apply(key, value, layout.key_index, *order)
+
+
+def by_token(states: torch.Tensor) -> torch.Tensor:
+    """States `(1, N, T, D)` as `(T, N, D)`, the memory layout that variable-length kernels read."""
+    # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
+    return states.squeeze(0).transpose(0, 1)
 
 
 COPIES = 1024

@@ -93,9 +93,7 @@ def _is_triton_backend() -> bool:
 def attend_torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """torch's own variable-length FlashAttention over a layout: `(1, N, T, D)` to `(1, T, N, D)`."""
-    # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    """torch's own variable-length FlashAttention over a layout: `(T, N, D)` to `(1, T, N, D)`."""
     segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
     return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 

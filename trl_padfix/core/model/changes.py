@@ -119,7 +119,7 @@ class ModuleChanges:
         # Types are read again, because code may set the class of a module.
         # And from the modules: a deep copy of this object has dictionaries that differ from the copied modules'
         # dictionaries.
-        return {vars(m).get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
+        return {m.__dict__.get("forward") for m in self.modules} | {c.forward for c in set(map(type, self.modules))}
 
     def _read_modules(self) -> None:
         """Record the modules, and the dictionaries of their children, hooks and attributes."""
@@ -128,13 +128,16 @@ class ModuleChanges:
             modules = [child for child in children.values() if child is not None]
             self.modules += modules
             self.children += [module._modules for module in modules]
+        self.places = self._current_places()
         self.hooks = [vars(module)[name] for module in self.modules for name in _HOOKS]
+
+    def _current_places(self) -> list[nn.Module | None]:
+        """What stands now in each place of a child."""
+        return [*chain.from_iterable(map(dict.values, self.children))]
 
     def _check_modules(self) -> None:
         """Read the modules again if any was added, removed or replaced; an error if patches are missing then."""
-        current = chain.from_iterable(children.values() for children in self.children)
-        # Without a loop in Python; lists compare their elements by identity first.
-        if [child for child in current if child is not None] == self.modules:
+        if self._current_places() == self.places:  # lists compare their elements by identity first
             return
         self._read_modules()
         # Wrappers (of LoRA, FSDP, checkpointing) keep the patched modules, so they do no harm.
@@ -142,7 +145,7 @@ class ModuleChanges:
         added = set(self.modules) - self.known
         changed |= {module for module in added if type(module) in self.types or not _is_by_token(type(module))}
         if changed:
-            module, self.modules = next(iter(changed)), []  # compare again in the next call
+            module, self.places = next(iter(changed)), []  # compare again in the next call
             raise UnpackableCallError(
                 "replaced module",
                 f"A {type(module).__name__} of {type(self.decoder).__name__} was added, removed or replaced after "

@@ -33,6 +33,8 @@ __all__ = [
 
 def bind(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, including those that `forward` takes as `**kwargs`."""
+    if not args:
+        return dict(kwargs)
     signature = inspect.signature(forward)
     # `functools.wraps` shows the parameters of the wrapped function: TRL's head takes more than a model that it wraps.
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}

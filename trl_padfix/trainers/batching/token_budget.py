@@ -279,6 +279,8 @@ class TokenBudget(Part):
         """Run `compute`, TRL's `compute_loss`: in chunks if the loss is a sum over rows with known weights."""
         trainer, task = self.trainer, self.trainer.padding.task
         compute = partial(compute, task.model_for_loss(model))
+        if self.budget is None:
+            return compute(inputs, *args, **kwargs)
         call = inspect.signature(Trainer.compute_loss).bind(trainer, model, inputs, *args, **kwargs).arguments
         num_items = call.get("num_items_in_batch")
         if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
@@ -334,7 +336,7 @@ class TokenBudget(Part):
     def _is_sum_over_rows(self, inputs: Any, num_items: Any) -> bool:
         """Whether Trainer computes the loss of a batch for a backward, and the loss is a sum over rows."""
         trainer, task = self.trainer, self.trainer.padding.task
-        if self.budget is None or not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
+        if not (self._is_in_step and torch.is_grad_enabled() and trainer.model.training):
             return False
         if self.why_all_rows() is not None or self._leaves_whole():
             return False

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +49,7 @@ class TokenCounter:
         """Add the real tokens of a step's batches and the counts of its forwards, summed over processes."""
         # `tokens` may be on a device. Reading it here would wait for it in every step.
         tokens = torch.as_tensor(tokens)
-        counts = torch.stack([tokens, *(torch.full_like(tokens, count) for count in astuple(forwards))])
+        counts = torch.stack([tokens, *(torch.full_like(tokens, count) for count in vars(forwards).values())])
         if trainer.accelerator.num_processes > 1:
             summed = trainer.accelerator.reduce(to_device_async(counts, trainer.accelerator.device))
             counts = summed // data_replicas(trainer)
