@@ -986,6 +986,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[argparse.Ar
     add("--model", help="folder or Hub id of a model, in place of a random one")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: cuda where there is one")
     add("--dtype", choices=["float32", "bfloat16", "autocast"], default="float32", help="autocast: TRL's default")
+    add("--gradient-checkpointing", action="store_true", help="as TRL does by default")
     add("--expand-turns", action="store_true", help="with sft: a row for each turn of the assistant in `messages`")
     add("--group-by-prefix", action="store_true", help="also batches of rows that begin alike, as training draws them")
     add("--no-memory", action="store_true", help="measure no peak memory; on CPU it takes one more step each")
@@ -1021,6 +1022,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         dtype=options.dtype,
         max_length=options.max_length or max(tree.longest if tree else 0, 1024),
         memory=not options.no_memory,
+        gradient_checkpointing=options.gradient_checkpointing,
         expand_turns=options.expand_turns,
         shuffle=tree is None or options.group_by_prefix,
     )
@@ -1047,7 +1049,8 @@ def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]
     without = " without generation" if settings.trainer == "grpo" else ""
     yield (
         f"{settings.trainer.upper()} step{without}, {settings.batch_size} of {about['data']}, {model}, "
-        f"{settings.dtype} on {about['device']}, {about['threads']} threads"
+        f"{settings.dtype}{', gradient checkpointing' * settings.gradient_checkpointing} on {about['device']}, "
+        f"{about['threads']} threads"
     )
     yield ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     fixed = [result for result in results if result.has_trls_batches]
