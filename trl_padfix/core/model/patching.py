@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_checkpoint", "patches_on", "saved_tensor_hooks",
+    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "checkpoint_state", "in_checkpoint", "patches_on",
+    "saved_tensor_hooks",
 ]  # fmt: skip
 
 
@@ -297,8 +298,14 @@ def saved_tensor_hooks() -> tuple[Any, ...] | None:
 def in_checkpoint() -> bool:
     """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
     # In torch 2.6 such calls are packed, and an error of torch says so if their backward differs.
+    return bool(checkpoint_state()[1]) and not context().own_checkpoint
+
+
+def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
+    """What a checkpoint of torch changes: whether gradients are enabled (a reentrant one), or its hooks."""
     hooks = saved_tensor_hooks() or ()
-    return any(hook.__module__ == checkpoint.__module__ for hook in hooks) and not context().own_checkpoint
+    is_checkpoint = any(hook.__module__ == checkpoint.__module__ for hook in hooks)
+    return torch.is_grad_enabled(), hooks if is_checkpoint else ()
 
 
 @torch.compiler.assume_constant_result

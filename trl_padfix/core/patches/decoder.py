@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call.arguments import padded_output
-from ..call.calls import model_call, packed_call, rows_call
+from ..call.calls import call_of, model_call, packed_call, rows_call
 from ..call.inputs import DecoderInputs
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
@@ -95,7 +95,7 @@ class PositionPatch(ForwardPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder)
+        call = call_of(self, {})
         if call is None:
             return self.wrapped(*args, **kwargs)
         arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
@@ -117,7 +117,7 @@ class RopePatch(ForwardPatch):
     serves_recomputation = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
+        call = call_of(self, {}) or rows_call(self.attachment.decoder)
         arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
         if call is None or positions is None:

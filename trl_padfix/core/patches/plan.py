@@ -16,12 +16,11 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.calls import LAYOUT, ModelCall, PackedCall
+from ..call.calls import LAYOUT, ModelCall, PackedCall, running
 from ..call.inputs import DecoderInputs
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..call.tokens import LocalTokens
-from ..context import within
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.dry_run import DryRun
 from ..mixers.mixers import ROWS
@@ -196,7 +195,7 @@ class PackedPlan(Plan):
         if patch.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
             packed[LAYOUT] = call
         forward = patch.on_view(**older_attributes(decoder, {LAYOUT: call}))
-        with within(packed=call):
+        with running(call):
             output = forward(**packed)
         handle.remember(call)
         return output
