@@ -1,5 +1,6 @@
 """`padding_free_trainer`, or the callback: any trainer class, on batches and models of a user's own."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -124,6 +125,13 @@ def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
     ours = make("a loss of its own", tmp_path, trainer_class=padding_free_trainer(Weighted, padding_free=False))
     assert trained(ours).tolist() == trained(make("a loss of its own", tmp_path)).tolist()
     assert ours.padding.handle is None
+
+
+PaddingFreeTrainer = padding_free_trainer(Trainer)
+
+
+def test_a_class_of_a_module_can_be_pickled():
+    assert pickle.loads(pickle.dumps(PaddingFreeTrainer)) is PaddingFreeTrainer
 
 
 def test_what_needs_to_know_the_rows_is_refused():
