@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step"]
+__all__ = ["StepReport", "check_step", "dtype_of_weights", "limits_of", "other_padding"]
 
 logger = get_logger(__name__)
 
@@ -208,7 +208,7 @@ class _Comparison:
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        limits, same = _limits(self.dtype), _limits(_dtype_of_weights(self.trainer))
+        limits, same = limits_of(self.dtype), limits_of(dtype_of_weights(self.trainer))
         packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
@@ -228,7 +228,7 @@ class _Comparison:
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
-        refilled = self._padded(batch, partial(_other_padding, forwards)).distance(padded)
+        refilled = self._padded(batch, partial(other_padding, forwards)).distance(padded)
         report = replace(report, refilled=refilled, limits=limits)
         if not self._on_any_process(not report.ok):
             return report
@@ -314,20 +314,20 @@ def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
     precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
         return precisions[trainer.accelerator.mixed_precision]
-    return _dtype_of_weights(trainer)
+    return dtype_of_weights(trainer)
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     loss, gradient = (times * torch.finfo(dtype).eps for times in HALF_LIMITS)
     return EXACT if dtype.itemsize > 2 else (loss, gradient)
 
 
-def _dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
+def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
     dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def _other_padding(
+def other_padding(
     batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with other tokens' embeddings at padding."""
