@@ -26,6 +26,7 @@ from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
+from ...core.remove import number_padded_rows
 from ..checks.backward_hooks import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
@@ -251,6 +252,7 @@ class _Comparison:
         with contextlib.ExitStack() as stack:
             for handle in self.trainer.padding.handles:
                 stack.enter_context(handle.disabled())
+                stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
             if on_embeddings is not None:
                 embedding = self.trainer.padding.handles[0].anatomy.pretrained.get_input_embeddings()
                 stack.enter_context(embedding.register_forward_hook(on_embeddings))
