@@ -17,6 +17,12 @@ import torch
 from kit.cells import MATRIX, by_turns
 from kit.tolerance import assert_close, assert_gradients_close
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import CheckpointError
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from zoo import family_outcomes
 from zoo.families import build, build_type
@@ -36,6 +42,7 @@ from trl_padfix import (
     prefix_sharing_layout,
     remove_padding,
 )
+from trl_padfix.core.call import calls
 from trl_padfix.core.mixers import dry_run, forks
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
@@ -219,6 +226,48 @@ def test_rows_computed_alone_give_the_same_numbers_in_training(family, sharing, 
     del logps
     gc.collect()
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+
+
+def checkpoint_around(model: nn.Module, kind: str, of: type[nn.Module]) -> None:
+    wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl[kind])
+    apply_activation_checkpointing(model, wrapper, check_fn=lambda module: isinstance(module, of))
+
+
+# A mixer, or a layer whose decoder passes it no layout, is computed padded; other layers get the layout.
+@pytest.mark.parametrize("kind", ["REENTRANT", "NO_REENTRANT"])
+@pytest.mark.parametrize(
+    ("family", "wrapped", "when", "is_padded"),
+    [
+        ("mamba", "mixer", "before", True),
+        ("mamba", "", "after", True),
+        ("rwkv", "feed_forward", "before", True),
+        ("bloom", "", "before", True),
+        ("stablelm", "self_attn", "before", True),
+        ("recurrent_gemma", "", "before", False),
+        ("mamba2", "mixer", "before", False),
+    ],
+)
+def test_a_checkpoint_wrapper_of_a_user_leaves_gradients_exact(family, wrapped, when, is_padded, kind, monkeypatch):
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
+        model = build_trained(family).train()
+        layer = next(blocks for blocks in model.modules() if isinstance(blocks, nn.ModuleList))[0]
+        of = type(layer.get_submodule(wrapped))
+        if when == "before":
+            checkpoint_around(model, kind, of)
+        handle = remove_padding(model)
+        if when == "after":
+            checkpoint_around(model, kind, of)
+        logps = batched(model, "right")
+        found = gradients_of(model, weighted(logps))
+        return logps, {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in found.items()}, handle
+
+    logps, gradients, handle = run()
+    assert_exact(logps, gradients, reference(family))
+    assert (handle.stats.padded_forwards, handle.stats.forwards) == ((1, 0) if is_padded else (0, 1))
+    if is_padded:  # the control: packed in the forward, and not in the recomputation
+        monkeypatch.setattr(calls, "checkpoint_state", lambda: ())
+        with pytest.raises((AssertionError, CheckpointError, RuntimeError, TypeError)):
+            assert_exact(*run()[:2], reference(family))
 
 
 @pytest.mark.parametrize("outputs", [{"RwkvBlock": 3}, {}])

@@ -111,16 +111,36 @@ def test_removal_beneath_a_wrapper_and_a_second_attachment(kind, keeps_wrapper, 
     assert isinstance(model.state_dict(), dict)
 
 
-def test_a_model_that_was_prepared_first_stays_attached_when_it_is_unwrapped():
+@pytest.mark.parametrize("calls_before_removal", [True, False])
+def test_a_model_that_was_prepared_first_leaves_mixed_precision_when_it_is_unwrapped(calls_before_removal):
     model = build("qwen2")
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-    accelerator.prepare_model(model)
-    with remove_padding(model) as handle:
-        accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # makes a method of the method
-        call(model)
-        assert handle.stats.packed_tokens == MASK.sum()
-    call(model)
-    assert handle.stats.packed_tokens == MASK.sum()
+    expected = call(model)
+    prepared = prepare(model, "bf16")
+    handle = remove_padding(model)
+    half = call(prepared)
+    unwrapped = Accelerator(mixed_precision="bf16", cpu=True).unwrap_model(prepared, keep_fp32_wrapper=False)
+    real, limit = MASK.bool(), tolerance(expected.abs().max().item(), terms=64, depth=24)
+    if calls_before_removal:
+        for _ in range(2):
+            assert (call(unwrapped) - expected)[real].abs().max() <= limit
+        assert handle.stats.packed_tokens == 3 * MASK.sum()
+    handle.remove()
+    assert torch.equal(call(unwrapped), expected)
+    assert "forward" not in vars(model)
+    assert (half - expected)[real].abs().max() > 10 * limit  # the control
+
+
+def test_a_deep_copy_of_an_attached_model_can_be_attached():
+    model = build("qwen2")
+    handle = remove_padding(model)
+    twin = copy.deepcopy(model)
+    with remove_padding(twin, prefix_sharing=True) as second:
+        call(twin)
+        assert (second.stats.forwards, handle.stats.forwards) == (1, 0)
+    assert not any(patches_on(module) for module in twin.modules())
+    assert patches_on(model)
+    with pytest.raises(ValueError, match="attached to this Qwen2Model already"):  # the control: not a copy
+        remove_padding(model)
 
 
 def test_a_method_that_was_kept_passes_calls_on_after_removal():

@@ -119,6 +119,27 @@ def test_without_the_trainer_the_policy_alone_is_packed_and_a_warning_says_so(bf
         train(tmp_path, callbacks=[PaddingRemovalCallback(prefix_sharing=True)], attach=False, **given)
 
 
+class ReadsPadding(Margins):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        loss = loss + 0.1 * logits.logsumexp(-1).square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_reads_padding_runs_padded(tmp_path, caplog):
+    theirs, _ = train(tmp_path / "theirs", ReadsPadding)
+    callback = PaddingRemovalCallback()
+    with caplog.at_level("WARNING"):
+        ours, _ = train(tmp_path / "ours", ReadsPadding, [callback])
+    assert_same(trajectory(ours), trajectory(theirs))
+    assert "your loss reads logits at padding" in caplog.text
+    assert callback.stats.padded_forwards > callback.stats.forwards == 0
+    unchecked, _ = train(tmp_path / "unchecked", ReadsPadding, [PaddingRemovalCallback(parity_check=False)])
+    with pytest.raises(AssertionError):  # the control
+        assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
+
+
 def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     seen = []
 
@@ -181,6 +202,17 @@ BAD = {
     "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
     "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
 }
+
+
+def test_a_callback_serves_one_trainer_at_a_time(tmp_path):
+    callback = PaddingRemovalCallback()
+    first, second = (build_trainer(tmp_path, callbacks=[callback], max_steps=1) for _ in range(2))
+    with pytest.raises(ValueError, match="attached to another trainer"):
+        first.train()
+    for trainer in (second, first):  # the control
+        callback.attach(trainer)
+        trainer.train()
+        assert callback.stats.forwards == 1
 
 
 def test_bad_input_is_refused_before_the_first_step(tmp_path):

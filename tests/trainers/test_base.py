@@ -1,5 +1,6 @@
 """`padding_free_trainer`, or the callback: any trainer class, on batches and models of a user's own."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kit.trainer_runs import (
 )
 from torch import nn
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer
+from zoo import models
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
@@ -120,10 +122,49 @@ def test_any_trainer_trains_without_padding_as_it_does_padded(case, way, tmp_pat
     train_beside_plain(way, lambda **given: make(case, tmp_path, **given), monkeypatch)
 
 
+class LeftPadded(Trainer):
+    """Batches that are padded left, with the positions of each row alone if `numbers` is set."""
+
+    numbers = False
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        count = inputs["attention_mask"].sum(1)
+        columns = torch.arange(inputs["input_ids"].shape[1]) + count[:, None]
+        inputs["labels"][:, 0] = -100  # padding would predict it
+        inputs = {name: x.gather(1, columns % x.shape[1]) for name, x in inputs.items()}
+        if self.numbers:
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Numbered(LeftPadded):
+    numbers = True
+
+
+def test_a_model_that_counts_columns_has_the_numbers_of_each_row_alone(tmp_path, caplog):
+    given = {"model": lambda: models.build("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), "max_steps": 2}
+    alone, padded = (
+        trained(make("transformers'", tmp_path, trainer_class=c, **given)) for c in (Numbered, LeftPadded)
+    )
+    ours = make("transformers'", tmp_path, trainer_class=padding_free_trainer(LeftPadded), **given)
+    assert_same(trained(ours), alone)
+    assert ours.padding.stats.padded_forwards == 0
+    assert caplog.text.count("GPT2Model numbers the columns of a batch") == 1
+    with pytest.raises(AssertionError):  # the control
+        assert_same(padded, alone, rtol=1e-3)
+
+
 def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
     ours = make("a loss of its own", tmp_path, trainer_class=padding_free_trainer(Weighted, padding_free=False))
     assert trained(ours).tolist() == trained(make("a loss of its own", tmp_path)).tolist()
     assert ours.padding.handle is None
+
+
+PaddingFreeTrainer = padding_free_trainer(Trainer)
+
+
+def test_a_class_of_a_module_can_be_pickled():
+    assert pickle.loads(pickle.dumps(PaddingFreeTrainer)) is PaddingFreeTrainer
 
 
 def test_what_needs_to_know_the_rows_is_refused():

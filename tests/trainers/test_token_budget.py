@@ -32,6 +32,7 @@ from kit.processes import logged
 from kit.rows import build_pairs
 from kit.trainer_runs import figures, lora
 from peft import PromptTuningConfig, TaskType
+from transformers import TrainerCallback
 
 import trl_padfix
 from trl_padfix.trainers.batching.sub_batches import SubBatches
@@ -313,6 +314,23 @@ def test_no_batch_stays_after_its_reference_log_probabilities_are_computed_ahead
     make(trl_padfix, "DPO", tmp_path, budget=True, precompute_ref_log_probs=True)
     assert len(kept) > 2
     assert not any(kept)
+
+
+def test_a_step_leaves_as_many_hooks_as_trls(tmp_path):
+    def hooks(library: Any, checkpointing: bool = True, **given: Any) -> list[int]:
+        trainer, counts = make(library, "DPO", tmp_path, gradient_checkpointing=checkpointing, **given), []
+        on_step = {"on_step_end": lambda *args, **kwargs: counts.append(len(embedding._forward_hooks))}
+        embedding = trainer.model.get_input_embeddings()
+        trainer.add_callback(type("Count", (TrainerCallback,), on_step))
+        trainer.train()
+        return counts
+
+    first, second, last = hooks(trl)
+    assert second - first == last - second
+    ours = hooks(trl_padfix, budget=True, parity_check=False)
+    assert ours == [first, second, last]
+    assert len(set(ours)) == 3  # the control: they grow
+    assert not any(hooks(trl_padfix, checkpointing=False, budget=True))
 
 
 def test_one_process_does_not_tell_other_threads_to_skip_their_step(tmp_path):

@@ -39,6 +39,7 @@ class Context:
     packed: object = None  # packed forward of its decoder
     rows: object = None  # forward of a decoder over padded rows, for a dry run
     layer: object = None  # call of a layer within a packed forward
+    checkpoint: object = None  # state of checkpoints where the packed forward began, or was restored
     batch_cache: object = None  # what the forwards of a loss have read from their tensors
     planned: object = None  # a batch, and the layout that its step has planned for it
     runner: ForwardRunner | None = None  # computes forwards of models in parts

@@ -345,7 +345,7 @@ class PaddingRemoval(Attachment):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
-        return vars(self) | {"_recomputable": set()}
+        return vars(self) | {"_recomputable": set(), "is_copy": True}
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

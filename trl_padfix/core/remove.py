@@ -120,6 +120,8 @@ def remove_padding(
     check_multiple(packed_multiple_of)
     anatomy = Anatomy.of(model)
     decoder = anatomy.decoder
+    for copied in (attachment for attachment in attachments_on(decoder) if attachment.is_copy):
+        copied.remove()
     if any(isinstance(attachment, PaddingRemoval) for attachment in attachments_on(decoder)):
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "

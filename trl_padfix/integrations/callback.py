@@ -7,11 +7,11 @@ It needs no trainer class of this package and no TRL. The plug-ins of other stac
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.packing import attach_to_models, prefix_sharing_with_neftune
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
+from ..trainers.parts.saved_state import saved_state, without_noise
+from ..trainers.parts.step_parity import dtype_of_weights, limits_of, other_padding
 from ..trainers.temporary_attributes import set_until_closed
 
 
@@ -58,6 +60,10 @@ WRAPPERS = {
 """Wrappers of models by class name (the class may not be installed), with the name of their library."""
 
 
+READS_PADDING = (
+    "a loss that depends on padding: your loss reads logits at padding, which are zero without it, or a module takes "
+    "statistics of the batch in training. Mask by `attention_mask` what your loss reads"
+)
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
     "stays padded; a loss of yours that reads what hooks within the model keep, or that predicts labels from padding, "
@@ -205,6 +211,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted = PaddingStats()
         self._is_evaluating, self._has_stepped = False, False
+        self._is_loss_unchecked, self._why_padded = self.parity_check, ""
         if self.parity_check:
             self._first_call = self._recording.enter_context(first_call(trainer.model, self.handles[0]))
 
@@ -234,11 +241,32 @@ class PaddingRemovalCallback(TrainerCallback):
         @wraps(compute)  # so that a user's function, which was set on the trainer, is still found
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
-                reason = why_padded(trainer, self.handles[0], inputs)
+                if self._is_loss_unchecked and torch.is_grad_enabled():
+                    self._is_loss_unchecked = False
+                    if self._reads_padding(trainer, inputs, partial(compute, model, inputs, *args, **kwargs)):
+                        self._why_padded = READS_PADDING
+                reason = self._why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
         set_until_closed(self._undo, trainer, "compute_loss", compute_loss)
+
+    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[], Any]) -> bool:
+        """Whether the padded loss of a batch changes with the embeddings at padding."""
+        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if sharded or not {"input_ids", "attention_mask"} <= inputs.keys():
+            return False
+        embedding, losses = find_pretrained(trainer.model).get_input_embeddings(), []
+        for batches in ([], [inputs]):
+            with ExitStack() as stack:
+                for handle in self.handles:
+                    stack.enter_context(handle.disabled())
+                stack.enter_context(embedding.register_forward_hook(partial(other_padding, batches)))
+                stack.enter_context(without_noise([*trainer.model.modules()]))
+                stack.enter_context(saved_state(trainer))
+                stack.enter_context(torch.no_grad())
+                losses.append(float(compute()))
+        return abs(losses[0] - losses[1]) > limits_of(dtype_of_weights(trainer))[0] * max(abs(losses[0]), 1.0)
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""
@@ -259,6 +287,11 @@ class PaddingRemovalCallback(TrainerCallback):
             logger.warning(NOT_COVERED)
             return
         trainer = self._given
+        if model is not None and trainer.model is not model:
+            raise ValueError(
+                "This callback was attached to another trainer since. Give each trainer a `PaddingRemovalCallback` of "
+                "its own, or call `callback.attach(trainer)` again."
+            )
         models = models_of(trainer)
         decoders = [id(find_decoder(find_pretrained(model))) for model in models]
         attached = [id(handle.decoder) for handle in self.handles]

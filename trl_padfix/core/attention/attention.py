@@ -25,9 +25,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..call.calls import LAYOUT, PackedCall, call_of, running
 from ..call.layers import layer_call
-from ..context import context, within
+from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
 from ..model.inspection import forward_of, global_in, global_of_file, names_in, parameters_of
@@ -271,10 +271,8 @@ class ViewPatch(ForwardPatch):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         # The call decides, not `enabled`: a recomputed forward is packed as the first one was, even if padding
         # removal was switched off in between.
-        call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
+        call = call_of(self, kwargs)
         if call is None:
             return self.on_view()(*args, **kwargs) if context().attention else self.wrapped(*args, **kwargs)
-        if context().packed is call:
-            return self.on_view()(*args, **kwargs)
-        with within(packed=call):  # a recomputation
+        with running(call):  # perhaps in a recomputation
             return self.on_view()(*args, **kwargs)

@@ -21,9 +21,8 @@ from torch.fx.experimental import _config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..call.calls import LAYOUT, PackedCall, call_of, running
 from ..call.layers import is_checkpointed
-from ..context import within
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask
@@ -141,9 +140,8 @@ class CompiledLayerPatch(ForwardPatch):
         return vars(self) | {"_twins": []}  # a deep copy of the layer has other parameters, and so other twins
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call: PackedCall | None = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
-        segments = None if call is None else _segments(call, kwargs.get("attention_mask"))
-        if segments is None:
+        call = call_of(self, kwargs)
+        if call is None or (segments := _segments(call, kwargs.get("attention_mask"))) is None:
             return self.wrapped(*args, **kwargs)
         arguments = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
@@ -154,7 +152,7 @@ class CompiledLayerPatch(ForwardPatch):
             with _shapes.patch(use_duck_shape=False), _graphs.patch(optimize_ddp=False, recompile_limit=GRAPHS):
                 return self.compiled(self._twin(), *args, **arguments)
 
-        with within(packed=call):
+        with running(call):
             # The compiler would trace checkpointing, too: it is applied here, outside of the compiled code.
             if is_checkpointed(self.module) and checkpoints_in_forward():
                 return self.module._gradient_checkpointing_func(run, *args)

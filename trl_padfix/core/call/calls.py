@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,9 +17,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..context import context
+from ..context import context, within
+from ..errors import UnpackableCallError
 from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
+from ..model.patching import ForwardPatch, checkpoint_state
 from .prefix_states import ForwardStates, PrefixStates
 from .prepared_masks import PreparedMasks
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "LAYOUT", "LocalTokens", "ModelCall", "PackedCall", "RowsCall", "ScoredLabels", "model_call", "packed_call",
-    "rows_call",
+    "LAYOUT", "LocalTokens", "ModelCall", "PackedCall", "RowsCall", "ScoredLabels", "call_of",
+    "checkpointed_from_outside", "model_call", "packed_call", "rows_call", "running",
 ]  # fmt: skip
 
 
@@ -235,6 +238,36 @@ def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
     """The running packed forward, if there is one; with `decoder` only a forward of that decoder."""
     call = context().packed
     return call if isinstance(call, PackedCall) and decoder in (None, call.decoder) else None
+
+
+def running(call: PackedCall, **fields: Any) -> AbstractContextManager[None]:
+    """A block in which `call` runs: its forward, or a part of it that a checkpoint recomputes."""
+    return within(packed=call, checkpoint=checkpoint_state(), **fields)
+
+
+def call_of(patch: ForwardPatch, kwargs: dict[str, Any]) -> PackedCall | None:
+    """
+    The packed forward that a patched module is called in, with these keyword arguments.
+
+    Raises:
+        UnpackableCallError: If only this thread has it, and a checkpoint began since: backward would not have it.
+    """
+    if (call := kwargs.get(LAYOUT)) is not None:
+        return call
+    call = packed_call(patch.attachment.decoder)
+    if call is not None and context().checkpoint != checkpoint_state():
+        raise checkpointed_from_outside(patch.module)
+    return call
+
+
+def checkpointed_from_outside(module: nn.Module) -> UnpackableCallError:
+    """The error for a module whose recomputation could not keep the rows apart."""
+    return UnpackableCallError(
+        "checkpoint",
+        f"{type(module).__name__} is checkpointed from outside and does not get the layout of the packed batch, so "
+        "its recomputation could not keep the rows apart. Use `gradient_checkpointing` of transformers 5.23 or later "
+        "in place of a checkpoint of your own, or of FSDP's `activation_checkpointing`.",
+    )
 
 
 def rows_call(decoder: nn.Module | None = None) -> RowsCall | None:

@@ -17,13 +17,12 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..context import context, within
-from ..errors import UnpackableCallError
+from ..context import context
 from ..model.inspection import bind, takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import config_of
-from .calls import LAYOUT, PackedCall, packed_call
+from .calls import LAYOUT, PackedCall, call_of, checkpointed_from_outside, running
 
 
 __all__ = ["LayerCall", "LayerPatch", "is_checkpointed", "layer_call"]
@@ -59,7 +58,7 @@ class LayerPatch(ForwardPatch):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         has_layout = LAYOUT in kwargs
-        call = kwargs.get(LAYOUT) or packed_call(self.attachment.decoder)
+        call = call_of(self, kwargs)
         if call is None:
             return self.wrapped(*args, **kwargs)
         if not takes_any_argument(self.module):
@@ -67,7 +66,7 @@ class LayerPatch(ForwardPatch):
         layer = None if self.is_layer else layer_call(call)
         if layer is None:
             layer = LayerCall(self.module, bind(self.wrapped, args, kwargs), call)
-        with within(layer=layer, packed=layer.call):
+        with running(layer.call, layer=layer):
             return self._forward(layer, has_layout)(*args, **kwargs)
 
     def _forward(self, layer: LayerCall, has_layout: bool) -> Callable[..., Any]:
@@ -84,12 +83,7 @@ class LayerPatch(ForwardPatch):
             checkpoints = layer.call.cached("checkpointed", lambda: any(map(is_checkpointed, decoder.modules())))
         # A checkpoint around the layer calls it again with the recorded arguments only: the layout must be among them.
         if checkpoints and not has_layout:
-            raise UnpackableCallError(
-                "checkpoint",
-                f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
-                "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.23 or "
-                "later, or set `activation_checkpointing` to False.",
-            )
+            raise checkpointed_from_outside(self.module)
         return self.wrapped
 
 
@@ -98,7 +92,7 @@ def _restoring_layer(checkpoint: Callable[..., Any], layer: LayerCall) -> Callab
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Backward may run in another thread, whose context is empty.
-        with within(layer=layer, packed=layer.call):
+        with running(layer.call, layer=layer):
             return function(*args, **kwargs)
 
     return lambda function, *args, **kwargs: checkpoint(partial(run, function), *args, **kwargs)

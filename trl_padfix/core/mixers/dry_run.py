@@ -161,7 +161,7 @@ def _forward_with_stubs(
                     stubs.setdefault(id(layer), _LayerStub(layer, recorded_calls))
                     if f"{prefix}{name}.{i}" in layers
                     else layer
-                    for i, layer in enumerate(child)
+                    for i, layer in enumerate(layers.get(f"{prefix}{name}.{i}", x) for i, x in enumerate(child))
                 )
             else:
                 overrides[name] = view_of(child, overrides_of(child, f"{prefix}{name}."))

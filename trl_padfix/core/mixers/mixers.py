@@ -147,7 +147,14 @@ def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if not any(word in name for word in _TOWERS) and any(_mixes(b) or any(_outermost(b)) for b in blocks):
             inside.append(f"{name}.")
-            yield from ((f"{name}.{i}", block) for i, block in enumerate(blocks))
+            yield from ((f"{name}.{i}", _unwrapped(block)) for i, block in enumerate(blocks))
+
+
+def _unwrapped(block: nn.Module) -> nn.Module:
+    """The layer inside of a module that passes all arguments on to it: a checkpoint wrapper, a compiled module."""
+    children = [*block.children()]
+    passes_on = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters_of(block).values())
+    return _unwrapped(children[0]) if passes_on and len(children) == 1 else block
 
 
 def _mixers(layer: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from ..attention.attention import uses_attention_interface
-from ..call.calls import LAYOUT, PackedCall, packed_call
-from ..context import within
+from ..call.calls import LAYOUT, PackedCall, call_of, running
 from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
@@ -89,7 +88,8 @@ class PrimitivesPatch(ForwardPatch):
             kernel_parameters(global_in(module, name))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
+        call = call_of(self, kwargs)
+        kwargs.pop(LAYOUT, None)
         if call is None:
             return self.wrapped(*args, **kwargs)
         kwargs = {k: None if isinstance(v, PackedMask) else v for k, v in kwargs.items()}
@@ -99,7 +99,7 @@ class PrimitivesPatch(ForwardPatch):
         for name in primitives_of(module):
             replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
             replaced[name] = call.tokens.mixed.mix(name, replacement)
-        with within(packed=call):
+        with running(call):
             return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_is_leaf, tree_map
 from transformers.utils import ModelOutput
 
-from ..call.calls import LAYOUT, PackedCall, packed_call
+from ..call.calls import LAYOUT, PackedCall, call_of
 from ..call.layers import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
@@ -140,7 +140,8 @@ class RowsPatch(ForwardPatch):
         self.one_bucket = one_bucket
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = kwargs.pop(LAYOUT, None) or packed_call(self.attachment.decoder)
+        running = call_of(self, {})  # not by the keyword: the running layer is in this thread only
+        call = kwargs.pop(LAYOUT, None) or running
         if call is None:
             return self.wrapped(*args, **kwargs)
         running_layer = layer_call(call)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "in_checkpoint", "patches_on", "saved_tensor_hooks",
+    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "checkpoint_state", "in_checkpoint", "patches_on",
+    "saved_tensor_hooks",
 ]  # fmt: skip
 
 
@@ -39,6 +40,7 @@ class Attachment:
         self._recomputable: set[int] = set()  # ids of packed forwards that gradient checkpointing may recompute
         self.is_removed = False  # by its owner, or by another trainer
         self.taken_over = False  # see `take_over`
+        self.is_copy = False  # of a deep copy of the model: its patches work, and nobody holds it
 
     def attach(self, patches: Iterable[ForwardPatch]) -> Self:
         """Put `patches` on their modules: all of them, or none."""
@@ -218,7 +220,8 @@ def _patched_forward(key: str, patched: nn.Module, wrapped: Any) -> Callable:
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is module:
-            args = args[1:]  # accelerate's `unwrap_model(keep_fp32_wrapper=False)` made a method of this method
+            _follow_unwrapping(module)
+            args = args[1:]
         patch = vars(module).get(_ATTRIBUTE, _Patches()).get(key)
         if patch is None:  # code has kept the method, and the patch was taken off
             return beneath(module, *args, **kwargs) if is_own else beneath(*args, **kwargs)
@@ -249,15 +252,30 @@ def _removed_beneath_accelerate(module: nn.Module) -> ForwardPatch | None:
     return removed.get(function)
 
 
+def _follow_unwrapping(module: nn.Module) -> None:
+    """Remove accelerate's mixed precision beneath the patches of a module that accelerate has unwrapped."""
+    forward: Any = vars(module).get("forward")
+    # `unwrap_model(keep_fp32_wrapper=False)` makes a method of the method of the outermost patch.
+    if not (isinstance(forward, MethodType) and isinstance(forward.__func__, MethodType)):
+        return
+    patches = vars(module)[_ATTRIBUTE].values()
+    methods = [patch.method for patch in patches]
+    module.forward = forward.__func__
+    for patch in patches:
+        if isinstance(patch.below, MethodType) and patch.below not in methods:
+            function: Any = patch.below.__func__
+            while function is not type(module).forward and hasattr(function, "__wrapped__"):
+                function = function.__wrapped__
+            patch.below = None if function is type(module).forward else MethodType(function, module)
+
+
 def _drop_removed(module: nn.Module) -> None:
     """Take the methods of removed patches off a module, but for those that another library has wrapped."""
+    _follow_unwrapping(module)
     patches = vars(module).get(_ATTRIBUTE, _Patches())
     for key, patch in [*patches.items()][::-1]:
         above = next((other for other in patches.values() if other.below == patch.method), None)
-        current = vars(module).get("forward")
-        if isinstance(current, MethodType) and isinstance(current.__func__, MethodType):
-            current = current.__func__  # accelerate has unwrapped the model
-        if patch.is_on or (above is None and current != patch.method):
+        if patch.is_on or (above is None and vars(module).get("forward") != patch.method):
             continue
         if above is not None:
             above.below = patch.below
@@ -297,8 +315,14 @@ def saved_tensor_hooks() -> tuple[Any, ...] | None:
 def in_checkpoint() -> bool:
     """Whether this thread is within a checkpoint of torch around a model, or its recomputation; not one of ours."""
     # In torch 2.6 such calls are packed, and an error of torch says so if their backward differs.
+    return bool(checkpoint_state()[1]) and not context().own_checkpoint
+
+
+def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
+    """What a checkpoint of torch changes: whether gradients are enabled (a reentrant one), or its hooks."""
     hooks = saved_tensor_hooks() or ()
-    return any(hook.__module__ == checkpoint.__module__ for hook in hooks) and not context().own_checkpoint
+    is_checkpoint = any(hook.__module__ == checkpoint.__module__ for hook in hooks)
+    return torch.is_grad_enabled(), hooks if is_checkpoint else ()
 
 
 @torch.compiler.assume_constant_result

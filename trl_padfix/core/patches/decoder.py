@@ -18,12 +18,13 @@ from transformers.modeling_outputs import ModelOutput
 
 from ..attention.attention import attends_within_tokens, is_causal
 from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall, model_call, packed_call
+from ..call.batch_cache import on_host
+from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall, model_call, packed_call, running
 from ..call.inputs import DecoderInputs
 from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
-from ..context import context, outside_calls, within
+from ..context import context, outside_calls
 from ..errors import UnpackableCallError
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.dry_run import DryRun
@@ -58,6 +59,9 @@ class DecoderPatch(BatchPatch):
         self.parameters = frozenset(parameters_of(module.forward))
         self.has_rows = bool(attachment.mixers.in_mode(ROWS))
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
+        tables = {m for m in module.modules() if isinstance(m, nn.Embedding)} - {self.module.get_input_embeddings()}
+        length = getattr(module.config, "max_position_embeddings", None)
+        self.counts_padding = self.numbering.by_columns and any(table.num_embeddings == length for table in tables)
         self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +158,13 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
 
 def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
     """The arguments of the decoder for the local tokens."""
+    counts_padding = patch.counts_padding and inputs.positions is None and inputs.mask is not None
+    if counts_padding and not on_host(inputs.mask)[0][:, 0].all():
+        patch.attachment.say_once(
+            f"{type(patch.module).__name__} numbers the columns of a batch, so its padded numbers depend on the "
+            "padding before a row. Packed, each row has the numbers that it has alone, and these differ. Pass "
+            "`position_ids` that begin at 0 in each row to have the same numbers padded. (Shown once.)"
+        )
     packed = tokens.select(pack_arguments(inputs, tokens.layout, patch.module, patch.numbering))
     if patch.has_token_types and packed.get("token_type_ids") is None:
         # BigBird's own zeros are as many as its positions, and a packed row may have more tokens.
@@ -251,7 +262,7 @@ class PackedPlan(Plan):
         if patch.hands_on:  # then gradient checkpointing keeps the call with the arguments of each layer
             packed[LAYOUT] = call
         forward = patch.on_view(**older_attributes(decoder, {LAYOUT: call}))
-        with within(packed=call):
+        with running(call):
             output = forward(**packed)
         handle.remember(call)
         return output

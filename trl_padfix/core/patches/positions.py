@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..call.calls import packed_call, rows_call
+from ..call.calls import call_of, rows_call
 from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import ForwardPatch
@@ -30,7 +30,7 @@ class PositionPatch(ForwardPatch):
     attachment: PaddingRemoval
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder)
+        call = call_of(self, {})
         if call is None:
             return self.wrapped(*args, **kwargs)
         arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
@@ -52,7 +52,7 @@ class RopePatch(ForwardPatch):
     serves_recomputation = True
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        call = packed_call(self.attachment.decoder) or rows_call(self.attachment.decoder)
+        call = call_of(self, {}) or rows_call(self.attachment.decoder)
         arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
         positions = arguments.get("position_ids")
         if call is None or positions is None:

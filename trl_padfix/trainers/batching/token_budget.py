@@ -306,7 +306,13 @@ class TokenBudget(Part):
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
                 runner.start(i, *self._ids_and_mask(chunk))
                 num_items_of = {"": weight if items is None else items} | task.num_metric_items(chunk)
-                with sync_gradients_in_last(trainer, model, is_last or is_alone), metrics.chunk(num_items_of):
+                # Per chunk TRL switches checkpointing off and on, and each time transformers adds a hook that stays.
+                no_hook = {} if is_last else {"enable_input_require_grads": lambda: None}
+                with (
+                    sync_gradients_in_last(trainer, model, is_last or is_alone),
+                    metrics.chunk(num_items_of),
+                    temporarily_set(find_pretrained(trainer.model), **no_hook),
+                ):
                     total = total + (weighted() if is_last else self._backward(weighted, model, num_items))
         runner.check()
         metrics.log()

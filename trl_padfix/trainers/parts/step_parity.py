@@ -26,6 +26,7 @@ from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
+from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step"]
+__all__ = ["StepReport", "check_step", "dtype_of_weights", "limits_of", "other_padding"]
 
 logger = get_logger(__name__)
 
@@ -208,7 +209,7 @@ class _Comparison:
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        limits, same = _limits(self.dtype), _limits(_dtype_of_weights(self.trainer))
+        limits, same = limits_of(self.dtype), limits_of(dtype_of_weights(self.trainer))
         packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
@@ -228,7 +229,7 @@ class _Comparison:
         # a module or the loss reads it: these two steps run the same kernels on the same shapes.
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
-        refilled = self._padded(batch, partial(_other_padding, forwards)).distance(padded)
+        refilled = self._padded(batch, partial(other_padding, forwards)).distance(padded)
         report = replace(report, refilled=refilled, limits=limits)
         if not self._on_any_process(not report.ok):
             return report
@@ -251,6 +252,7 @@ class _Comparison:
         with contextlib.ExitStack() as stack:
             for handle in self.trainer.padding.handles:
                 stack.enter_context(handle.disabled())
+                stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
             if on_embeddings is not None:
                 embedding = self.trainer.padding.handles[0].anatomy.pretrained.get_input_embeddings()
                 stack.enter_context(embedding.register_forward_hook(on_embeddings))
@@ -314,20 +316,20 @@ def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
     precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
         return precisions[trainer.accelerator.mixed_precision]
-    return _dtype_of_weights(trainer)
+    return dtype_of_weights(trainer)
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     loss, gradient = (times * torch.finfo(dtype).eps for times in HALF_LIMITS)
     return EXACT if dtype.itemsize > 2 else (loss, gradient)
 
 
-def _dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
+def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
     dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-def _other_padding(
+def other_padding(
     batches: list[dict[str, torch.Tensor]], module: nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     """A forward hook: the embeddings of one of `batches`, `(B, L, H)`, with other tokens' embeddings at padding."""
