@@ -88,7 +88,7 @@ class LayerPatch(ForwardPatch):
                 "checkpoint",
                 f"{type(self.module).__name__} is checkpointed from outside and does not get the layout of the "
                 "packed batch, so its recomputation could not keep the rows apart. Update transformers to 5.23 or "
-                "later, or set `activation_checkpointing` to False.",
+                "later, or set `gradient_checkpointing` to False.",
             )
         return self.wrapped
 
