@@ -27,7 +27,7 @@ ATTENTION = (  # a flag of TRL's model configuration
 )
 OPENING = """
 These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). If you set none, TRL's code runs, and our collators only
+(`--padding_free true`). If you set none, TRL's code runs; our collators then act only
 for a tokenizer that pads left. Begin with [the settings that pay in every
 method](from_trl.md#settings-that-pay-in-every-method).
 """

@@ -52,9 +52,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
             default such calls run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest
-            fitting one of several lengths. Losses and metrics ignore the filler. Use it for FP8 and for compiled
-            kernels that need few lengths.
+            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
+            several lengths that fits. Losses and metrics ignore the filler. Use it for FP8, and for compiled kernels
+            that need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
