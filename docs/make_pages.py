@@ -58,7 +58,7 @@ In evaluation each name begins with `eval_`.
 | `perf/tokens_per_second` | real tokens per second of the training step |
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
-micro-batch, unless you set a token budget or your own loss. The step stays the same. Means over micro-batches
+micro-batch. (A token budget or your own loss prevents it.) The step stays the same. Means over micro-batches
 (`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) then differ from TRL's.
 """
 

@@ -39,7 +39,7 @@ INTRODUCTION = """\
 <!-- Made by `python tests/core/test_families.py --write` and `test_vision_families.py --write`; do not edit. -->
 
 We ran the causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of
-layer, on rows longer than every window, with common prefixes and with padding on both sides. "Exact":
+layer. Rows are longer than every window, share prefixes, and are padded on both sides. "Exact" means:
 log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
 The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 
