@@ -22,28 +22,14 @@ from trl_padfix.cli.methods import METHODS
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    "Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or, for a "
-    'vision model, a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
+    "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. A "
+    'vision model also takes a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
 These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). If you set none, TRL's code runs, and our collators only
-for a tokenizer that pads left.
-
-## What to set
-
-| field | value | when |
-|---|---|---|
-| `padding_free` | `True` | always; the other fields build on it |
-| `prefix_sharing` | `"auto"` | in most runs |
-| | `True` | you want an error where the model or a setting cannot share |
-| `max_tokens_per_batch` | `16384` or more, on a GPU | one big batch in place of accumulation does not fit |
-| `attn_implementation` | `"auto"` | on a GPU with `flash-attn` installed |
-| `group_by_prefix` | `True` | rows that begin alike are far apart in your data |
-| `parity_check` | `"short"` or `"forward"` | the check takes too much memory |
-| | `False` | you measure time |
-
-Set them with [one big batch](from_trl.md#settings-that-pay-in-every-method).
+(`--padding_free true`). If you set none, TRL's code runs; our collators then act only
+for a tokenizer that pads left. Begin with [the settings that pay in every
+method](from_trl.md#settings-that-pay-in-every-method).
 """
 GROUPS = {
     "The step": (
@@ -68,12 +54,12 @@ In evaluation each name begins with `eval_`.
 | `padfix/shared_fraction` | share of the real tokens that repeat a prefix |
 | `padfix/filler_fraction` | share of the computed tokens that is filler (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
-| `padfix/auto_shared` | share of the forwards that shared prefixes (with `prefix_sharing="auto"`) |
+| `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of the training step |
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
-micro-batch, unless you set a token budget or your own loss. The step is the same, but `entropy`, `kl`, `clip_ratio/*`
-and `cispo_clip_ratio`, which are means over micro-batches, differ from TRL's.
+micro-batch. (A token budget or your own loss prevents it.) The step stays the same. Means over micro-batches
+(`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) then differ from TRL's.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

@@ -10,7 +10,7 @@ A real one (any flag of TRL's `trl sft`, and ours):
     accelerate launch --config_file recipes/accelerate/single_gpu.yaml recipes/sft_vlm.py \
         --model_name_or_path Qwen/Qwen2.5-VL-3B-Instruct \
         --dataset_name trl-lib/llava-instruct-mix \
-        --padding_free true --max_length 4096 \
+        --padding_free true --prefix_sharing auto --max_length null \
         --per_device_train_batch_size 8 --learning_rate 1e-5 --output_dir runs/qwen-vl-sft
 """
 

@@ -30,10 +30,10 @@ NAMED = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl"
 
 INTRODUCTION = f"""\
 {WITH_IMAGES}
-We ran the image-text-to-text types of transformers 5.24 on rows with two images, one, or none, some with the same ids
-and another image, padded left and right. "Exact" includes the gradients of the vision tower. *As padded*: packed is
-within 1e-4 of the model's own padded batch, which differs from its rows alone. For a type that we did not
-run, the refusals and the parity check of your run still apply."""
+We ran the image-text-to-text types of transformers 5.24 on rows with two images, one, or none. Some rows have the same
+ids and another image, and rows are padded left and right. "Exact" includes the gradients of the vision tower. *As
+padded*: packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. For a type that we
+did not run, the refusals and the parity check of your run still apply."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"

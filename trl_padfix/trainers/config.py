@@ -36,23 +36,25 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
-            up to rounding. A model that cannot be packed exactly is refused.
+            up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute a prefix that several rows of a batch share once: the prompt of a pair, a system prompt. A batch
-            runs without sharing if that is cheaper. If the model or a setting cannot share prefixes, `True` is an
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. If a batch
+            is cheaper without sharing, it runs without. If the model or a setting cannot share prefixes, `True` is an
             error, and `'auto'` trains without sharing and logs why. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded log-probabilities and gradients on a few short rows of the
-            first training and evaluation batch. If packed is wrong, the run stops. After ten steps, compare the
-            longest row so far with that row alone. `'forward'` leaves out gradients, `'short'` the longest row.
+            With `padding_free`: compare packed with padded, in log-probabilities and gradients, on a few short rows of
+            the first batches. If packed is wrong, the run stops. After ten steps, compare the longest row so far with
+            that row alone. To save memory, `'forward'` leaves out gradients and `'short'` the longest row. `False`
+            leaves out the check, for measurements of time.
         strict (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: stop at a call that cannot be packed, and if the trainer's loss depends on padding. By
+            With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
             default such calls run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
-            several lengths. Losses and metrics ignore the filler. For FP8 and compiled kernels that need few lengths.
+            several lengths that fits. Losses and metrics ignore the filler. Use it for FP8, and for compiled kernels
+            that need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
@@ -60,17 +62,17 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
             Generate answers to the prompts of the evaluation set. As in `Seq2SeqTrainer`, `compute_metrics` receives
-            the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). Texts go
-            to `generations/` in the output directory.
+            the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). The texts
+            are written to `generations/` in the output directory.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Everything else is
-            set in the model's `generation_config`.
+            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set all other options
+            of generation in the model's `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
-            Token budget: split each batch into parts of at most this many computed tokens, which run one after
-            another. Loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`,
-            because prefixes are shared within one batch. Needs `padding_free`.
+            Token budget: split each batch into parts of at most this many computed tokens. The parts run one after
+            another; loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`.
+            Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same batch: several pairs of a prompt, the turns of a
+            Put rows with long shared prefixes into the same batch, for example the pairs of a prompt or the turns of a
             conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
@@ -103,9 +105,9 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: score the last token of each row's attention mask. By default the score is that of
-            the last token that is not the pad token, as in the padded computation. For data in which the pad token
-            also occurs in the text.
+            With `padding_free`: score the last token of each row's attention mask. By default the model scores the
+            last token that is not the pad token, as in the padded computation. Use it if the pad token also occurs
+            in the text.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -221,8 +223,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row for each assistant turn in `messages`, rendered by the chat template at that turn. For
-            templates that drop earlier thinking, and for rollouts of agents.
+            Make one row for each assistant turn in `messages`, as the chat template renders the conversation at that
+            turn. Use it for templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
