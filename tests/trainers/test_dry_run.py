@@ -33,7 +33,7 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys):
     assert table.count("parity ok (") == 4  # model and reference, in training and in evaluation: each once
     assert "max_steps" in table
     assert "num_train_epochs" not in table
-    for text in ("prefix_sharing", "data  ", "24 rows; eval: 8 rows", "parity, train, model", "parity, eval, model"):
+    for text in ("prefix_sharing", "data  ", "24 pairs; eval: 8 pairs", "parity, train, model", "parity, eval, model"):
         assert text in table
     assert set(trainer.padding.parity) == {"train", "eval"}
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in trainer.model.named_parameters())
@@ -67,6 +67,20 @@ def test_a_wrong_layout_fails_it(tmp_path, monkeypatch, capsys):
     break_mode(monkeypatch, "padding-free")
     assert not dry_run(trainer)
     assert "FAILED" in capsys.readouterr().out
+
+
+class ReadingPadding(trl_padfix.DPOTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        return super().compute_loss(model, inputs, *args, **kwargs) + logits.square().mean()
+
+
+def test_a_loss_that_would_be_computed_padded_fails_it(tmp_path, capsys):
+    trainer = make(tmp_path / "run", padding_free=True, trainer_class=ReadingPadding)
+    assert not dry_run(trainer)
+    table = " ".join(capsys.readouterr().out.split())
+    assert "PADDED" in table
+    assert "all steps would be computed padded. They have a loss that depends on padding" in table
 
 
 @pytest.mark.parametrize("settings", [{}, {"padding_free": True, "parity_check": False}])

@@ -50,7 +50,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
             A trainer of this package. It can train afterwards.
 
     Returns:
-        `bool`: Whether packed and padded agree.
+        `bool`: Whether packed and padded agree, in the models and in the loss of the trainer.
 
     Raises:
         Exception: Any other error that the training would raise up to that point.
@@ -72,7 +72,7 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
         failed = error
     if trainer.accelerator.is_main_process:
         print(_table({**_models(trainer), **_data(trainer), **_settings(trainer), **_findings(trainer, failed)}))
-    return failed is None
+    return failed is None and trainer.padding.why_padded is None
 
 
 def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
@@ -132,16 +132,17 @@ def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 
 def _data(trainer: PaddingFreeTrainer) -> dict[str, str]:
+    unit = "rows" if trainer.padding.task.rows_per_item == 1 else "pairs"
     sizes = [
-        f"{name}: {len(dataset):,} rows" if isinstance(dataset, Sized) else f"{name}: a stream"
+        f"{name}: {len(dataset):,} {unit}" if isinstance(dataset, Sized) else f"{name}: a stream"
         for name, dataset in datasets_of(trainer).items()
     ]
     args, processes = trainer.args, trainer.accelerator.num_processes
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
     return {
         "data": "; ".join(sizes),
-        "a step": f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} micro-batches x "
-        f"{processes} processes = {rows} rows",
+        "a step": f"{args.per_device_train_batch_size} {unit} x {args.gradient_accumulation_steps} micro-batches x "
+        f"{processes} processes = {rows} {unit}",
     }
 
 
@@ -164,6 +165,8 @@ def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[s
             found[f"parity, {mode}, {role}"] = str(report)
     if failed is not None:
         found["FAILED"] = str(failed)
+    elif (reason := trainer.padding.why_padded) is not None:
+        found["PADDED"] = f"all steps would be computed padded. They have {reason}."
     elif not trainer.padding.parity:
         found["parity"] = "nothing is packed, or `parity_check` is off: not compared"
     return found
