@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..call.arguments import padded_output
-from ..call.calls import call_of, model_call, packed_call, rows_call
+from ..call.calls import ModelCall, call_of, model_call, packed_call, rows_call
 from ..call.inputs import DecoderInputs
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
@@ -23,7 +23,7 @@ from ..errors import UnpackableCallError
 from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import ForwardPatch
-from .plan import DecoderForward, plan
+from .plan import DecoderForward, Plan, plan
 
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DecoderPatch(DecoderForward):
         try:
             # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
             planned = plan(inputs, self)
-            output = None if planned is None else planned.unpack(planned.run(), outer)
+            output = None if planned is None else self._run_packed(planned, outer)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
             if planned is not None and planned.tokens.is_divided:
@@ -86,6 +86,16 @@ class DecoderPatch(DecoderForward):
                 self.match_other_processes(inputs.arguments)
             return padded_output(unchanged(), outer, inputs.given_mask)
         handle.running_stats.add(planned.tokens.layout)
+        return output
+
+    def _run_packed(self, planned: Plan, outer: ModelCall) -> Any:
+        self.attachment.check_graphs()
+        try:
+            output = planned.unpack(planned.run(), outer)
+        except Exception:
+            self.attachment.check_graphs()
+            raise
+        self.attachment.check_graphs()
         return output
 
 
