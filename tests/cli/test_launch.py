@@ -241,6 +241,19 @@ def test_a_dry_run_that_fails_is_an_exit_status(recipe, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_refuses_a_model_of_another_shape_as_the_run_does(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_padfix.trainers.dry_run.dry_run", lambda trainer: True)
+    settings = yaml.safe_load(recipe.read_text())
+    del settings["model_name_or_path"]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings | {"tiny_model": "tiny"}))
+    given = ["--config", str(tmp_path / "run.yaml"), "--dry_run", "--output_dir", str(tmp_path / "run")]
+    main("dpo", given)  # the control: it builds the model, and removes it
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run" / "initial_model").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"initial_model' exists, and"):
+        main("dpo", given)
+
+
 def test_ctrl_c_is_one_line_that_says_how_to_go_on(recipe, tmp_path, monkeypatch, capsys):
     def interrupted(method, args):
         raise KeyboardInterrupt

@@ -198,6 +198,16 @@ def test_nan_fails(where, monkeypatch):
         result.raise_if_failed()
 
 
+def test_a_hook_that_mixes_tokens_is_named():
+    def center(module: Any, args: Any, output: Any) -> Any:
+        return output - output.mean(1, keepdim=True)
+
+    model = build("qwen2")
+    model.model.layers[1].mlp.register_forward_hook(center)
+    with pytest.raises(ParityError, match=r"center`, a hook of a Qwen2MLP, gets packed rows; remove it"):
+        check_parity(model, inputs()).raise_if_failed()
+
+
 # -- each row alone decides
 
 

@@ -200,6 +200,11 @@ BAD = {
     "an empty stream of prompts": Bad("GRPO", lambda: stream(None), "The train dataset is a stream without a row"),
     "only prompts": Bad("DPO", lambda: {"max_length": 2}, "left out all 40 rows .*`max_length=2`.*Raise"),
     "only prompts, SFT": Bad("SFT", lambda: {"max_length": 2}, "left out all 40 rows of the train dataset"),
+    "nothing is trained": Bad(
+        "SFT",
+        lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}] * 4)},
+        r"left out all 4 rows .* none is trained \(`labels` of -100",
+    ),
     "no pair is left": Bad("Reward", lambda: {"max_length": 1}, "left out all 40 rows .*`max_length=1`"),
     "no trained token": rows(
         "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "No row of the train dataset has a token to train on"

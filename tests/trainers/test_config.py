@@ -35,6 +35,7 @@ def test_an_unknown_field_is_answered_with_the_one_of_today():
         "evaluation_strategy": "`evaluation_strategy` (it is `eval_strategy` now)",
         "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
         "nonsense": "has no field `nonsense`.",
+        "pool_last_token": "`DPOConfig` has no field `pool_last_token` (a field of `RewardConfig`).",
     }.items():
         with pytest.raises(TypeError, match=re.escape(answer)):
             DPOConfig(**{given: 1}, **ON_CPU)

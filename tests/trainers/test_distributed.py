@@ -35,6 +35,8 @@ def test_models_that_are_sharded_while_loaded_meet_in_every_forward(tmp_path):
         (2, "MULTI_CPU", {"ACCELERATE_USE_FSDP": "true"}, "FSDP was requested, but accelerate runs MULTI_CPU"),
         (2, "MULTI_CPU", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED was requested"),
         (2, "FSDP", {"ACCELERATE_USE_FSDP": "true"}, None),
+        (1, "NO", {"RANK": "0", "WORLD_SIZE": "2"}, "each trains a model of its own. On CPUs pass `--use_cpu`"),
+        (1, "NO", {"RANK": "0", "WORLD_SIZE": "1"}, None),
         (2, "MULTI_CPU", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, None),
     ],
 )

@@ -143,13 +143,15 @@ def main(method: str, args: Sequence[str]) -> None:
     # destructor would wait for the threads of gloo, which wait for the interpreter: half of the runs of `trl dpo` on
     # CPU hang. This reference outlives the model.
     _group = torch.distributed.group.WORLD
+    initial = Path(training.output_dir) / "initial_model"
     with ExitStack() as stack:
         if own.dry_run:
             training.output_dir = stack.enter_context(tempfile.TemporaryDirectory())
+            initial = initial if initial.exists() else Path(training.output_dir) / "initial_model"
             training.push_to_hub, training.resume_from_checkpoint = False, None
         set_seed(training.seed)  # `test_split_size` draws the held-out rows: the same ones in every process
         if tiny := vars(own).get("tiny_model"):
-            model.model_name_or_path = _tiny_model(tiny, script, training, model, data)
+            model.model_name_or_path = _tiny_model(tiny, script, initial, model, data)
             set_seed(training.seed)
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
         build = _checked(trainer) if own.dry_run else trainer
@@ -166,8 +168,8 @@ def main(method: str, args: Sequence[str]) -> None:
             raise ValueError(f"the data has no split {error}, which `dataset_{field}_split` names.") from error
 
 
-def _tiny_model(shape: str, script: Any, training: Any, model: Any, data: Any) -> str:
-    """Build the model of `--tiny_model` for the data."""
+def _tiny_model(shape: str, script: Any, directory: Path, model: Any, data: Any) -> str:
+    """Build the model of `--tiny_model` for the data in `directory`."""
     import trl
     from datasets import load_dataset
 
@@ -180,7 +182,7 @@ def _tiny_model(shape: str, script: Any, training: Any, model: Any, data: Any) -
     else:
         split, name = script.dataset_train_split, script.dataset_config
         rows = load_dataset(script.dataset_name, name=name, split=split, streaming=script.dataset_streaming)
-    return build_tiny(shape, rows, Path(training.output_dir) / "initial_model")
+    return build_tiny(shape, rows, directory)
 
 
 class _DryRunEnd(Exception):  # noqa: N818

@@ -204,6 +204,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         self.context_parallel: ContextParallelGroup | None = None
         self.stats = PaddingStats()
+        self.one_graph_within = False  # whether a part of the decoder is compiled into one graph
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self._reported: set[str] = set()
@@ -296,15 +297,18 @@ class PaddingRemoval(Attachment):
         )
 
     def on_one_graph(self) -> None:
-        if self.enabled and "fullgraph" not in self._reported:
+        if not self.enabled:
+            return
+        if packed_call(self.decoder) is not None:  # the decoder computes the call again, and all later calls, padded
+            self.one_graph_within = True
+        elif "fullgraph" not in self._reported:
             # Counted when it is traced: the graph itself runs without this package.
-            self.run_padded(
-                UnpackableCallError(
-                    "fullgraph",
-                    "The model is compiled into one graph (`fullgraph=True`), and packing needs graph breaks. Compile "
-                    "it without `fullgraph`, or its layers (`torch_compile=True` of the trainers).",
-                )
-            )
+            self.run_padded(_on_one_graph())
+
+    def check_graphs(self) -> None:
+        """Raise an [`UnpackableCallError`] if a part of the decoder is one graph, which computes packed rows wrong."""
+        if self.one_graph_within:
+            raise _on_one_graph()
 
     @property
     def has_changed(self) -> bool:
@@ -346,6 +350,14 @@ class PaddingRemoval(Attachment):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
         return vars(self) | {"_recomputable": set(), "is_copy": True}
+
+
+def _on_one_graph() -> UnpackableCallError:
+    return UnpackableCallError(
+        "fullgraph",
+        "The model, or a part of it, is compiled or traced into one graph (`fullgraph=True`, export), and packing "
+        "needs graph breaks. Compile it without `fullgraph`, or its layers (`torch_compile=True` of the trainers).",
+    )
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

@@ -87,6 +87,11 @@ def warn_of_launch(accelerator: Accelerator) -> None:
             "ignores `num_processes`. This run trains on one process. For several take the configuration "
             "`recipes/accelerate/multi_gpu.yaml`, on CPUs too."
         )
+    if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        logger.warning_once(
+            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate treats each as the only one, so each "
+            "trains a model of its own. On CPUs pass `--use_cpu` to `accelerate launch`, and set `use_cpu=True`."
+        )
     strategies = {"FSDP": DistributedType.FSDP, "DEEPSPEED": DistributedType.DEEPSPEED}
     for name, kind in strategies.items():
         is_asked = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1")

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
 from types import MappingProxyType
@@ -72,13 +73,24 @@ def answer_unknown_fields(config: Configuration) -> Configuration:
     @wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         known = signature.parameters
-        if unknown := [f"`{name}`{hint(name, known)}" for name in kwargs if name not in known]:
+        if unknown := [f"`{name}`{_owners(name) or hint(name, known)}" for name in kwargs if name not in known]:
             raise TypeError(f"`{config.__name__}` has no field {', '.join(unknown)}.")
         init(self, *args, **kwargs)
 
     vars(__init__)["__signature__"] = signature  # `getfullargspec` does not look behind `wraps`
     config.__init__ = __init__
+    _fields[config.__name__] = signature.parameters
     return config
+
+
+_fields: dict[str, Mapping[str, inspect.Parameter]] = {}
+"""The fields of each configuration of this package."""
+
+
+def _owners(name: str) -> str:
+    """The configurations that have a field of this name, in parentheses; empty if none has."""
+    owners = [f"`{config}`" for config, known in _fields.items() if name in known]
+    return f" (a field of {', '.join(owners)})" if owners else ""
 
 
 def parse_implementation(value: Any) -> Implementation | None:

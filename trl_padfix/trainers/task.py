@@ -91,8 +91,9 @@ class Task:
         """Raise a `ValueError` if TRL has prepared no training row from `rows` rows. Not called for streams."""
         if arguments.dataset_name == "train" and not len(prepared):
             raise ValueError(
-                f"TRL has left out all {rows} rows of the train dataset: `max_length={arguments.args.max_length}` "
-                "leaves no token to train on. Raise `max_length`, or shorten the prompts."
+                f"TRL has left out all {rows} rows of the train dataset: no token to train on is left. The trained "
+                f"tokens are beyond `max_length={arguments.args.max_length}`, or none is trained (`labels` of -100, "
+                "masks of 0). Raise `max_length`, shorten the prompts, or correct the labels."
             )
 
     def on_attached(self) -> None:

@@ -16,7 +16,8 @@ from kit.tolerance import assert_close
 from torch import nn
 from zoo.families import build
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import PaddingRemoval, PaddingRemovalError, remove_padding
+from trl_padfix.core.model.patching import patches_on
 
 
 FAMILIES = ("qwen2", "mamba2", "qwen3_moe")
@@ -281,6 +282,73 @@ def test_a_model_in_one_graph_runs_padded():
                 assert_close(got[real], expected[real], terms=64, depth=24)
                 # Without `fullgraph` the graph breaks, and the call is packed.
                 assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (REAL, int(fullgraph))
+
+
+def compile_layers(model: nn.Module, **options: Any) -> None:
+    for layer in layers_of(model):
+        layer.compile(backend="eager", **options)
+
+
+def replace_layers(model: nn.Module, **options: Any) -> None:
+    layers = layers_of(model)
+    for i, layer in enumerate(layers):
+        layers[i] = torch.compile(layer, backend="eager", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "mamba"])
+@pytest.mark.parametrize("compile_each", [compile_layers, replace_layers])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_layers_are_packed_or_in_one_graph_padded(fullgraph, compile_each, family, monkeypatch):
+    def run() -> Any:
+        torch.compiler.reset()
+        model = build(family)
+        before = {name for name, module in model.named_modules() if "forward" in vars(module)}
+        with torch.no_grad():
+            expected = model(**batch(), use_cache=False).logits
+            compile_each(model, fullgraph=fullgraph)
+            with remove_padding(model) as handle:
+                found = [model(**batch(), use_cache=False).logits for _ in range(2)]
+            model(**batch(), use_cache=False)
+        patched = {n.replace("._orig_mod", "") for n, m in model.named_modules() if patches_on(m)}
+        real = batch()["attention_mask"].bool()
+        return [x[real] for x in found], expected[real], handle.stats, patched - before
+
+    def check(found: list[torch.Tensor], expected: torch.Tensor) -> None:
+        for logits in found:
+            assert_close(logits, expected, terms=64, depth=24)
+
+    found, expected, stats, patched = run()
+    check(found, expected)
+    assert (stats.forwards, stats.padded_forwards) == ((0, 2) if fullgraph else (2, 0))
+    assert not patched
+    if fullgraph:  # the control: only the part that is one graph runs without patches
+        monkeypatch.setattr(PaddingRemoval, "check_graphs", lambda self: None)
+        with pytest.raises((AssertionError, RuntimeError)):
+            check(*run()[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_export", [False, True])
+def test_a_recorded_model_is_padded_for_every_mask(by_export):
+    model, given = build("qwen2").requires_grad_(False), batch()
+    other = given["attention_mask"].flip(0)
+
+    class Logits(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+
+    module, ids = Logits(), given["input_ids"]
+    module.model = model
+    arguments, expected = (ids, given["attention_mask"]), module(ids, other)
+    with remove_padding(model) as handle:
+        if by_export:
+            run = torch.export.export(module, arguments, strict=False).module()
+        else:
+            run = torch.jit.trace(module, arguments, check_trace=False)
+    real = other.bool()
+    assert_close(run(ids, other)[real], expected[real], terms=64, depth=24)
+    assert handle.stats.padded_forwards == 1
 
 
 def set_forward(model: nn.Module) -> Callable[[], None]:

@@ -38,10 +38,24 @@ def test_it_takes_exactly_one_model():
     for model, message in (
         ("gpt2", "takes a model, got `str`"),
         (torch.nn.Linear(1, 1), "`Linear` contains none"),
-        (two, "contains GPT2LMHeadModel, Qwen2ForCausalLM"),
+        (two, "contains GPT2LMHeadModel, Qwen2ForCausalLM. Attach to each model, or to the decoder that they share"),
     ):
         with pytest.raises(TypeError, match=message):
             remove_padding(model)
+
+
+def test_models_that_share_a_decoder_are_packed_by_it():
+    actor, critic = build("qwen2"), build("qwen2", auto=transformers.AutoModelForTokenClassification, num_labels=1)
+    critic.model = actor.model
+    ids, mask = batch("left")
+    call = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    with torch.no_grad():
+        expected = [model(**call).logits for model in (actor, critic)]
+        with remove_padding(actor.model) as handle:
+            found = [model(**call).logits for model in (actor, critic)]
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a[mask.bool()], b[mask.bool()], terms=64, depth=24)
+    assert handle.stats.forwards == 2
 
 
 def test_attaching_twice_is_refused():

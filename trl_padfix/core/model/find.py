@@ -42,7 +42,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
         names = ", ".join(type(m).__name__ for m in outermost) or "none"
         raise TypeError(
             f"`remove_padding` takes a transformers model or a wrapper around one, and `{type(model).__name__}` "
-            f"contains {names}. Attach to each transformers model on its own."
+            f"contains {names}. Attach to each model, or to the decoder that they share."
         )
     return outermost[0]
 

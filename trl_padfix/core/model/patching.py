@@ -190,7 +190,8 @@ class ForwardPatch:
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or (torch.compiler.is_compiling() and _is_one_graph(self.attachment)):
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not self.is_on or (is_traced and _is_one_graph(self.attachment)):
             return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
         return self._run(*args, **kwargs)
 
@@ -327,12 +328,13 @@ def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
 
 @torch.compiler.assume_constant_result
 def _is_one_graph(attachment: Attachment) -> bool:
-    """Whether the forward is traced into one graph (`fullgraph=True`, export); dynamo calls this while it traces."""
+    """Whether the forward is traced into one graph (`fullgraph=True`, export, jit), by dynamo or without it."""
     # Imported here, where dynamo has loaded it already: at the top of the file the import would take seconds.
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.symbolic_convert import tls
 
-    root = InstructionTranslator.current_tx().output.root_tx
-    if root is None or not root.one_graph:
+    translator = getattr(tls, "current_tx", None)
+    root = None if translator is None else translator.output.root_tx
+    if translator is not None and (root is None or not root.one_graph):
         return False
     attachment.on_one_graph()
     return True

@@ -197,8 +197,13 @@ def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> Parity
         finite=bool(padded.values.isfinite().all()),
         rounding=rounding,
         not_compared=obstacle,
-        caveat=handle.mixers.caveat,
+        caveat=handle.mixers.caveat or _hook_caveat(handle),
     )
+
+
+def _hook_caveat(handle: PaddingRemoval) -> str:
+    hook = handle.changes.check() if handle.changes is not None else None
+    return (hook and f"{hook} gets packed rows; remove it if it mixes tokens or reads columns of the batch") or ""
 
 
 def _ask_rows_alone(report: ParityReport, outcome: Outcome, forwards: Forwards) -> ParityReport:

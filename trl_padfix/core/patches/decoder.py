@@ -100,7 +100,7 @@ class DecoderPatch(BatchPatch):
         try:
             # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
             planned = plan(inputs, self)
-            output = None if planned is None else planned.unpack(planned.run(), outer)
+            output = None if planned is None else self._run_packed(planned, outer)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
             if planned is not None and planned.tokens.is_divided:
@@ -115,6 +115,13 @@ class DecoderPatch(BatchPatch):
             return padded_output(unchanged(), outer, inputs.given_mask)
         handle.running_stats.add(planned.tokens.layout)
         return output
+
+    def _run_packed(self, planned: Plan, outer: ModelCall) -> Any:
+        self.attachment.check_graphs()
+        try:
+            return planned.unpack(planned.run(), outer)
+        finally:
+            self.attachment.check_graphs()  # the first call finds such a part, whose error says less
 
     def needs_equal_calls(self) -> bool:
         """Whether all processes must call the same modules for any rows: sharded modules gather in each call."""

@@ -76,8 +76,10 @@ class Batches:
         size = self.per_step if is_grouped else self.size * self.processes
         if size == self.size:
             return order
-        result = [self._balanced(order[i : i + size], costs) for i in range(0, len(order), size)]
-        return np.concatenate([*result, order[:0]])
+        # accelerate takes some metrics of filled batches from the first rows alone: their rows stay in TRL's places.
+        end = len(order) - (size if len(filler) and not is_grouped else 0)
+        result = [self._balanced(order[i : i + size], costs) for i in range(0, end, size)]
+        return np.concatenate([*result, order[end:]])
 
     def _balanced(self, rows: np.ndarray, costs: RowCosts) -> np.ndarray:
         """Rows of some batches, permuted for equal costs; rows with a shared prefix come into one batch."""

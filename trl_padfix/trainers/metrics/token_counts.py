@@ -111,7 +111,9 @@ class TokenCounts(Part):
         handle = padding.handle
         if self._warned or handle is None or not self.settings.padding_free:
             return
-        if handle.is_removed or not handle.stats.forwards:
+        # Of packed rows a budget makes single sequences, which have no padding and are not packed again.
+        is_unpacked = not handle.stats.forwards and (handle.stats.padded_forwards or not padding.task.packs_rows())
+        if handle.is_removed or is_unpacked:
             self._warned = True
             why = "padding removal was detached from the model" if handle.is_removed else handle.why_unpacked()
             logger.warning(f"Nothing was packed in step {step.number}: {why}. No saving is logged.")
