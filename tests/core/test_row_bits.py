@@ -100,7 +100,7 @@ def test_padding_free_rows_have_the_bits_of_the_plain_model(precision):
 def test_without_the_filled_keys_bits_are_lost(monkeypatch):
     """The control: the softmax of a shared prefix then ends in another place than that of a row."""
     model = model_of("float32")
-    monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
+    monkeypatch.setattr(kernels, "_keys_of_call", lambda keys: keys)
     alone = log_probs(model, ALONE, "float32", prefix_sharing=True)
     assert unequal(log_probs(model, BATCHES["all"], "float32", prefix_sharing=True), alone)
 

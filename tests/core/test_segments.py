@@ -45,14 +45,14 @@ def test_the_kernel_of_a_cpu_has_the_gradients_of_a_mask(window, chunk, grouped,
     places = torch.arange(4, 9), torch.arange(9)
 
     def of_kernel(*states):
-        return kernels.CausalAttention.apply(*states, *places, window, chunk, 0.3)
+        return kernels.CausalAttention.apply(*states, *places, [(5, 9, window, chunk)], 0.3).transpose(1, 2)
 
     mask = kernels.visible_keys(*places, window, chunk)
     expected = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(of_kernel(*states), expected)
     assert torch.autograd.gradcheck(of_kernel, states)
     if window is None:  # the control: without the mask of the chunk
-        other = kernels.CausalAttention.apply(*states, *places, window, None, 0.3)
+        other = kernels.CausalAttention.apply(*states, *places, [(5, 9, window, None)], 0.3).transpose(1, 2)
         assert torch.allclose(other, expected) is (chunk is None)
 
 

@@ -98,6 +98,6 @@ def test_the_ratio_of_an_on_policy_step_is_exactly_one(has_budget, bf16, mode, t
 
 def test_the_ratio_differs_from_one_where_keys_are_not_filled(tmp_path, monkeypatch):
     """The control: scoring and training share a prompt in batches of other rows."""
-    monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
+    monkeypatch.setattr(kernels, "_keys_of_call", lambda keys: keys)
     on_policy, _ = ratios(tmp_path, **MODES["prefix sharing"])
     assert not torch.equal(on_policy, torch.ones_like(on_policy))

@@ -85,9 +85,13 @@ def attend_by_segment(
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
     has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
     uses_kernel = is_plain_sdpa and has_kernel and masks is None
+    if uses_kernel and fixed_order:
+        sizes = list(zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True))
+        places = layout.positions, layout.key_positions, sizes
+        return CausalAttention.apply(query, key, value, *places, kwargs.get("scaling"))
     # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
     # row is shared, completing it with dummy queries is faster than a mask: their number, or `None` for masked blocks.
-    most = 1 - fixed_order if uses_kernel else 2
+    most = 1 if uses_kernel else 2
     pad_queries = [
         k - q if masks is None and not is_eager and k <= most * q and window is None and chunk is None else None
         for q, k, window, chunk in zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True)
@@ -110,8 +114,9 @@ def attend_by_segment(
             outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
         if uses_kernel:
-            states = segment_query, segment_key, segment_value, positions, positions_k
-            outputs.append(CausalAttention.apply(*states, window, chunk, kwargs.get("scaling")).transpose(1, 2))
+            sizes = [(len(positions), len(positions_k), window, chunk)]
+            states = segment_query, segment_key, segment_value, positions, positions_k, sizes
+            outputs.append(CausalAttention.apply(*states, kwargs.get("scaling")))
             continue
         for q, k in query_blocks(len(positions), len(positions_k), window):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
@@ -166,45 +171,45 @@ def visible_keys(
 
 class CausalAttention(torch.autograd.Function):
     """
-    Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
+    Causal attention of the queries `(1, N, T, D)` of segments to the keys of their paths, on a CPU: `(1, T, N, D)`.
 
-    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in.
-    torch's kernel adds up keys in blocks of 512. Within a block the order of the sum depends on the number of keys,
-    and in small products on the number of queries, so both are filled up with zeros to numbers of one order each.
+    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in:
+    torch's kernel is called for at most `QUERIES_OF_CALL` queries, with a number of keys that depends on the place of
+    the queries in their path. The further queries and keys of a call are those behind the segment, and masked.
 
-    Blocks of queries limit the size of a mask. Backward builds each mask again.
+    In backward a call has no further queries and keys. It builds each mask again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
-        positions_k: torch.Tensor, window: int | None, chunk: int | None, scale: float | None,
+        positions_k: torch.Tensor, segments: list[Segment], scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.places, ctx.scale = (positions, positions_k, window, chunk), scale
-        blocks = []
+        ctx.places, ctx.scale = (positions, positions_k, segments), scale
+        outputs, sums = [], []
         for q, k, mask in _blocks(query, *ctx.places):
-            states = _filled(query[:, :, q], QUERIES_OF_KERNEL), *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
-            output, lse = _KERNEL(*states, is_causal=mask is None, attn_mask=mask, scale=scale)
-            n = q.stop - q.start
-            blocks.append((output[:, :, :n], lse[:, :, :n]))
-        output, lse = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*blocks, strict=True))
+            n, keys = mask.shape[2:]
+            states = _part(query, q.start, n), *_for_kernel(query, *(_part(x, k.start, keys) for x in (key, value)))
+            output, lse = _KERNEL(*states, is_causal=False, attn_mask=mask, scale=scale)
+            outputs.append(output[:, :, : q.stop - q.start].transpose(1, 2))
+            sums.append(lse[:, :, : q.stop - q.start].transpose(1, 2))
+        output, lse = torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, *of_tokens = ctx.saved_tensors
+        grad, output, lse = (x.transpose(1, 2) for x in (grads[0], *of_tokens))
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
         for q, k, mask in _blocks(query, *ctx.places):
-            grad, filled, out = (_filled(x[:, :, q], QUERIES_OF_KERNEL) for x in (grads[0], query, output))
-            states = filled, *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
-            lse_of_block = _filled(lse[:, :, q, None], QUERIES_OF_KERNEL)[..., 0]
-            is_causal = mask is None
-            parts = _KERNEL_BACKWARD(grad, *states, out, lse_of_block, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
+            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
+            mask = mask[:, :, : q.stop - q.start, : k.stop - k.start]
+            parts = _KERNEL_BACKWARD(grad[:, :, q], *states, 0.0, False, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
-                part = part[:, :, : place.stop - place.start].unflatten(1, (total.shape[1], -1))
-                total[:, :, place] += part.sum(2)
-        return *(x.to(query.dtype) for x in sums), *[None] * 5
+                heads = total.shape[1]
+                total[:, :, place] += part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)
+        return *(x.to(query.dtype) for x in sums), *[None] * 4
 
 
 HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
@@ -213,49 +218,57 @@ HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-QUERIES_OF_KERNEL = 16
-"""The number of queries is a multiple of this: products with fewer rows have kernels of their own."""
+Segment = tuple[int, int, int | None, int | None]
+"""Queries, keys, window and chunk of a segment."""
+
+QUERIES_OF_CALL = 128
+"""Most queries of a call: it computes the keys that only its last query sees for all of them."""
 
 KEYS_OF_KERNEL = 512
 """Keys of a block of torch's kernel."""
 
 
-def _keys_of_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Keys and values for the kernel: filled up, their heads repeated where the kernel does not take groups."""
+def _for_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Keys and values, with their heads repeated where the kernel does not take groups."""
     copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
-    filled = (_filled(x, _multiple_of_keys(x.shape[2])) for x in states)
-    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in filled)
+    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in states)
 
 
-def _multiple_of_keys(keys: int) -> int:
-    # The softmax sums 16 keys at a time, the rest one by one. MKL sums up to 192 (AVX2) or 384 keys in one part; a
-    # full block it cuts after 192 or later. So the first 192 keys of a block have one order with any number of keys.
-    return 16 if (keys - 1) % KEYS_OF_KERNEL < 192 else KEYS_OF_KERNEL
+def _keys_of_call(keys: int) -> int:
+    # The softmax sums 16 keys at a time, the rest one by one. MKL sums up to 256 (AVX2) or 384 keys of a block in one
+    # part, and cuts more in parts that depend on their number.
+    return keys + -keys % (16 if (keys - 1) % KEYS_OF_KERNEL < 256 else QUERIES_OF_CALL)
 
 
-def _filled(states: torch.Tensor, multiple: int) -> torch.Tensor:
-    """States `(1, N, t, D)` with zeros behind them, so that `t` is a multiple."""
-    missing = -states.shape[2] % multiple
-    return functional.pad(states, (0, 0, 0, missing)) if missing else states
+def _part(states: torch.Tensor, begin: int, length: int) -> torch.Tensor:
+    """Tokens of states `(1, N, t, D)`, with zeros behind the last."""
+    part = states[:, :, begin : begin + length]
+    missing = length - part.shape[2]
+    return functional.pad(part, (0, 0, 0, missing)) if missing else part
 
 
 def _blocks(
-    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Queries, keys and mask (0 or -inf) of each block of a segment; `None` is causal from the first key on."""
-    queries, keys = len(positions), len(positions_k)
-    if queries == keys and window is None and chunk is None:
-        yield slice(0, queries), slice(0, keys), None
-        return
-    for q, k in query_blocks(queries, keys, window):
-        k = slice(k.start // KEYS_OF_KERNEL * KEYS_OF_KERNEL, k.stop)
-        is_visible = visible_keys(positions[q], positions_k[k], window, chunk)
-        size = k.stop - k.start
-        shape = q.stop - q.start, size + -size % _multiple_of_keys(size)
-        mask = query.new_full((1, 1, shape[0] + -shape[0] % QUERIES_OF_KERNEL, shape[1]), -torch.inf)
-        mask[:, :, shape[0] :] = 0  # queries of zeros: something must be visible
-        mask[:, :, : shape[0], :size].masked_fill_(is_visible, 0)
-        yield q, k, mask
+    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, segments: list[Segment]
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Queries, keys and mask (0 or -inf) of each call. The mask has the size of the filled call."""
+    most = max(keys for _, keys, *_ in segments)
+    causal = query.new_full((1, 1, QUERIES_OF_CALL, most + KEYS_OF_KERNEL), -torch.inf).triu_(most + 1)
+    q, k = 0, 0
+    for queries, keys, window, chunk in segments:
+        begin = keys - queries
+        while begin < keys:
+            end = min((begin // QUERIES_OF_CALL + 1) * QUERIES_OF_CALL, keys)
+            first = 0 if window is None else max(0, begin - window + 1) // KEYS_OF_KERNEL * KEYS_OF_KERNEL
+            block = slice(q, q + end - begin), slice(k + first, k + end)
+            n, filled = end - begin + -(end - begin) % 16, _keys_of_call(end) - first
+            mask = causal[:, :, :n, most + first - begin :][..., :filled]
+            if window is not None or chunk is not None:
+                is_visible = visible_keys(positions[block[0]], positions_k[block[1]], window, chunk)
+                mask = mask.clone()
+                mask[:, :, : end - begin, : end - first].masked_fill_(~is_visible, -torch.inf)
+            yield *block, mask
+            q, begin = block[0].stop, end
+        k += keys
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
