@@ -68,8 +68,7 @@ def attend_by_segment(
         masks (`list` of `torch.Tensor` of shape `(1, 1, queries, keys)`, *optional*):
             One prepared mask for each segment. They alone then decide which keys a query sees.
         fixed_order (`bool`, *optional*, defaults to `False`):
-            On a CPU, give a token the same bits in each segment that it may be computed in. Whole rows then pay for it
-            too.
+            On a CPU, give a token the same bits in each segment that it may be computed in.
 
     Returns:
         `torch.Tensor` of shape `(1, T, N, D)`.
@@ -85,8 +84,8 @@ def attend_by_segment(
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
     has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
     uses_kernel = is_plain_sdpa and has_kernel and masks is None
+    sizes = list(zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True))
     if uses_kernel and fixed_order:
-        sizes = list(zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True))
         places = layout.positions, layout.key_positions, sizes
         return CausalAttention.apply(query, key, value, *places, kwargs.get("scaling"))
     # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
@@ -94,11 +93,11 @@ def attend_by_segment(
     most = 1 if uses_kernel else 2
     pad_queries = [
         k - q if masks is None and not is_eager and k <= most * q and window is None and chunk is None else None
-        for q, k, window, chunk in zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True)
+        for q, k, window, chunk in sizes
     ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
-        zip(pad_queries, windows, chunks, strict=True),
+        zip(pad_queries, sizes, strict=True),
         _pad_queries(query, layout, [n or 0 for n in pad_queries]),
         key.split(layout.keys.lengths, dim=2),
         value.split(layout.keys.lengths, dim=2),
@@ -107,24 +106,19 @@ def attend_by_segment(
         strict=True,
     )
     outputs = []
-    for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
-        n, window, chunk = plan
+    for index, ((n, size), segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
         if n is not None:
             row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
             outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
         if uses_kernel:
-            sizes = [(len(positions), len(positions_k), window, chunk)]
-            states = segment_query, segment_key, segment_value, positions, positions_k, sizes
+            states = segment_query, segment_key, segment_value, positions, positions_k, [size]
             outputs.append(CausalAttention.apply(*states, kwargs.get("scaling")))
             continue
-        for q, k in query_blocks(len(positions), len(positions_k), window):
+        for q, k in query_blocks(*size[:3]):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
             states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
-            if masks is None:
-                mask = visible_keys(positions[q], positions_k[k], window, chunk)
-            else:
-                mask = masks[index][:, :, q]
+            mask = visible_keys(positions[q], positions_k[k], *size[2:]) if masks is None else masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
                 mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             outputs.append(attend(module, *states, mask, **kwargs)[0])
@@ -171,29 +165,28 @@ def visible_keys(
 
 class CausalAttention(torch.autograd.Function):
     """
-    Causal attention of the queries `(1, N, T, D)` of segments to the keys of their paths, on a CPU: `(1, T, N, D)`.
+    Causal attention of segments' queries `(1, N, T, D)` to keys `(1, K, sum of keys.lengths, D)`, on a CPU.
 
-    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in:
-    torch's kernel is called for at most `QUERIES_OF_CALL` queries, with a number of keys that depends on the place of
-    the queries in their path. The further queries and keys of a call are those behind the segment, and masked.
+    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in. The
+    order in which torch's kernel adds up keys depends on their number, and in small products on the number of queries.
+    So a call has queries between two multiples of `QUERIES_OF_CALL` in their path, and the keys up to the second one:
+    zeros where the segment ends before. Zeros also fill up the queries to a multiple of 16.
 
-    In backward a call has no further queries and keys. It builds each mask again.
+    Backward builds each mask again. It fills up nothing: gradients are sums over rows, without an order of their own.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
-        positions_k: torch.Tensor, segments: list[Segment], scale: float | None,
+        positions_k: torch.Tensor, sizes: list[tuple], scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.places, ctx.scale = (positions, positions_k, segments), scale
-        outputs, sums = [], []
-        for q, k, mask in _blocks(query, *ctx.places):
-            n, keys = mask.shape[2:]
-            states = _part(query, q.start, n), *_for_kernel(query, *(_part(x, k.start, keys) for x in (key, value)))
-            output, lse = _KERNEL(*states, is_causal=False, attn_mask=mask, scale=scale)
-            outputs.append(output[:, :, : q.stop - q.start].transpose(1, 2))
-            sums.append(lse[:, :, : q.stop - q.start].transpose(1, 2))
-        output, lse = torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
+        ctx.places, ctx.scale = (positions, positions_k, sizes), scale
+        calls = []
+        for q, k, mask in _calls(query, *ctx.places):
+            states = _for_kernel((query[:, :, q], key[:, :, k], value[:, :, k]), mask)
+            results = _KERNEL(*states, is_causal=False, attn_mask=mask, scale=scale)
+            calls.append([x[:, :, : q.stop - q.start].transpose(1, 2) for x in results])
+        output, lse = (torch.cat(x, dim=1) for x in zip(*calls, strict=True))
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
@@ -202,9 +195,9 @@ class CausalAttention(torch.autograd.Function):
         query, key, value, *of_tokens = ctx.saved_tensors
         grad, output, lse = (x.transpose(1, 2) for x in (grads[0], *of_tokens))
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        for q, k, mask in _blocks(query, *ctx.places):
-            states = query[:, :, q], *_for_kernel(query, key[:, :, k], value[:, :, k]), output[:, :, q], lse[:, :, q]
+        for q, k, mask in _calls(query, *ctx.places):
             mask = mask[:, :, : q.stop - q.start, : k.stop - k.start]
+            states = *_for_kernel((query[:, :, q], key[:, :, k], value[:, :, k]), mask), output[:, :, q], lse[:, :, q]
             parts = _KERNEL_BACKWARD(grad[:, :, q], *states, 0.0, False, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
                 heads = total.shape[1]
@@ -218,57 +211,40 @@ HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-Segment = tuple[int, int, int | None, int | None]
-"""Queries, keys, window and chunk of a segment."""
-
 QUERIES_OF_CALL = 128
-"""Most queries of a call: it computes the keys that only its last query sees for all of them."""
-
-KEYS_OF_KERNEL = 512
-"""Keys of a block of torch's kernel."""
+"""Most queries of a call of the kernel. It computes the keys up to the last of these places for each query."""
 
 
-def _for_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Keys and values, with their heads repeated where the kernel does not take groups."""
-    copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
-    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in states)
+def _for_kernel(states: tuple[torch.Tensor, ...], mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Query, key and value, filled with zeros to the size of the mask, with heads for a kernel without groups."""
+    for x, length in zip(states, (mask.shape[2], *[mask.shape[3]] * 2), strict=True):
+        missing, copies = length - x.shape[2], 1 if HAS_GROUPED_HEADS else states[0].shape[1] // x.shape[1]
+        filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
+        yield filled if copies == 1 else filled.repeat_interleave(copies, dim=1)
 
 
-def _keys_of_call(keys: int) -> int:
-    # The softmax sums 16 keys at a time, the rest one by one. MKL sums up to 256 (AVX2) or 384 keys of a block in one
-    # part, and cuts more in parts that depend on their number.
-    return keys + -keys % (16 if (keys - 1) % KEYS_OF_KERNEL < 256 else QUERIES_OF_CALL)
-
-
-def _part(states: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-    """Tokens of states `(1, N, t, D)`, with zeros behind the last."""
-    part = states[:, :, begin : begin + length]
-    missing = length - part.shape[2]
-    return functional.pad(part, (0, 0, 0, missing)) if missing else part
-
-
-def _blocks(
-    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, segments: list[Segment]
+def _calls(
+    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, sizes: list[tuple]
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Queries, keys and mask (0 or -inf) of each call. The mask has the size of the filled call."""
-    most = max(keys for _, keys, *_ in segments)
-    causal = query.new_full((1, 1, QUERIES_OF_CALL, most + KEYS_OF_KERNEL), -torch.inf).triu_(most + 1)
-    q, k = 0, 0
-    for queries, keys, window, chunk in segments:
-        begin = keys - queries
-        while begin < keys:
-            end = min((begin // QUERIES_OF_CALL + 1) * QUERIES_OF_CALL, keys)
-            first = 0 if window is None else max(0, begin - window + 1) // KEYS_OF_KERNEL * KEYS_OF_KERNEL
-            block = slice(q, q + end - begin), slice(k + first, k + end)
-            n, filled = end - begin + -(end - begin) % 16, _keys_of_call(end) - first
-            mask = causal[:, :, :n, most + first - begin :][..., :filled]
+    """Queries, keys and mask (0 or -inf) of each call of the kernel. The mask has the size of the filled call."""
+    longest = max(keys for _, keys, *_ in sizes)
+    # Masks without a window or chunk are parts of this one, in which query `i` sees the keys up to `longest + i`.
+    causal = query.new_full((1, 1, QUERIES_OF_CALL, longest + QUERIES_OF_CALL), -torch.inf).triu_(longest + 1)
+    q = k = 0  # where the path of the segment begins
+    for queries, keys, window, chunk in sizes:
+        q -= keys - queries
+        for place in range((keys - queries) // QUERIES_OF_CALL * QUERIES_OF_CALL, keys, QUERIES_OF_CALL):
+            begin, end = max(place, keys - queries), min(place + QUERIES_OF_CALL, keys)
+            first = 0 if window is None else max(0, place - window + 1)
+            of_queries, of_keys = slice(q + begin, q + end), slice(k + first, k + end)
+            n, diagonal = end - begin, longest - begin
+            mask = causal[:, :, : n + -n % 16, diagonal + first : diagonal + place + QUERIES_OF_CALL]
             if window is not None or chunk is not None:
-                is_visible = visible_keys(positions[block[0]], positions_k[block[1]], window, chunk)
+                is_visible = visible_keys(positions[of_queries], positions_k[of_keys], window, chunk)
                 mask = mask.clone()
-                mask[:, :, : end - begin, : end - first].masked_fill_(~is_visible, -torch.inf)
-            yield *block, mask
-            q, begin = block[0].stop, end
-        k += keys
+                mask[:, :, :n, : end - first].masked_fill_(~is_visible, -torch.inf)
+            yield of_queries, of_keys, mask
+        q, k = q + keys, k + keys
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
