@@ -10,11 +10,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from kit.row_bits import SIZE, skip_without_one_order
+from kit.row_bits import SIZE, skip_without_one_order, with_calls_of_segments
 from kit.trainer_runs import build_model
 from torch.nn.utils.rnn import pad_sequence
 
-import trl_padfix.core.attention.segments as kernels
 from trl_padfix import remove_padding
 
 
@@ -97,10 +96,10 @@ def test_padding_free_rows_have_the_bits_of_the_plain_model(precision):
         assert unequal(log_probs(model, BATCHES["all"], precision), plain)
 
 
-def test_without_the_filled_keys_bits_are_lost(monkeypatch):
+def test_with_calls_of_segments_bits_are_lost(monkeypatch):
     """The control: the softmax of a shared prefix then ends in another place than that of a row."""
     model = model_of("float32")
-    monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
+    with_calls_of_segments(monkeypatch)
     alone = log_probs(model, ALONE, "float32", prefix_sharing=True)
     assert unequal(log_probs(model, BATCHES["all"], "float32", prefix_sharing=True), alone)
 

@@ -37,23 +37,27 @@ def test_behind_a_shared_prefix_no_mask_is_kept(config):
 @pytest.mark.parametrize(("grouped", "window", "chunk"), [(True, None, None), (False, 3, None), (True, None, 4)])
 def test_the_kernel_of_a_cpu_has_the_gradients_of_a_mask(window, chunk, grouped, monkeypatch):
     monkeypatch.setattr(kernels, "HAS_GROUPED_HEADS", grouped and kernels.HAS_GROUPED_HEADS)
+    lengths = [(5, 9), (130, 300), (300, 300)]  # queries and keys of each segment; a call has at most 128 queries
+    tokens, keys = (sum(x) for x in zip(*lengths, strict=True))
     draw = torch.Generator().manual_seed(0)
     states = [
-        torch.randn(1, heads, tokens, 8, generator=draw, dtype=torch.float64, requires_grad=True)
-        for heads, tokens in ((4, 5), (2, 9), (2, 9))
+        torch.randn(1, *size, 8, generator=draw, dtype=torch.float64, requires_grad=True)
+        for size in ((4, tokens), (2, keys), (2, keys))
     ]
-    places = torch.arange(4, 9), torch.arange(9)
+    places = [(torch.arange(k - q, k), torch.arange(k)) for q, k in lengths]
 
-    def of_kernel(*states):
-        return kernels.CausalAttention.apply(*states, *places, window, chunk, 0.3)
+    def of_kernel(chunk):
+        positions = (torch.cat(x) for x in zip(*places, strict=True))
+        sizes = [(*length, window, chunk) for length in lengths]
+        return kernels.CausalAttention.apply(*states, *positions, sizes, 0.3).transpose(1, 2)
 
-    mask = kernels.visible_keys(*places, window, chunk)
+    mask = torch.block_diag(*(kernels.visible_keys(*place, window, chunk)[0, 0] for place in places))
     expected = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(of_kernel(*states), expected)
-    assert torch.autograd.gradcheck(of_kernel, states)
+    torch.testing.assert_close(of_kernel(chunk), expected)
+    upstream = torch.randn(expected.shape, generator=draw, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad(x, states, upstream) for x in (of_kernel(chunk), expected)))
     if window is None:  # the control: without the mask of the chunk
-        other = kernels.CausalAttention.apply(*states, *places, window, None, 0.3)
-        assert torch.allclose(other, expected) is (chunk is None)
+        assert torch.allclose(of_kernel(None), expected) is (chunk is None)
 
 
 def test_gradients_of_shared_keys_are_one_sum_in_float32():

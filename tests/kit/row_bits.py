@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as functional
+
+from trl_padfix.core.attention import segments
 
 
 SIZE = 64
@@ -30,3 +34,15 @@ def skip_without_one_order() -> None:
         pytest.skip("with several threads MKL splits a product by its number of rows; try MKL_CBWR=AVX2,STRICT")
     if not products_have_one_order():
         pytest.skip("this machine's float32 products depend on their number of rows; try MKL_CBWR=AVX2,STRICT")
+
+
+def with_calls_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of a CPU's kernel for each segment, with the keys of the segment only."""
+    calls = segments._calls
+
+    def cut(*args: Any) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        for q, k, mask in calls(*args):
+            yield q, k, mask[..., : k.stop - k.start]
+
+    monkeypatch.setattr(segments, "_calls", cut)
+    monkeypatch.setattr(segments, "QUERIES_OF_CALL", 1024)

@@ -11,11 +11,10 @@ import torch
 from datasets import Dataset
 from kit.cells import slow_but
 from kit.methods import make_trainer
-from kit.row_bits import SIZE, skip_without_one_order
+from kit.row_bits import SIZE, skip_without_one_order, with_calls_of_segments
 from kit.trainer_runs import build_model, words
 
 import trl_padfix
-import trl_padfix.core.attention.segments as kernels
 from trl_padfix.trainers.checks import user_code
 
 
@@ -96,8 +95,8 @@ def test_the_ratio_of_an_on_policy_step_is_exactly_one(has_budget, bf16, mode, t
     assert float((off_policy != 1).float().mean()) > 0.9  # the control: other weights
 
 
-def test_the_ratio_differs_from_one_where_keys_are_not_filled(tmp_path, monkeypatch):
+def test_the_ratio_differs_from_one_with_calls_of_segments(tmp_path, monkeypatch):
     """The control: scoring and training share a prompt in batches of other rows."""
-    monkeypatch.setattr(kernels, "_multiple_of_keys", lambda keys: 1)
+    with_calls_of_segments(monkeypatch)
     on_policy, _ = ratios(tmp_path, **MODES["prefix sharing"])
     assert not torch.equal(on_policy, torch.ones_like(on_policy))

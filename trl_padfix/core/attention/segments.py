@@ -68,8 +68,7 @@ def attend_by_segment(
         masks (`list` of `torch.Tensor` of shape `(1, 1, queries, keys)`, *optional*):
             One prepared mask for each segment. They alone then decide which keys a query sees.
         fixed_order (`bool`, *optional*, defaults to `False`):
-            On a CPU, give a token the same bits in each segment that it may be computed in. Whole rows then pay for it
-            too.
+            On a CPU, give a token the same bits in each segment that it may be computed in.
 
     Returns:
         `torch.Tensor` of shape `(1, T, N, D)`.
@@ -85,16 +84,20 @@ def attend_by_segment(
     is_plain_sdpa = attend is sdpa_attention_forward and not set(kwargs) & {"position_bias", "cache"}
     has_kernel = query.device.type == "cpu" and query.shape[3] == value.shape[3] and not kwargs.get("dropout")
     uses_kernel = is_plain_sdpa and has_kernel and masks is None
+    sizes = list(zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True))
+    if uses_kernel and fixed_order:
+        places = layout.positions, layout.key_positions, sizes
+        return CausalAttention.apply(query, key, value, *places, kwargs.get("scaling"))
     # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
     # row is shared, completing it with dummy queries is faster than a mask: their number, or `None` for masked blocks.
-    most = 1 - fixed_order if uses_kernel else 2
+    most = 1 if uses_kernel else 2
     pad_queries = [
         k - q if masks is None and not is_eager and k <= most * q and window is None and chunk is None else None
-        for q, k, window, chunk in zip(layout.queries.lengths, layout.keys.lengths, windows, chunks, strict=True)
+        for q, k, window, chunk in sizes
     ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
-        zip(pad_queries, windows, chunks, strict=True),
+        zip(pad_queries, sizes, strict=True),
         _pad_queries(query, layout, [n or 0 for n in pad_queries]),
         key.split(layout.keys.lengths, dim=2),
         value.split(layout.keys.lengths, dim=2),
@@ -103,23 +106,19 @@ def attend_by_segment(
         strict=True,
     )
     outputs = []
-    for index, (plan, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
-        n, window, chunk = plan
+    for index, ((n, size), segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
         if n is not None:
             row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
             outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
             continue
         if uses_kernel:
-            states = segment_query, segment_key, segment_value, positions, positions_k
-            outputs.append(CausalAttention.apply(*states, window, chunk, kwargs.get("scaling")).transpose(1, 2))
+            states = segment_query, segment_key, segment_value, positions, positions_k, [size]
+            outputs.append(CausalAttention.apply(*states, kwargs.get("scaling")))
             continue
-        for q, k in query_blocks(len(positions), len(positions_k), window):
+        for q, k in query_blocks(*size[:3]):
             k = k if masks is None else slice(None)  # a prepared mask may let queries see later keys
             states = segment_query[:, :, q], segment_key[:, :, k], segment_value[:, :, k]
-            if masks is None:
-                mask = visible_keys(positions[q], positions_k[k], window, chunk)
-            else:
-                mask = masks[index][:, :, q]
+            mask = visible_keys(positions[q], positions_k[k], *size[2:]) if masks is None else masks[index][:, :, q]
             if is_eager:  # eager functions add their mask
                 mask = query.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(query.dtype).min)
             outputs.append(attend(module, *states, mask, **kwargs)[0])
@@ -166,45 +165,44 @@ def visible_keys(
 
 class CausalAttention(torch.autograd.Function):
     """
-    Causal attention of a segment's queries `(1, N, q, D)` to the keys of its path `(1, K, k, D)`, on a CPU.
+    Causal attention of segments' queries `(1, N, T, D)` to keys `(1, K, sum of keys.lengths, D)`, on a CPU.
 
-    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in.
-    torch's kernel adds up keys in blocks of 512. Within a block the order of the sum depends on the number of keys,
-    and in small products on the number of queries, so both are filled up with zeros to numbers of one order each.
+    The bits of a token depend on its query and its visible keys only, not on the segment that it is computed in. The
+    order in which torch's kernel adds up keys depends on their number, and in small products on the number of queries.
+    So a call has queries between two multiples of `QUERIES_OF_CALL` in their path, and the keys up to the second one:
+    zeros where the segment ends before. Zeros also fill up the queries to a multiple of 16.
 
-    Blocks of queries limit the size of a mask. Backward builds each mask again.
+    Backward builds each mask again. It fills up nothing: gradients are sums over rows, without an order of their own.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, positions: torch.Tensor,
-        positions_k: torch.Tensor, window: int | None, chunk: int | None, scale: float | None,
+        positions_k: torch.Tensor, sizes: list[tuple], scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.places, ctx.scale = (positions, positions_k, window, chunk), scale
-        blocks = []
-        for q, k, mask in _blocks(query, *ctx.places):
-            states = _filled(query[:, :, q], QUERIES_OF_KERNEL), *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
-            output, lse = _KERNEL(*states, is_causal=mask is None, attn_mask=mask, scale=scale)
-            n = q.stop - q.start
-            blocks.append((output[:, :, :n], lse[:, :, :n]))
-        output, lse = (x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*blocks, strict=True))
+        ctx.places, ctx.scale = (positions, positions_k, sizes), scale
+        calls = []
+        for q, k, mask in _calls(query, *ctx.places):
+            states = _for_kernel((query[:, :, q], key[:, :, k], value[:, :, k]), mask)
+            results = _KERNEL(*states, is_causal=False, attn_mask=mask, scale=scale)
+            calls.append([x[:, :, : q.stop - q.start].transpose(1, 2) for x in results])
+        output, lse = (torch.cat(x, dim=1) for x in zip(*calls, strict=True))
         ctx.save_for_backward(query, key, value, output, lse)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, *of_tokens = ctx.saved_tensors
+        grad, output, lse = (x.transpose(1, 2) for x in (grads[0], *of_tokens))
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (query, key, value)]
-        for q, k, mask in _blocks(query, *ctx.places):
-            grad, filled, out = (_filled(x[:, :, q], QUERIES_OF_KERNEL) for x in (grads[0], query, output))
-            states = filled, *_keys_of_kernel(query, key[:, :, k], value[:, :, k])
-            lse_of_block = _filled(lse[:, :, q, None], QUERIES_OF_KERNEL)[..., 0]
-            is_causal = mask is None
-            parts = _KERNEL_BACKWARD(grad, *states, out, lse_of_block, 0.0, is_causal, attn_mask=mask, scale=ctx.scale)
+        for q, k, mask in _calls(query, *ctx.places):
+            mask = mask[:, :, : q.stop - q.start, : k.stop - k.start]
+            states = *_for_kernel((query[:, :, q], key[:, :, k], value[:, :, k]), mask), output[:, :, q], lse[:, :, q]
+            parts = _KERNEL_BACKWARD(grad[:, :, q], *states, 0.0, False, attn_mask=mask, scale=ctx.scale)
             for total, part, place in zip(sums, parts, (q, k, k), strict=True):
-                part = part[:, :, : place.stop - place.start].unflatten(1, (total.shape[1], -1))
-                total[:, :, place] += part.sum(2)
-        return *(x.to(query.dtype) for x in sums), *[None] * 5
+                heads = total.shape[1]
+                total[:, :, place] += part if part.shape[1] == heads else part.unflatten(1, (heads, -1)).sum(2)
+        return *(x.to(query.dtype) for x in sums), *[None] * 4
 
 
 HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
@@ -213,49 +211,40 @@ HAS_GROUPED_HEADS = Version(torch.__version__).release >= (2, 13)
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
-QUERIES_OF_KERNEL = 16
-"""The number of queries is a multiple of this: products with fewer rows have kernels of their own."""
-
-KEYS_OF_KERNEL = 512
-"""Keys of a block of torch's kernel."""
+QUERIES_OF_CALL = 128
+"""Most queries of a call of the kernel. It computes the keys up to the last of these places for each query."""
 
 
-def _keys_of_kernel(query: torch.Tensor, *states: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Keys and values for the kernel: filled up, their heads repeated where the kernel does not take groups."""
-    copies = 1 if HAS_GROUPED_HEADS else query.shape[1] // states[0].shape[1]
-    filled = (_filled(x, _multiple_of_keys(x.shape[2])) for x in states)
-    return (x if copies == 1 else x.repeat_interleave(copies, dim=1) for x in filled)
+def _for_kernel(states: tuple[torch.Tensor, ...], mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Query, key and value, filled with zeros to the size of the mask, with heads for a kernel without groups."""
+    for x, length in zip(states, (mask.shape[2], *[mask.shape[3]] * 2), strict=True):
+        missing, copies = length - x.shape[2], 1 if HAS_GROUPED_HEADS else states[0].shape[1] // x.shape[1]
+        filled = functional.pad(x, (0, 0, 0, missing)) if missing else x
+        yield filled if copies == 1 else filled.repeat_interleave(copies, dim=1)
 
 
-def _multiple_of_keys(keys: int) -> int:
-    # The softmax sums 16 keys at a time, the rest one by one. MKL sums up to 192 (AVX2) or 384 keys in one part; a
-    # full block it cuts after 192 or later. So the first 192 keys of a block have one order with any number of keys.
-    return 16 if (keys - 1) % KEYS_OF_KERNEL < 192 else KEYS_OF_KERNEL
-
-
-def _filled(states: torch.Tensor, multiple: int) -> torch.Tensor:
-    """States `(1, N, t, D)` with zeros behind them, so that `t` is a multiple."""
-    missing = -states.shape[2] % multiple
-    return functional.pad(states, (0, 0, 0, missing)) if missing else states
-
-
-def _blocks(
-    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, window: int | None, chunk: int | None
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Queries, keys and mask (0 or -inf) of each block of a segment; `None` is causal from the first key on."""
-    queries, keys = len(positions), len(positions_k)
-    if queries == keys and window is None and chunk is None:
-        yield slice(0, queries), slice(0, keys), None
-        return
-    for q, k in query_blocks(queries, keys, window):
-        k = slice(k.start // KEYS_OF_KERNEL * KEYS_OF_KERNEL, k.stop)
-        is_visible = visible_keys(positions[q], positions_k[k], window, chunk)
-        size = k.stop - k.start
-        shape = q.stop - q.start, size + -size % _multiple_of_keys(size)
-        mask = query.new_full((1, 1, shape[0] + -shape[0] % QUERIES_OF_KERNEL, shape[1]), -torch.inf)
-        mask[:, :, shape[0] :] = 0  # queries of zeros: something must be visible
-        mask[:, :, : shape[0], :size].masked_fill_(is_visible, 0)
-        yield q, k, mask
+def _calls(
+    query: torch.Tensor, positions: torch.Tensor, positions_k: torch.Tensor, sizes: list[tuple]
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Queries, keys and mask (0 or -inf) of each call of the kernel. The mask has the size of the filled call."""
+    longest = max(keys for _, keys, *_ in sizes)
+    # Masks without a window or chunk are parts of this one, in which query `i` sees the keys up to `longest + i`.
+    causal = query.new_full((1, 1, QUERIES_OF_CALL, longest + QUERIES_OF_CALL), -torch.inf).triu_(longest + 1)
+    q = k = 0  # where the path of the segment begins
+    for queries, keys, window, chunk in sizes:
+        q -= keys - queries
+        for place in range((keys - queries) // QUERIES_OF_CALL * QUERIES_OF_CALL, keys, QUERIES_OF_CALL):
+            begin, end = max(place, keys - queries), min(place + QUERIES_OF_CALL, keys)
+            first = 0 if window is None else max(0, place - window + 1)
+            of_queries, of_keys = slice(q + begin, q + end), slice(k + first, k + end)
+            n, diagonal = end - begin, longest - begin
+            mask = causal[:, :, : n + -n % 16, diagonal + first : diagonal + place + QUERIES_OF_CALL]
+            if window is not None or chunk is not None:
+                is_visible = visible_keys(positions[of_queries], positions_k[of_keys], window, chunk)
+                mask = mask.clone()
+                mask[:, :, :n, : end - first].masked_fill_(~is_visible, -torch.inf)
+            yield of_queries, of_keys, mask
+        q, k = q + keys, k + keys
 
 
 def in_attention_dtype(*states: torch.Tensor) -> list[torch.Tensor]:
