@@ -143,18 +143,10 @@ def test_a_loss_that_reads_padding_runs_padded(tmp_path, caplog):
 @pytest.mark.parametrize("mask", ["none", "prepared"])
 def test_a_batch_without_a_mask_of_its_rows_trains(mask, tmp_path):
     class OtherMasks(ReadsPadding):
-        def get_train_dataloader(self):
-            loader = super().get_train_dataloader()
-            collate = loader.collate_fn
-
-            def changed(rows):
-                batch = collate(rows)
-                keep = batch["attention_mask"].bool()
-                prepared = (keep[:, None] & torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril())[:, None]
-                return {**batch, "attention_mask": None if mask == "none" else prepared}
-
-            loader.collate_fn = changed
-            return loader
+        def _prepare_inputs(self, inputs):
+            keep = inputs["attention_mask"].bool()
+            prepared = (keep[:, None] & torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril())[:, None]
+            return {**inputs, "attention_mask": None if mask == "none" else prepared}
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return Trainer.compute_loss(self, model, dict(inputs), return_outputs, num_items_in_batch)
