@@ -140,6 +140,23 @@ def test_a_loss_that_reads_padding_runs_padded(tmp_path, caplog):
         assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
 
 
+@pytest.mark.parametrize("mask", ["none", "prepared"])
+def test_a_batch_without_a_mask_of_its_rows_trains(mask, tmp_path):
+    class OtherMasks(ReadsPadding):
+        def _prepare_inputs(self, inputs):
+            keep = inputs["attention_mask"].bool()
+            prepared = (keep[:, None] & torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril())[:, None]
+            return {**inputs, "attention_mask": None if mask == "none" else prepared}
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return Trainer.compute_loss(self, model, dict(inputs), return_outputs, num_items_in_batch)
+
+    callback = PaddingRemovalCallback()
+    trainer = build_trainer(tmp_path, OtherMasks, [callback], max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_what_it_logs_reaches_the_reporters_before_it(tmp_path):
     seen = []
 

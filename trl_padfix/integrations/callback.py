@@ -253,8 +253,9 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[], Any]) -> bool:
         """Whether the padded loss of a batch changes with the embeddings at padding."""
-        sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if sharded or not {"input_ids", "attention_mask"} <= inputs.keys():
+        given = inputs if isinstance(inputs, Mapping) else {}
+        ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
+        if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
         embedding, losses = find_pretrained(trainer.model).get_input_embeddings(), []
         for batches in ([], [inputs]):

@@ -259,7 +259,7 @@ def _follow_unwrapping(module: nn.Module) -> None:
     # `unwrap_model(keep_fp32_wrapper=False)` makes a method of the method of the outermost patch.
     if not (isinstance(forward, MethodType) and isinstance(forward.__func__, MethodType)):
         return
-    patches = vars(module)[_ATTRIBUTE].values()
+    patches = vars(module).get(_ATTRIBUTE, _Patches()).values()
     methods = [patch.method for patch in patches]
     module.forward = forward.__func__
     for patch in patches:
