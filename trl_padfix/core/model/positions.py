@@ -42,20 +42,24 @@ class Numbering:
     Attributes:
         embedding (`torch.nn.Module`, *optional*): The embedding that numbers tokens whose id is not `padding_idx`.
         by_mask (`bool`): Whether positions are the cumulative sum of the mask, so that masked tokens do not count.
+        has_table (`bool`): Whether an embedding has a vector for each position (GPT-2), so that positions are absolute.
     """
 
     embedding: nn.Module | None = None
     by_mask: bool = False
+    has_table: bool = False
 
     @classmethod
-    def of(cls, decoder: nn.Module) -> Numbering:
+    def of(cls, decoder: Any) -> Numbering:
         """The numbering of a decoder, read from the code of its modules."""
         embedding = next((m for m in decoder.modules() if _numbers_ids(m) is not None), None)
         forwards = forwards_in(decoder)
         # `modules()` lists outer modules first: the outermost one that numbers tokens decides for those within it.
         named = [set(names_in(f)) for f in forwards if {"attention_mask", "position_ids"} <= set(variables_in(f))]
         numbering = next((names for names in named if names & {"arange", "cumsum"}), set())
-        return cls(embedding, "cumsum" in numbering)
+        length = getattr(decoder.config, "max_position_embeddings", None)
+        tables = {m for m in decoder.modules() if isinstance(m, nn.Embedding)} - {decoder.get_input_embeddings()}
+        return cls(embedding, "cumsum" in numbering, any(table.num_embeddings == length for table in tables))
 
     @property
     def by_columns(self) -> bool:

@@ -59,9 +59,6 @@ class DecoderPatch(BatchPatch):
         self.parameters = frozenset(parameters_of(module.forward))
         self.has_rows = bool(attachment.mixers.in_mode(ROWS))
         self.depends_on_length = bool(attachment.anatomy.length_dependent_ropes)
-        tables = {m for m in module.modules() if isinstance(m, nn.Embedding)} - {self.module.get_input_embeddings()}
-        length = getattr(module.config, "max_position_embeddings", None)
-        self.counts_padding = self.numbering.by_columns and any(table.num_embeddings == length for table in tables)
         self.has_token_types = "embeddings.token_type_ids" in dict(module.named_buffers())
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,8 +162,8 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
 
 def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
     """The arguments of the decoder for the local tokens."""
-    counts_padding = patch.counts_padding and inputs.positions is None and inputs.mask is not None
-    if counts_padding and not on_host(inputs.mask)[0][:, 0].all():
+    counts_padding = patch.numbering.by_columns and patch.numbering.has_table and inputs.positions is None
+    if counts_padding and inputs.mask is not None and not on_host(inputs.mask)[0][:, 0].all():
         patch.attachment.say_once(
             f"{type(patch.module).__name__} numbers the columns of a batch, so its padded numbers depend on the "
             "padding before a row. Packed, each row has the numbers that it has alone, and these differ. Pass "
