@@ -42,7 +42,7 @@ class Numbering:
     Attributes:
         embedding (`torch.nn.Module`, *optional*): The embedding that numbers tokens whose id is not `padding_idx`.
         by_mask (`bool`): Whether positions are the cumulative sum of the mask, so that masked tokens do not count.
-        has_table (`bool`): Whether an embedding has a vector for each position (GPT-2), so that positions are absolute.
+        has_table (`bool`): Whether an embedding has a vector for each position (GPT-2): positions are absolute.
     """
 
     embedding: nn.Module | None = None
