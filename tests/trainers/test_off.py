@@ -38,6 +38,15 @@ def test_off_is_trl_to_the_bit_and_says_so(tmp_path, monkeypatch, caplog):
     assert any("TRL_PADFIX_OFF is set" in text for text in caplog.messages)
 
 
+def test_no_field_that_needs_padding_free_stays_on(monkeypatch):
+    monkeypatch.setenv("TRL_PADFIX_OFF", "1")
+    args = trl_padfix.RewardConfig("runs/off", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
+    assert (args.padding_free, args.pool_last_token) == (False, False)
+    monkeypatch.delenv("TRL_PADFIX_OFF")
+    with pytest.raises(ValueError, match="`pool_last_token=True` needs `padding_free=True`"):
+        trl_padfix.RewardConfig("runs/off", pool_last_token=True, use_cpu=True, bf16=False)
+
+
 def test_a_model_is_left_as_it_is(monkeypatch):
     model, ids = build_model().eval(), torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
     for value, packs in (("1", False), ("0", True), ("", True)):
