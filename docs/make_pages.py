@@ -56,7 +56,7 @@ In evaluation each name begins with `eval_`.
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
-The fractions cover packed forwards only, not those that ran padded.
+The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
 micro-batch. The optimizer step is unchanged, but means over micro-batches (`entropy`, `kl`, `clip_ratio/*`,
@@ -65,9 +65,9 @@ micro-batch. The optimizer step is unchanged, but means over micro-batches (`ent
 ## Flags and environment
 
 - **Training commands**: `--dry_run` computes the first batch without a step; it exits with 1, and prints the reason,
-  if the run would stop or be padded. `--resume_from_checkpoint` takes `latest` or a folder ([resume](recipes.md#resume)).
-  `--accelerate_config` takes a file, or a name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a
-  random model.
+  if the run would stop or be padded. `--resume_from_checkpoint` takes `latest` or a folder
+  ([resume](recipes.md#resume)). `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny`
+  (or `small`; DPO, SFT) trains a random model.
 - **`trl-padfix doctor`**: `--model` to inspect, `--attn` that must run, `--dtype`, `--json` for the output.
 - **`trl-padfix stats DATA`**: `--tokenizer` to load or `--train-tokenizer` with a size, `--expand-turns`,
   `--max-length` (1024), `--batch-size` (8).

@@ -24,11 +24,11 @@ def trained(library, folder, **given):
     return trainer, [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
 
-def test_off_is_trl_to_the_bit_and_says_so(tmp_path, monkeypatch, caplog):
+def test_off_is_trl_bit_for_bit_and_says_so(tmp_path, monkeypatch, caplog):
     _, theirs = trained(trl, tmp_path)
     on, ours = trained(trl_padfix, tmp_path, **OURS)
     assert on.padding.stats.packed_tokens > 0
-    assert ours != theirs  # the same to rounding, and not to the bit: the mode ran
+    assert ours != theirs  # the same to rounding, and not bit for bit: the mode ran
     monkeypatch.setenv("TRL_PADFIX_OFF", "1")
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
         off, same = trained(trl_padfix, tmp_path, **OURS)
