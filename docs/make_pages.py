@@ -36,7 +36,7 @@ GROUPS = {
         "teacher_attn_implementation",
     ),
     "Checks": ("parity_check", "strict"),
-    "Rows": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
+    "Data": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
     "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
     "Lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
