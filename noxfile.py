@@ -165,7 +165,7 @@ def machines(session: nox.Session, kernels: str, threads: int, precision: str) -
 
 
 # What `pytest` leaves out, in parts that are cut for 50 minutes on two cores (estimated): what each holds, its test
-# files, as patterns in `tests/`. The first pattern that fits a file decides. `CONTRIBUTING.md` has the last runs.
+# files, as patterns in `tests/`. The first pattern that fits a file decides.
 NIGHTLY = {
     1: (
         "core, types of models",

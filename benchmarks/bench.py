@@ -5,7 +5,7 @@ Time a training step of TRL, padded, and the same step packed: DPO, SFT, or GRPO
     python benchmarks/bench.py --device cuda --dtype autocast --shape 0.5b
 
 All variants have the same TRL trainer, policy, reference and rows. They differ in the patches on the models and, for
-some, in the rows of a batch. The steps take turns batch by batch, so that a change of the machine's speed affects all
+some, in the rows of a batch. The steps alternate batch by batch, so that a change of the machine's speed affects all
 variants. If losses or gradients of the variants differ, there are no figures.
 
 A speed-up is the ratio of the times printed beside it: of the median steps, or, for variants that divide the rows into

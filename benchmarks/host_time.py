@@ -5,7 +5,7 @@ Host time of a packed step over TRL's padded one, for every trainer: what decide
     PYTHONPATH=tests python benchmarks/host_time.py --trainer DPO --profile
 
 A model of many narrow layers and two rows: nearly all of its time is the host's. A step is loss and backward, without
-generation and optimizer. Steps take turns; the median of their CPU time on one thread counts.
+generation and optimizer. Steps alternate; the median of their CPU time on one thread counts.
 
 cpu: with the attention of a CPU, which computes segment by segment. one call: attention is one call for all segments,
 as on a GPU (its numbers are wrong, its time is that of a call). ours: milliseconds in Python of this package, with one
@@ -127,7 +127,7 @@ class HostStep:
 
 
 def ratios(steps: dict[str, HostStep], count: int) -> dict[str, float]:
-    """CPU time of each variant over TRL's, by medians of steps that take turns."""
+    """CPU time of each variant over TRL's, by medians of alternating steps."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(count):
         for name, host_step in steps.items():

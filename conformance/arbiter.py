@@ -1,4 +1,4 @@
-"""The arbiter: each row by itself, without padding, without neighbours, in float64 wherever the model allows it."""
+"""The arbiter: each row by itself, without padding, without neighbors, in float64 wherever the model allows it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def balanced(case: Case, adapter: Adapter, family: str) -> list[Difference]:
     return [found]
 
 
-def neighbours_are_edited(case: Case, adapter: Adapter, family: str) -> list[Difference]:
+def neighbors_are_edited(case: Case, adapter: Adapter, family: str) -> list[Difference]:
     """Only one row has labels. An edit of others does not move its loss; their tokens have no gradient at all."""
     found = []
     for i in (1, 2):
@@ -218,8 +218,8 @@ def _with_images() -> list[Row]:
 
 _RESTART = "positions that run on"
 CASES = [
-    Case("neighbours", "An edit of a row moves no other row, and no other row's tokens have a gradient: exactly zero.",
-         neighbours_are_edited, "no borders"),
+    Case("neighbors", "An edit of a row moves no other row, and no other row's tokens have a gradient: exactly zero.",
+         neighbors_are_edited, "no borders"),
     Case("row alone", "Loss and gradients are those of the rows one by one.", each_row_alone, "no borders"),
     Case("first label", "Nothing predicts the first token of a row: not the last token of the row before.",
          first_labels_have_no_prediction, "labels at borders"),
@@ -233,10 +233,10 @@ CASES = [
     Case("evaluation", "More than one row in a batch, and no dropout.", evaluated, "dropout",
          changes=dict(attention_dropout=0.5)),
     Case("absolute positions", "They restart at each row.", each_row_alone, _RESTART, "gpt2"),
-    Case("dynamic RoPE", "Frequencies depend on the length of the row, not on that of a neighbour.",
+    Case("dynamic RoPE", "Frequencies depend on the length of the row, not on that of a neighbor.",
          each_row_alone, _RESTART, "llama"),
     Case("long RoPE", "The same: short rows have the short factors.", each_row_alone, _RESTART, "phi3"),
-    Case("M-RoPE, images", "Positions behind an image depend on its size, and restart.", padded_right,
+    Case("M-RoPE (images)", "Positions behind an image depend on its size, and restart.", padded_right,
          "no image positions", "qwen2_5_vl", rows=_with_images()),
     Case("sliding window", "A packed mask keeps the window.", each_row_alone, "no window", "mistral"),
     Case("chunks", "Chunks of attention are counted from the row's begin.", each_row_alone, _RESTART, "llama4_text"),
@@ -244,7 +244,7 @@ CASES = [
     Case("soft cap", "Scores are capped, windows kept.", each_row_alone, "no window", "gemma2"),
     Case("delta net", "The state and the convolution begin anew in each row (Qwen3-Next).", each_row_alone,
          "state runs on", "qwen3_next"),
-    Case("delta net, Qwen3.5", "The same.", each_row_alone, "state runs on", "qwen3_5_text"),
+    Case("delta net (Qwen3.5)", "The same.", each_row_alone, "state runs on", "qwen3_5_text"),
     Case("Mamba 2", "The same for a state-space scan.", each_row_alone, "state runs on", "mamba2"),
     Case("short convolution", "The same for the left context of a convolution (LFM2).", each_row_alone,
          "state runs on", "lfm2"),
@@ -257,5 +257,5 @@ CASES = [
     Case("holes", "Nothing attends to a masked token in a row. Positions count it, as in the model alone.", with_holes,
          "no mask", "qwen3"),
     Case("pairs", "DPO: the loss of each pair is that of its answers alone.", pairs, "prompts are cut", "qwen3"),
-    Case("pairs, absolute positions", "The same where positions are absolute.", pairs, "prompts are cut", "gpt2"),
+    Case("pairs (absolute positions)", "The same where positions are absolute.", pairs, "prompts are cut", "gpt2"),
 ]  # fmt: skip

@@ -27,9 +27,8 @@ ATTENTION = (  # a flag of TRL's model configuration
 )
 OPENING = """
 These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). If you set none, TRL's code runs; our collators then act only
-for a tokenizer that pads left. Begin with [the settings that pay in every
-method](from_trl.md#settings-that-pay-in-every-method).
+(`--padding_free true`). If you set none, [TRL's code computes every step](from_trl.md). Begin with [the settings that
+pay in every method](from_trl.md#settings-that-pay-in-every-method).
 """
 GROUPS = {
     "The step": (
@@ -37,7 +36,7 @@ GROUPS = {
         "teacher_attn_implementation",
     ),
     "Checks": ("parity_check", "strict"),
-    "Rows": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
+    "Data": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
     "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
     "Lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip
@@ -50,16 +49,30 @@ In evaluation each name begins with `eval_`.
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | share of the padded batch that is padding |
+| `padfix/pad_fraction` | share of the packed batches that is padding |
 | `padfix/shared_fraction` | share of the real tokens that repeat a prefix |
 | `padfix/filler_fraction` | share of the computed tokens that is filler (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
-| `perf/tokens_per_second` | real tokens per second of the training step |
+| `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
+
+The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
-micro-batch. (A token budget or your own loss prevents it.) The step stays the same. Means over micro-batches
-(`entropy`, `kl`, `clip_ratio/*`, `cispo_clip_ratio`) then differ from TRL's.
+micro-batch. The optimizer step is unchanged, but means over micro-batches (`entropy`, `kl`, `clip_ratio/*`,
+`cispo_clip_ratio`) differ from TRL's. This does not happen with a token budget or a custom loss.
+
+## Flags and environment
+
+- **Training commands**: `--dry_run` computes the first batch without a step; it exits with 1, and prints the reason,
+  if the run would stop or be padded. `--resume_from_checkpoint` takes `latest` or a folder
+  ([resume](recipes.md#resume)). `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny`
+  (or `small`; DPO, SFT) trains a random model.
+- **`trl-padfix doctor`**: `--model` to inspect, `--attn` that must run, `--dtype`, `--json` for the output.
+- **`trl-padfix stats DATA`**: `--tokenizer` to load or `--train-tokenizer` with a size, `--expand-turns`,
+  `--max-length` (1024), `--batch-size` (8).
+- **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
+  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. The other fields stay.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

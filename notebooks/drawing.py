@@ -43,7 +43,7 @@ def rows_of(batch: torch.Tensor | Layout) -> np.ndarray:
 
 
 def draw_rows(panels: Mapping[str, np.ndarray]) -> None:
-    """Draw cells as [`rows_of`] returns them, each panel in proportion to its lines; -1 is grey, NaN light grey."""
+    """Draw cells as [`rows_of`] returns them, each panel in proportion to its lines; -1 is gray, NaN light gray."""
     import matplotlib.pyplot as plt
 
     lines = [len(cells) for cells in panels.values()]

@@ -43,26 +43,15 @@ layer. Rows are longer than every window, share prefixes, and are padded on both
 log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
 The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
 
-In transformers itself, two modules give a token other numbers in other batches:
+In transformers itself, two modules give a token different numbers in different batches:
 
 - Indexers that select keys (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`): torch does not define which of two
   equal scores `topk` takes.
 - `xlstm`: the output of a token depends on the length of its row (gradients by up to 8e-3).
 
-**Dynamic and long RoPE** have [a limit](numbers.md#what-exact-means). They are a choice of the checkpoint: its
-`config.json` has the `rope_type` `dynamic` or `longrope`. Other checkpoints have no such limit. These types never
-have it:
+A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals [its padded
+batch](numbers.md#what-exact-means) instead.
 """
-
-WITHOUT_ROPE = [
-    "bart", "bert", "bert-generation", "big_bird", "biogpt", "blenderbot", "blenderbot-small", "bloom", "camembert",
-    "codegen", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "falcon_mamba", "git", "gpt-sw3", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "kimi_linear",
-    "mamba", "mamba2", "marian", "mbart", "megatron-bert", "mpt", "mvp", "nemotron_h", "openai-gpt", "opt",
-    "pegasus", "plbart", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "trocr",
-    "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlstm", "xmod", "zamba",
-]  # fmt: skip
-"""Types without a rotary embedding that has a `rope_type`."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
@@ -97,8 +86,7 @@ def table(recorded: dict[str, Any]) -> str:
     )
     figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
     largest = f"The largest difference is {max(figures):.0e}."
-    never = ", ".join(f"`{name}`" for name in WITHOUT_ROPE) + "."
-    lines = [*INTRODUCTION.splitlines(), never, ""]
+    lines = [*INTRODUCTION.splitlines(), ""]
     lines += [f"Without `prefix_sharing` {free}; with it {shared}. {largest}", ""]
     groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
@@ -125,14 +113,6 @@ def test_the_record_has_every_family_and_none_is_wrong():
     for family, outcomes in recorded.items():
         for mode in MODES:
             assert outcomes.get(mode, {}).get("outcome") != "wrong", family
-
-
-def test_types_without_rope_have_no_kind_of_it():
-    def has_kind(name: str) -> bool:
-        return any(hasattr(module, "rope_type") for module in build(name).modules())
-
-    assert has_kind("llama")
-    assert not any(map(has_kind, WITHOUT_ROPE))
 
 
 def test_enough_families_are_exact():

@@ -1,4 +1,4 @@
-"""The guides: each script runs as it is printed and prints what the page says, and no figure is made up."""
+"""The guides: each script runs as it is printed and prints what the page says; speed-ups are on one page only."""
 
 import doctest
 import json
@@ -51,12 +51,12 @@ def test_a_script_prints_what_its_guide_says(name, tmp_path, monkeypatch, capsys
         AutoTokenizer.from_pretrained(tmp_path / saved)
 
 
-def test_a_guide_is_short_and_its_speed_ups_are_measured_ones():
-    measured = set(re.findall(r"\b[\d.]+x", (DOCS / "speed.md").read_text()))
-    claimed = set()
+SPEED_UP = r"\b\d[\d.]*x"
+
+
+def test_a_guide_is_short_and_claims_no_speed_up():
+    assert re.search(SPEED_UP, (DOCS / "speed.md").read_text())
     for page in GUIDES:
         text = page.read_text()
         assert len(text.split()) <= 550, page.name
-        claimed |= set(re.findall(r"\b\d[\d.]*x", re.sub(r"```.*?```", "", text, flags=re.DOTALL)))
-    assert claimed
-    assert claimed <= measured
+        assert not re.search(SPEED_UP, re.sub(r"```.*?```", "", text, flags=re.DOTALL)), page.name

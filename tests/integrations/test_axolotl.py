@@ -1,5 +1,7 @@
 """`axolotl train config.yml`."""
 
+import inspect
+
 import pytest
 import yaml
 from kit.foreign_stacks import (
@@ -88,3 +90,11 @@ def test_a_yaml_removes_padding(method, folder):
 def test_packing_beside_it_is_refused(key, folder):
     with pytest.raises(AssertionError, match=f"Set `{key}: false`, or leave the plug-in out"):
         train(folder, "sft", **PLUGIN, **{key: True})
+
+
+def test_the_keys_are_the_arguments_of_the_callback():
+    from trl_padfix import PaddingRemovalCallback
+    from trl_padfix.integrations.axolotl import PaddingRemovalArgs
+
+    arguments = inspect.signature(PaddingRemovalCallback).parameters
+    assert set(PaddingRemovalArgs.model_fields) == {f"padfix_{name}" for name in arguments}

@@ -1,5 +1,5 @@
 """
-The arbiter: each row by itself, unpadded, without neighbours and without sharing, in float64.
+The arbiter: each row by itself, unpadded, without neighbors and without sharing, in float64.
 
 Padded, packed, shared, budgeted and split computations are compared with it, so a test says which of them is wrong.
 """

@@ -372,7 +372,7 @@ MUTANTS = [
         "trainers/batching/token_costs.py",
         "np.append(self.shared, 0), ranks + 1)",
         "np.append(self.shared, 0), ranks)",
-        "rows that are no neighbours share what the first of them shares with the row before",
+        "rows that are no neighbors share what the first of them shares with the row before",
         ("trainers/test_token_costs.py",),
     ),
     Mutant(

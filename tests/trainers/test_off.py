@@ -24,11 +24,11 @@ def trained(library, folder, **given):
     return trainer, [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
 
 
-def test_off_is_trl_to_the_bit_and_says_so(tmp_path, monkeypatch, caplog):
+def test_off_is_trl_bit_for_bit_and_says_so(tmp_path, monkeypatch, caplog):
     _, theirs = trained(trl, tmp_path)
     on, ours = trained(trl_padfix, tmp_path, **OURS)
     assert on.padding.stats.packed_tokens > 0
-    assert ours != theirs  # the same to rounding, and not to the bit: the mode ran
+    assert ours != theirs  # the same to rounding, and not bit for bit: the mode ran
     monkeypatch.setenv("TRL_PADFIX_OFF", "1")
     with caplog.at_level(logging.WARNING, logger="trl_padfix"):
         off, same = trained(trl_padfix, tmp_path, **OURS)
@@ -36,6 +36,15 @@ def test_off_is_trl_to_the_bit_and_says_so(tmp_path, monkeypatch, caplog):
     assert not off.padding.handles
     assert off.padding.stats.pad_fraction == 0
     assert any("TRL_PADFIX_OFF is set" in text for text in caplog.messages)
+
+
+def test_no_field_that_needs_padding_free_stays_on(monkeypatch):
+    monkeypatch.setenv("TRL_PADFIX_OFF", "1")
+    args = trl_padfix.RewardConfig("runs/off", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
+    assert (args.padding_free, args.pool_last_token) == (False, False)
+    monkeypatch.delenv("TRL_PADFIX_OFF")
+    with pytest.raises(ValueError, match="`pool_last_token=True` needs `padding_free=True`"):
+        trl_padfix.RewardConfig("runs/off", pool_last_token=True, use_cpu=True, bf16=False)
 
 
 def test_a_model_is_left_as_it_is(monkeypatch):

@@ -35,11 +35,15 @@ class PaddingRemovalArgs(BaseModel):
         padfix_prefix_sharing (`bool` or `"auto"`): As `prefix_sharing` of [`PaddingRemovalCallback`].
         padfix_parity_check (`bool`): As `parity_check`.
         padfix_pool_last_token (`bool`): As `pool_last_token`.
+        padfix_packed_multiple_of (`int` or `list[int]`): As `packed_multiple_of`.
+        padfix_attn_implementation (`str`): As `attn_implementation`.
     """
 
     padfix_prefix_sharing: bool | Literal["auto"] = False
     padfix_parity_check: bool = True
     padfix_pool_last_token: bool = False
+    padfix_packed_multiple_of: int | list[int] | None = None
+    padfix_attn_implementation: str | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -38,23 +38,25 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. If a batch
-            is cheaper without sharing, it runs without. If the model or a setting cannot share prefixes, `True` is an
-            error, and `'auto'` trains without sharing and logs why. Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Batches
+            for which sharing would cost more than it saves are computed without it. If the model or a setting cannot
+            share prefixes, `True` is an error, and `'auto'` trains without sharing and logs why. A single call that
+            cannot, for example with `inputs_embeds`, runs unshared with a warning (an error with `strict`). Needs
+            `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded, in log-probabilities and gradients, on a few short rows of
-            the first batches. If packed is wrong, the run stops. After ten steps, compare the longest row so far with
-            that row alone. To save memory, `'forward'` leaves out gradients and `'short'` the longest row. `False`
-            leaves out the check, for measurements of time.
+            the first batches. If the packed result is wrong, the run stops. After ten steps, compare the longest row
+            so far with that row alone. To save memory, `'forward'` leaves out gradients and `'short'` the longest row.
+            `False` leaves out the check, for measurements of time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
             default such calls run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            With `padding_free`: lengthen each packed row to a multiple of this number of tokens, or to the smallest of
-            several lengths that fits. Losses and metrics ignore the filler. Use it for FP8, and for compiled kernels
-            that need few lengths.
+            With `padding_free`: lengths of packed rows. Pass an int to round up to a multiple of it, or a list to
+            round up to the smallest length that fits. Losses and metrics ignore the filler. Use it for FP8, and for
+            compiled kernels that need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
@@ -72,11 +74,11 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             another; loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`.
             Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same batch, for example the pairs of a prompt or the turns of a
-            conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
+            Put examples with long shared prefixes into the same batch, for example the pairs of a prompt or the turns
+            of a conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they
-            are TRL's means over batches.
+            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
+            TRL's mean of per-batch means.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -105,7 +107,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: score the last token of each row's attention mask. By default the model scores the
+            With `padding_free`: score the last position where `attention_mask` is 1. By default the model scores the
             last token that is not the pad token, as in the padded computation. Use it if the pad token also occurs
             in the text.
         **kwargs:
@@ -223,8 +225,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row for each assistant turn in `messages`, as the chat template renders the conversation at that
-            turn. Use it for templates that drop earlier thinking, and for rollouts of agents.
+            Make one example for each assistant turn in `messages`, as the chat template renders the conversation at
+            that turn. Use it for templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 

@@ -28,6 +28,7 @@ COMPUTED = {
     "packed_multiple_of": None,
     "max_tokens_per_batch": None,
     "group_by_prefix": False,
+    "pool_last_token": False,
 }
 """Fields that change how a step is computed, and their values without this package."""
 

@@ -29,7 +29,7 @@ D = TypeVar("D", Dataset, IterableDataset)
 
 def expand_turns(dataset: D, name: str = "train") -> D:
     """
-    Make one row for each assistant turn, in the order of the conversations.
+    Make one example for each assistant turn, in the order of the conversations.
 
     Consecutive assistant messages are one turn. Turns without a message before them and conversations without a turn
     are left out.
