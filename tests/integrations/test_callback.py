@@ -140,6 +140,25 @@ def test_a_loss_that_reads_padding_runs_padded(tmp_path, caplog):
         assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
 
 
+class CountsZeros(ReadsPadding):
+    """Other tokens at padding do not change this loss, and zeros there do."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")  # as many losses do
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = loss + (outputs.logits == 0).float().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_that_only_zeros_at_padding_change_runs_padded(tmp_path, caplog):
+    theirs, _ = train(tmp_path / "theirs", CountsZeros)
+    with caplog.at_level("WARNING"):
+        ours, _ = train(tmp_path / "ours", CountsZeros, [PaddingRemovalCallback()])
+    assert_same(trajectory(ours), trajectory(theirs))
+    assert "your loss reads logits at padding" in caplog.text
+
+
 @pytest.mark.parametrize("mask", ["none", "prepared"])
 def test_a_batch_without_a_mask_of_its_rows_trains(mask, tmp_path):
     class OtherMasks(ReadsPadding):

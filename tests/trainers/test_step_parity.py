@@ -12,6 +12,7 @@ from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 import trl_padfix
+from trl_padfix.core.errors import UnpackableCallError
 from trl_padfix.trainers.parts import parity, step_parity
 
 
@@ -189,3 +190,16 @@ def test_the_noise_of_neftune_is_off_in_the_comparison(alpha, tmp_path):
     trainer.train()
     assert trainer.padding.why_padded is None
     assert trainer.padding.stats.packed_tokens < trainer.padding.stats.padded_tokens
+
+
+def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
+    class WithWeights(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            extra = model(**given, output_attentions=True).logits.mean()
+            return extra + super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+    model = build_model(attn_implementation="eager")
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
+    with pytest.raises(UnpackableCallError, match=r"^`output_attentions=True` asks for"):
+        trainer.train()

@@ -243,7 +243,7 @@ class PaddingRemovalCallback(TrainerCallback):
             with batch_cache():
                 if self._is_loss_unchecked and torch.is_grad_enabled():
                     self._is_loss_unchecked = False
-                    if self._reads_padding(trainer, inputs, partial(compute, model, inputs, *args, **kwargs)):
+                    if self._reads_padding(trainer, inputs, lambda batch: compute(model, batch, *args, **kwargs)):
                         self._why_padded = READS_PADDING
                 reason = self._why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
@@ -251,22 +251,28 @@ class PaddingRemovalCallback(TrainerCallback):
 
         set_until_closed(self._undo, trainer, "compute_loss", compute_loss)
 
-    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[], Any]) -> bool:
-        """Whether the padded loss of a batch changes with the embeddings at padding."""
+    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
+        """Whether the padded loss of a batch changes with embeddings and logits at padding; packed logits are 0."""
         given = inputs if isinstance(inputs, Mapping) else {}
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             return False
-        embedding, losses = find_pretrained(trainer.model).get_input_embeddings(), []
+        pretrained, losses = find_pretrained(trainer.model), []
+        embedding, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
         for batches in ([], [inputs]):
             with ExitStack() as stack:
                 for handle in self.handles:
                     stack.enter_context(handle.disabled())
                 stack.enter_context(embedding.register_forward_hook(partial(other_padding, batches)))
+                if batches and head is not None:
+                    stack.enter_context(
+                        head.register_forward_hook(partial(_zero_at_padding, inputs["attention_mask"]))
+                    )
                 stack.enter_context(without_noise([*trainer.model.modules()]))
                 stack.enter_context(saved_state(trainer))
                 stack.enter_context(torch.no_grad())
-                losses.append(float(compute()))
+                # A copy, because a loss may take entries out of its batch.
+                losses.append(float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))))
         return abs(losses[0] - losses[1]) > limits_of(dtype_of_weights(trainer))[0] * max(abs(losses[0]), 1.0)
 
     def remove(self) -> None:
@@ -413,6 +419,11 @@ def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCall
     keys = {f"`{name}=False`": f"`{PREFIX}{name}: false`" for name in ("prefix_sharing", "parity_check")}
     callback.words = {"`padding_free=False`": without} | keys
     return callback
+
+
+def _zero_at_padding(mask: torch.Tensor, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head: its output, 0 at padding."""
+    return output.masked_fill(mask[..., None] == 0, 0) if output.shape[:-1] == mask.shape else output
 
 
 @contextmanager

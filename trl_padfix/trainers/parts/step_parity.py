@@ -22,6 +22,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ...core.context import within
+from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
@@ -216,6 +217,8 @@ class _Comparison:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a user's loss may fail without padding
+            if isinstance(error, UnpackableCallError) and self.trainer.accelerator.num_processes == 1:
+                raise  # `strict=True`: the error says what cannot be packed
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
