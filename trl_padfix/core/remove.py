@@ -125,8 +125,8 @@ def remove_padding(
     if any(isinstance(attachment, PaddingRemoval) for attachment in attachments_on(decoder)):
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
-            "handle before attaching again, for instance with another `prefix_sharing`; where a trainer attached it, "
-            "`trainer.restore_padding()`."
+            "handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a callback "
+            "attached it, `trainer.restore_padding()` or `callback.remove()`."
         )
     with ExitStack() as on_error:
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)

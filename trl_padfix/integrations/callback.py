@@ -66,9 +66,9 @@ READS_PADDING = (
 )
 NOT_COVERED = (
     "Padding is removed from the model alone, since transformers passes no trainer to callbacks. A reference model "
-    "stays padded; a loss of yours that reads what hooks within the model keep, or that predicts labels from padding, "
-    "gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` before `trainer.train()` "
-    "to have all of it."
+    "stays padded; a loss of yours that reads logits at padding or what hooks within the model keep, or that predicts "
+    "labels from padding, gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` "
+    "before `trainer.train()` to have all of it."
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -242,7 +242,10 @@ def packed_call(decoder: nn.Module | None = None) -> PackedCall | None:
 
 def running(call: PackedCall, **fields: Any) -> AbstractContextManager[None]:
     """A block in which `call` runs: its forward, or a part of it that a checkpoint recomputes."""
-    return within(packed=call, checkpoint=checkpoint_state(), **fields)
+    here, state = context(), checkpoint_state()
+    if not fields and here.packed is call and here.checkpoint == state:
+        return nullcontext()  # as in each layer of a forward without checkpoints
+    return within(packed=call, checkpoint=state, **fields)
 
 
 def call_of(patch: ForwardPatch, kwargs: dict[str, Any]) -> PackedCall | None:
