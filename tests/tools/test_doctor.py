@@ -5,8 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import transformers
-import trl
 from kit.commands import trl_padfix_command
 from transformers import Gemma3Config, Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
 from zoo.models import CONFIGS
@@ -63,8 +61,8 @@ def test_the_verdict_comes_first_and_all_fits_a_terminal():
     assert "runs sdpa: torch's scaled-dot-product attention" in output
     assert "cannot run flex_attention: it has no backward pass on CPU" in output
     assert "pip install" not in output  # nothing that could not run here
-    for package in (torch, transformers, trl):
-        assert f"{package.__name__} {package.__version__}" in output
+    for package in ("torch", "transformers", "trl"):
+        assert f"{package} {versions.installed_version(package)}" in output
     assert f"trl-padfix {trl_padfix.__version__}" in output
     assert "are a pair that is tested together" in output
     assert "attention in float16" in words(doctor("--dtype", "float16").output)
@@ -122,7 +120,7 @@ def test_the_exit_status_says_whether_an_attention_can_run():
         assert result.exit_code == status
         assert (f"`{name}` cannot run: " in words(result.output)) == bool(status)
     found = json.loads(doctor("--json", "-", "--attn", "telepathy").stdout)
-    assert (found["versions"]["torch"], found["auto"]["usable"]) == (torch.__version__, True)
+    assert (found["versions"]["torch"], found["auto"]["usable"]) == (versions.installed_version("torch"), True)
     assert found["problems"] == ["`telepathy` cannot run: transformers knows no attention implementation of this name"]
 
 
