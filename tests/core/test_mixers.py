@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import random
 from typing import Any
 
 import pytest
@@ -43,7 +42,7 @@ from trl_padfix import (
     remove_padding,
 )
 from trl_padfix.core.call import calls
-from trl_padfix.core.mixers import dry_run, forks
+from trl_padfix.core.mixers import dry_run
 from trl_padfix.core.mixers.forks import NodeTree
 from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
 
@@ -145,43 +144,6 @@ def test_a_node_ends_where_rows_part():
     assert [level.tokens.tolist() for level in levels] == [[[0]], [[1, 5]], [[4, 2, 3]]]
     assert [None if (p := level.parents) is None else p.tolist() for level in levels] == [None, [0, 0], [1, 1]]
     assert [level.cu_seqlens.tolist() for level in levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatch):
-    """
-    Trees of random depths, where the cheapest level is now above and now below one that was merged before. A copied
-    token has the gradient of all its copies.
-    """
-    chance = random.Random(seed)
-    rows = [[chance.randint(1, 2) for _ in range(chance.randint(4, 12))] for _ in range(12)]
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    layout = prefix_sharing_layout(ids, (ids > 0).long())
-    x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(seed))
-    x.requires_grad_()
-    mask, depths = layout.dense_mask().float(), set()
-    expected, weights = mask @ x[0], torch.linspace(-1, 1, layout.packed_tokens)[:, None]
-    for copies in (0, 2, 5, 12, 999):
-        monkeypatch.setitem(forks.MAX_COPIES, "cpu", copies)
-        tree = NodeTree(layout)
-        for is_varlen in (False, True):
-            found = tree.scan(summed, [x], is_varlen=is_varlen)[0]
-            assert_close(found, expected, terms=12)
-            assert_close(torch.autograd.grad(found, x, weights)[0][0], mask.T @ weights, terms=12)
-        depths.add(len(tree.padded.levels))
-    assert len(depths) > 2
-    merge = forks._merge_levels
-
-    def without_copies(*args):
-        (nodes, parents), computed = merge(*args), set()
-        for node in nodes:
-            node[:] = [token for token in node if token not in computed]
-            computed.update(node)
-        return nodes, parents
-
-    monkeypatch.setattr(forks, "_merge_levels", without_copies)  # the control
-    wrong = NodeTree(layout).scan(summed, [x], is_varlen=False)[0]
-    assert largest(wrong, expected) > 1e-2
 
 
 def test_the_left_context_of_a_segment_is_on_its_path():

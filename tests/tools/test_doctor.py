@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from kit.commands import trl_padfix_command
-from transformers import Gemma3Config, Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
+from transformers import Qwen2VLConfig, XLNetConfig, XLNetLMHeadModel
 from zoo.models import CONFIGS
 
 import trl_padfix
@@ -151,15 +151,12 @@ def test_a_model_that_is_refused_names_the_rule(xlnet):
     assert diagnose(xlnet).model.refusal in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "images"), [("gemma3", "packed under sdpa and eager"), ("qwen2_vl", "packed")])
-def test_text_and_images_are_told_apart(name, images, tmp_path):
-    config = {"gemma3": Gemma3Config, "qwen2_vl": Qwen2VLConfig}[name]()
-    config.architectures = [{"gemma3": "Gemma3", "qwen2_vl": "Qwen2VL"}[name] + "ForConditionalGeneration"]
-    config.save_pretrained(tmp_path)
+def test_text_and_images_are_told_apart(tmp_path):
+    Qwen2VLConfig(architectures=["Qwen2VLForConditionalGeneration"]).save_pretrained(tmp_path)
     output = words(doctor("--model", str(tmp_path)).output)
     assert "text packed" in output
     assert "cannot run flash_attention_2, flash_attention_3" in output or torch.cuda.is_available()
-    assert f"images {images}" in output
+    assert "images packed" in output
 
 
 def test_a_model_that_cannot_be_read_is_a_clear_error(monkeypatch):

@@ -1,6 +1,7 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,14 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
     with pytest.raises(UnpackableCallError, match=r"^`output_attentions=True` asks for"):
         trainer.train()
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
+def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
+    accelerator = SimpleNamespace(native_amp=False, mixed_precision="no", device=torch.device("cuda"))
+    trainer, before = SimpleNamespace(accelerator=accelerator, model=build_model()), torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = setting  # as `tf32=True` does
+        assert step_parity._precision(trainer) == dtype
+    finally:
+        torch.backends.fp32_precision = before

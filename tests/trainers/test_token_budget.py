@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from kit.budget_runs import (
     IMAGE_DATA,
     IMAGES,
     assert_same,
-    build_branching,
     build_experts,
     figures_of,
     make,
@@ -258,17 +256,6 @@ def test_a_step_keeps_the_activations_of_one_part(name, tmp_path):
     assert kept(32, **budget) < 1.6 * kept(8, **budget)
     whole = {"max_tokens_per_batch": None}
     assert kept(32, **whole) > 3 * kept(8, **whole)
-
-
-def test_what_one_big_batch_would_save_is_said_once(tmp_path, caplog):
-    given = {"gradient_accumulation_steps": 5, "prefix_sharing": True, "train_dataset": build_branching("SFT")}
-    with caplog.at_level("INFO", logger="trl_padfix"):
-        make(trl_padfix, "SFT", tmp_path, budget=True, **given).train()
-    (said,) = (record.getMessage() for record in caplog.records if "One batch of all its rows" in record.getMessage())
-    assert "A step has 5 batches" in said
-    assert "`per_device_train_batch_size=40`" in said
-    apart, joined = (int(n) for n in re.findall(r"(?:computes|compute) (\d+) ", said)[:2])
-    assert joined < apart
 
 
 def test_a_tuned_prompt_predicts_the_first_token_of_a_row(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def _model(model: ModelReport) -> list[tuple[str, str]]:
     lines = [("model", f"{model.name}: {model.architecture} ({model.family})")]
     if model.refusal:
         return lines
-    lines += [("text", "packed"), ("images", "" if model.images == "no images" else model.images)]
+    lines += [("text", "packed"), ("images", "packed" if model.images else "")]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for mixer in model.mixers:
         groups.setdefault((mixer.module, mixer.how, mixer.why), []).append(mixer.name)

@@ -15,7 +15,7 @@ METHODS = {
 
 OPTION_GROUPS = {
     "for everyone": (),
-    "memory": ("max_tokens_per_batch", "activation_checkpointing", "activation_checkpointing_kwargs"),
+    "memory": ("max_tokens_per_batch",),
     "evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
     "lengths of packed rows": ("packed_multiple_of",),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from .errors import PaddingRemovalError, UnpackableCallError
 from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
-from .model.inspection import forward_of, is_in_source, names_in, parameters_of, takes_any_argument
+from .model.inspection import forward_of, names_in, parameters_of, takes_any_argument
 from .model.saved_state import saved_modules
 from .model.sharded import gathers_in_parts
 from .model.views import config_of
@@ -109,7 +109,7 @@ def _direction_obstacle(anatomy: Anatomy) -> str | None:
         return None
     if (evidence := _why_not_causal(decoder, config, anatomy.mixers)) is None:
         return None
-    return f"{evidence}{_setting(decoder, config)}, and a packed batch is attended causally"
+    return f"{evidence}, and a packed batch is attended causally"
 
 
 def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers) -> str | None:
@@ -122,8 +122,9 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
             return f"{layer} attends in both directions or to another sequence"
     names = names_in(type(decoder).forward)
     # `is_decoder` is a field of all configurations, and acts in the code that reads it.
-    if any(name in names or name != "is_decoder" for name in _bidirectional_settings(config)):
-        return "its tokens see later ones"
+    for name, value in _bidirectional_settings(config).items():
+        if name in names or name != "is_decoder":
+            return f"`config.{name}={value!r}` lets its tokens see later ones"
     makes_causal_masks = "create_causal_mask" in names and "create_bidirectional_mask" not in names
     if makes_causal_masks and not any(map(attends_within_tokens, decoder.modules())):
         return None  # the code is proof enough: the probe below needs the weights
@@ -177,14 +178,6 @@ def _is_whole(decoder: nn.Module) -> bool:
     if any(p.is_meta or isinstance(p, DTensor) for p in parameters) or gathers_in_parts(decoder):
         return False
     return len({p.device for p in parameters}) == 1
-
-
-def _setting(decoder: nn.Module, config: PretrainedConfig) -> str:
-    """The configuration field that makes a decoder bidirectional, as a remark for the message; empty if none does."""
-    for name, value in _bidirectional_settings(config).items():
-        if is_in_source(decoder, name):  # a field that the code never reads is not the cause
-            return f" (`config.{name}={value!r}`; a causal model has {_CAUSAL[name]!r} there)"
-    return ""
 
 
 _CAUSAL = {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}

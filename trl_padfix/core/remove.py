@@ -38,7 +38,7 @@ from .switch import OFF, is_off
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "attachment_of", "attachments_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
+    "attachment_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
     "take_over",
 ]  # fmt: skip
 
@@ -233,14 +233,11 @@ def take_over(models: Iterable[nn.Module]) -> None:
                 patch.attachment.take_over()
 
 
-def attachments_of(model: nn.Module) -> list[Attachment]:
-    """The attachments of the decoder of `model`, the last attached first."""
-    return attachments_on(find_decoder(find_pretrained(model)))
-
-
 def attachment_of(model: nn.Module) -> PaddingRemoval | None:
     """The handle of the padding removal that is attached to `model`, if any."""
-    return next((a for a in attachments_of(model) if isinstance(a, PaddingRemoval)), None)
+    return next(
+        (a for a in attachments_on(find_decoder(find_pretrained(model))) if isinstance(a, PaddingRemoval)), None
+    )
 
 
 def packs_now(model: nn.Module) -> bool:

@@ -29,7 +29,6 @@ from ..core.attention.backends import (
     model_class,
 )
 from ..core.attention.varlen import torch_varlen_is_complete
-from ..core.model.inspection import is_in_source
 from ..core.refusals import refusal
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
 
@@ -51,7 +50,7 @@ class ModelReport:
     architecture: str  # class that it is loaded as
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
     mixers: tuple[MixerReport, ...] = ()  # of its decoder, in order
-    images: str = "no images"  # how batches with images run, and with which attention
+    images: bool = False  # whether the model takes images; their batches are packed
 
 
 @dataclass(frozen=True)
@@ -168,17 +167,8 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         architecture=type(model).__name__,
         refusal=why,
         mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
-        images=_images(anatomy.multimodal),
+        images=anatomy.multimodal is not None,
     )
-
-
-def _images(composite: PreTrainedModel | None) -> str:
-    """How batches with images run, read from the source of the model, because there is no batch to try."""
-    if composite is None or not any(hasattr(composite.config, name) for name in ("vision_config", "image_token_id")):
-        return "no images"
-    if is_in_source(composite, "block_sequence_ids"):
-        return "packed under sdpa and eager: tokens of an image see each other, which FlashAttention cannot compute"
-    return "packed"
 
 
 def describe_system() -> dict[str, Any]:

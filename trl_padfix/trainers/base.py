@@ -244,13 +244,6 @@ class PaddingFreeMixin:
     # -- steps
 
     @hook
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, *count = super().get_batch_samples(*args, **kwargs)
-        for part in self.padding.parts:
-            part.on_batches(batches)
-        return batches, *count
-
-    @hook
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with entered(part.around_training_step() for part in self.padding.parts), observe_user_loss(self):
             return super().training_step(*args, **kwargs)

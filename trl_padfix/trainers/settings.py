@@ -89,14 +89,8 @@ class PackingConfig:
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
     strict: bool = False
     packed_multiple_of: Lengths | None = None
-    if not hasattr(TrainingArguments, "activation_checkpointing"):  # older versions of transformers
-        activation_checkpointing: bool | None = None
-        activation_checkpointing_kwargs: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("activation_checkpointing", "activation_checkpointing_kwargs"):
-            if name in PackingConfig.__dataclass_fields__ and (value := getattr(self, name)) is not None:
-                setattr(self, name.replace("activation", "gradient"), value)
         check_field_types(self)
         check_packing(Settings.of(self))
         super().__post_init__()  # type: ignore[misc]

@@ -88,17 +88,10 @@ def attend_by_segment(
     if uses_kernel and fixed_order:
         places = layout.positions, layout.key_positions, sizes
         return CausalAttention.apply(query, key, value, *places, kwargs.get("scaling"))
-    # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only. If at most half of a
-    # row is shared, completing it with dummy queries is faster than a mask: their number, or `None` for masked blocks.
-    most = 1 if uses_kernel else 2
-    pad_queries = [
-        k - q if masks is None and not is_eager and k <= most * q and window is None and chunk is None else None
-        for q, k, window, chunk in sizes
-    ]
     # `split` instead of slices: the gradient of each slice would be a tensor of the length of the whole packed row.
     segments = zip(
-        zip(pad_queries, sizes, strict=True),
-        _pad_queries(query, layout, [n or 0 for n in pad_queries]),
+        sizes,
+        query.split(layout.queries.lengths, dim=2),
         key.split(layout.keys.lengths, dim=2),
         value.split(layout.keys.lengths, dim=2),
         layout.positions.split(layout.queries.lengths),
@@ -106,10 +99,10 @@ def attend_by_segment(
         strict=True,
     )
     outputs = []
-    for index, ((n, size), segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
-        if n is not None:
-            row = attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0]
-            outputs.append(row[:, n:] if n else row)  # without the outputs of the dummy queries
+    for index, (size, segment_query, segment_key, segment_value, positions, positions_k) in enumerate(segments):
+        # Without a mask `sdpa` is causal from the first key on, which is right for whole rows only.
+        if masks is None and not is_eager and size[0] == size[1] and size[2:] == (None, None):
+            outputs.append(attend(module, segment_query, segment_key, segment_value, None, **kwargs)[0])
             continue
         if uses_kernel:
             states = segment_query, segment_key, segment_value, positions, positions_k, [size]
@@ -136,17 +129,6 @@ def query_blocks(queries: int, keys: int, window: int | None) -> Iterator[tuple[
         end = min(begin + QUERIES_PER_BLOCK, queries)
         first, last = keys - queries + begin, keys - queries + end
         yield slice(begin, end), slice(0 if window is None else max(0, first - window + 1), last)
-
-
-def _pad_queries(query: torch.Tensor, layout: Layout, counts: list[int]) -> tuple[torch.Tensor, ...]:
-    """The queries of each segment, behind `counts` dummy queries of zeros."""
-    segments = query.split(layout.queries.lengths, dim=2)
-    if not any(counts):
-        return segments
-    zeros = query.new_zeros(*query.shape[:2], max(counts), query.shape[3])
-    # One `cat` for all segments, then a split: the graph keeps one padded tensor, not one for each segment.
-    padded = torch.cat([x for n, part in zip(counts, segments, strict=True) for x in (zeros[:, :, :n], part)], dim=2)
-    return padded.split([n + length for n, length in zip(counts, layout.queries.lengths, strict=True)], dim=2)
 
 
 def visible_keys(

@@ -141,19 +141,6 @@ class PrefixPlan:
     layouts: dict[int, PrefixedLayout]
     prefixes: dict[int, SharedPrefix]
 
-    @property
-    def summary(self) -> str:
-        """A sentence for the log: the number of shared tokens, and how many of them are computed twice."""
-        tokens = sum(prefix.tokens for prefix in self.prefixes.values())
-        recomputed = [prefix.tokens for prefix in self.prefixes.values() if prefix.recompute]
-        text = (
-            f"The {len(self.layouts)} micro-batches of this step share {len(self.prefixes)} prefixes of {tokens} "
-            "tokens in total, which are computed once for all micro-batches"
-        )
-        if not recomputed:
-            return f"{text}."
-        return f"{text}. To save memory, {len(recomputed)} of them ({sum(recomputed)} tokens) are computed twice."
-
 
 def plan_shared_prefixes(
     batches: Sequence[tuple[torch.Tensor, torch.Tensor]], budget: int, gather: Callable[[list], list] | None = None

@@ -16,7 +16,6 @@ therefore merged into the next one: each child begins with a copy of its parent'
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from itertools import accumulate, chain
@@ -49,15 +48,6 @@ class Parent(NamedTuple):
 
 
 _NO_PARENT = Parent("none")
-
-MAX_COPIES = {"cpu": 0}
-"""By kind of device, how many tokens may be copied to spare the launches of a level."""
-
-MAX_COPIES_ELSEWHERE = 1024
-"""
-Copies on other devices. A level is some 230 launches in each layer with transformers' functions, forward and backward
-(counted), which is a millisecond; a copied token takes a fraction of a microsecond there (estimated, not measured).
-"""
 
 
 class NodeBlock(NamedTuple):
@@ -125,8 +115,6 @@ class NodeTree:
         self.fork_tokens = None if prefix_states.records is None else list(prefix_states.records.fork_tokens)
         self.parent_tokens, self.num_prefix_states = _parent_tokens(layout, prefix_states)
         nodes, parents = _nodes(layout.queries.lengths, self.parent_tokens, self.fork_tokens or [])
-        if self.fork_tokens is None:  # else other forwards need the states between the levels
-            nodes, parents = _merge_levels(nodes, parents, MAX_COPIES.get(self.device.type, MAX_COPIES_ELSEWHERE))
         levels = _levels(nodes, parents)
         # Without prefix states roots have no initial state at all, and numbers begin with nodes.
         number: dict[Parent, int] = {}
@@ -333,37 +321,3 @@ def _levels(nodes: list[list[int]], parents: list[Parent]) -> list[list[list[int
     return [
         [[level[i] for i in block] for block in bucket_by_length([len(nodes[n]) for n in level])] for level in levels
     ]
-
-
-def _merge_levels(
-    nodes: list[list[int]], parents: list[Parent], max_copies: int
-) -> tuple[list[list[int]], list[Parent]]:
-    """
-    Merge levels into the next ones, the cheapest first, as long as a merge copies `max_copies` tokens at most.
-
-    Example: the nodes `0 1` and its children `2 3` and `4` become `0 1 2 3` and `0 1 4`.
-    """
-    while max_copies:
-        depths, children = _depths(parents), Counter(parent.number for parent in parents if parent.kind == "packed")
-        copies: Counter[int] = Counter()  # by depth
-        for n, count in children.items():
-            copies[depths[n]] += len(nodes[n]) * (count - 1)
-        if not copies or min(copies.values()) > max_copies:
-            break
-        cheapest = min(copies, key=copies.__getitem__)
-        is_merged = [depths[n] == cheapest and n in children for n in range(len(nodes))]
-        new_number = [*accumulate((not merges for merges in is_merged), initial=0)]  # of the nodes that are kept
-        kept_nodes: list[list[int]] = []
-        kept_parents: list[Parent] = []
-        for node, parent, merges in zip(nodes, parents, is_merged, strict=True):
-            if merges:
-                continue
-            if parent.kind == "packed" and is_merged[parent.number]:
-                node = nodes[parent.number] + node
-                parent = parents[parent.number]
-            if parent.kind == "packed":
-                parent = Parent("packed", new_number[parent.number])
-            kept_nodes.append(node)
-            kept_parents.append(parent)
-        nodes, parents = kept_nodes, kept_parents
-    return nodes, parents

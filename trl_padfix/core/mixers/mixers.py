@@ -98,23 +98,6 @@ class Mixers:
         """Largest chunk of the recurrences of forked mixers, in tokens; 0 if there is none."""
         return max((chunk_of(mixer.module) for mixer in self.in_mode(FORKED)), default=0)
 
-    @property
-    def caveat(self) -> str:
-        """Why the numbers of a token depend on its batch in transformers itself; empty if they do not."""
-        for mixer in self.mixers:
-            modules = list(mixer.module.modules())
-            if _has_indexer(modules):  # sparse attention of DeepSeek V3.2
-                reason = "among keys with equal scores its indexer may select others if a row has different padding"
-            elif any({"chunkwise_kernel_fn", "sequence_kernel_fn"} <= vars(m).keys() for m in modules):  # xLSTM
-                reason = "one kernel computes the whole chunks of a row, and a slightly different one the rest"
-            else:
-                continue
-            return (
-                f"In transformers itself the numbers of `{mixer.name}` ({type(mixer.module).__name__}) depend on the "
-                f"batch: {reason} (docs/families.md)"
-            )
-        return ""
-
     def patches(self, handle: Attachment) -> Iterator[ForwardPatch]:
         """The patches that make each mixer run in its mode; none for whole rows: the decoder's patch runs these."""
         if self.in_mode(WHOLE):
@@ -208,10 +191,6 @@ def _mode_of(module: nn.Module) -> tuple[str, str]:
     return FORKED if primitives_of(module) and is_plain else ROWS, reason
 
 
-def _has_indexer(modules: list[nn.Module]) -> bool:
-    return any(hasattr(m, "indexer") for m in modules)
-
-
 def _packing_obstacle(module: nn.Module) -> str:
     """Why a mixer cannot run as packed attention; empty if it can."""
     modules = list(module.modules())
@@ -223,7 +202,7 @@ def _packing_obstacle(module: nn.Module) -> str:
         if names & {"alibi", "position_bias"}:
             return "attention written out, with a bias built from columns of the batch"
         return "attention written out" if "attention_mask" in names else "recurrence"
-    if _has_indexer(modules):
+    if any(hasattr(m, "indexer") for m in modules):
         return "indexer that selects keys among those of the batch"
     if any(getattr(m, "compressor", None) is not None for m in modules):
         return "keys that stand for several tokens"

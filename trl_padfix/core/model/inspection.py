@@ -22,7 +22,7 @@ from ..errors import PaddingRemovalError
 
 __all__ = [
     "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "global_of_file", "hands_arguments_on",
-    "is_in_source", "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of",
+    "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of",
     "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
     "without_checkpointing",
 ]  # fmt: skip
@@ -137,11 +137,6 @@ def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, partial):
         function = function.func
     return function
-
-
-def is_in_source(module: nn.Module, name: str) -> bool:
-    """Whether a name occurs in the file that defines the class of a module."""
-    return name in inspect.getsource(inspect.getmodule(type(module)) or type(module))
 
 
 def counts_columns(module: nn.Module) -> bool:

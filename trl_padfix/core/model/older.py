@@ -2,7 +2,7 @@
 Differences between versions of transformers and TRL.
 
 The rest of the package is written for the newest transformers and TRL. The functions here are needed for older
-versions; comments say what these do differently. [`REMOVABLE_WITH`] says when each function can be deleted.
+versions; comments say what these do differently. A test says when each function can be deleted.
 """
 
 from __future__ import annotations
@@ -29,28 +29,11 @@ from .masks import PackedMask
 
 
 __all__ = [
-    "CACHES", "REMOVABLE_WITH", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
+    "CACHES", "checkpoints_in_forward", "decoder_of", "flash_arguments", "has_cache", "mask_of_rows",
     "masks_of_decoder", "older_attributes", "register_mask_function", "resume_packed_search", "rope_parameters",
     "silence_packing_warning", "spare_packed_search", "supports",
 ]  # fmt: skip
 
-
-REMOVABLE_WITH = {
-    "decoder_of": "transformers>=5.0",  # then use `model.get_decoder()`
-    "older_attributes": "transformers>=5.4",  # the last mask method was RecurrentGemma's, most went with 5.2
-    "checkpoints_in_forward": "transformers>=5.23",
-    "register_mask_function": "transformers>=4.53",  # then use `ALL_MASK_ATTENTION_FUNCTIONS.register`
-    "spare_packed_search": "transformers>=5.0",  # its `or_rows`, and the test that the function exists; the rest stays
-    "resume_packed_search": "transformers>=5.0",
-    "flash_arguments": "transformers>=4.53",
-    "supports": "transformers>=4.54",  # the older flag
-    "silence_packing_warning": "trl>=1.16",
-    "masks_of_decoder": "transformers>=5.2",  # the other spelling
-    "mask_of_rows": "transformers>=5.0",
-    "rope_parameters": "transformers>=5.0",
-    "has_cache": "transformers>=5.40",  # then all caches are called `cache`; the function stays
-}
-"""The first version that does not need each function: once `versions.BOUNDS` begins there, it can be deleted."""
 
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 """Arguments of a forward that hold a cache: the first from transformers 5.24 on, which renames the others."""

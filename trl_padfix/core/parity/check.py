@@ -32,7 +32,7 @@ from .sample import Sample, called_module, padded_batch, pooling_last_column, pr
 from .scores import logits_of, scores_of, select_columns
 
 
-__all__ = ["check_longest_row", "check_parity"]
+__all__ = ["check_longest_row", "check_parity", "multiplied_in"]
 
 LONG_ROW_TOKENS = 4096
 """With context parallelism, tokens of the longest row that are compared with a forward on one process."""
@@ -197,7 +197,7 @@ def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> Parity
         finite=bool(padded.values.isfinite().all()),
         rounding=rounding,
         not_compared=obstacle,
-        caveat=handle.mixers.caveat or _hook_caveat(handle),
+        caveat=_hook_caveat(handle),
     )
 
 
@@ -271,9 +271,13 @@ def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
     """The precision of a forward: autocast dtype, else the dtype of the weights; float16 for TF32."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    dtype = next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32)
+    return multiplied_in(next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32), device)
+
+
+def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The precision of products of `dtype` on `device`: float16 for TF32, since both have 10 bits of mantissa."""
     in_tf32 = device.type == "cuda" and dtype == torch.float32 and multiplies_in_tf32()
-    return torch.float16 if in_tf32 else dtype  # TF32 and float16 both have 10 bits of mantissa
+    return torch.float16 if in_tf32 else dtype
 
 
 def multiplies_in_tf32() -> bool:

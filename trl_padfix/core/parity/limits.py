@@ -7,7 +7,7 @@ import math
 import torch
 
 
-__all__ = ["DEVIATIONS", "gradient_limit", "score_limits", "tolerance"]
+__all__ = ["DEVIATIONS", "TIMES_ROUNDING", "gradient_limit", "score_limits", "tolerance"]
 
 DEVIATIONS = 8
 """Standard deviations of one computation. Both round, so 8 are 5.7 deviations of their difference: one in 10**8

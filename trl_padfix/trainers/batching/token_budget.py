@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
@@ -46,17 +45,14 @@ from ..distributed import (
     step_on_prepared,
     sync_gradients_in_last,
 )
-from ..messages import say
 from ..parts.part import Part, Step
 from ..settings import check_token_budget
 from ..task import Task
 from ..temporary_attributes import temporarily_set
-from .bin_packing import pack_by_budget, pack_depth_first
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
 from .row_splits import RowSplitter, packed_chunks
 from .sub_batches import SubBatches
-from .token_costs import RowCosts, dataset_costs
 
 
 if TYPE_CHECKING:
@@ -89,7 +85,6 @@ class TokenBudget(Part):
         self._chunks: ChunkRunner | None = None  # of the running batch
         self._is_in_step = False
         self._gradient_hook: str | None = None
-        self._has_told_saving = False
 
     @property
     def budget(self) -> int | None:
@@ -369,72 +364,15 @@ class TokenBudget(Part):
 
     @contextlib.contextmanager
     def around_training_step(self) -> Iterator[None]:
-        """
-        A block with the forwards and backwards of a batch. If it raises, gradients are restored.
-
-        When a chunk fails, the chunks before it have had their backward. A user's `training_step` that skips a batch
-        too large for memory would otherwise update the weights by a part of the batch.
-        """
+        """A block with the forwards and backwards of a batch."""
         if self.budget is None:
             yield
             return
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
         self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
-        # Copies, because backward adds to gradients in place; only where user code may catch the error.
-        catches = custom_step_name(self.trainer, everywhere=True) is not None
-        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
-        saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
-        try:
-            with temporarily_set(self, _is_in_step=True):
-                yield
-        except BaseException:
-            for parameter in parameters:
-                parameter.grad = saved.get(parameter)
-            raise
-
-    # -- accumulation
-
-    def on_batches(self, batches: Sequence[Any]) -> None:
-        """
-        Report once how many tokens one big batch would save over these batches, which TRL accumulates in a step.
-
-        A dry run prints it; a training only logs it at INFO, because it does not change from run to run.
-        """
-        handle, task, args = self.trainer.padding.handle, self.trainer.padding.task, self.trainer.args
-        if self._has_told_saving or self.budget is None or len(batches) < 2 or handle is None:
-            return
-        if not all(isinstance(batch, Mapping) for batch in batches):  # prompts, from which a step generates
-            return
-        self._has_told_saving = True
-        forwards = [forward for batch in batches for forward in task.padded_batches(batch)[:1]]
-        masks = [getattr(forward.get("attention_mask"), "shape", None) for forward in forwards]
-        if len(forwards) < len(batches) or masks != [forward["input_ids"].shape[:2] for forward in forwards]:
-            return
-        rows = [
-            {"ids": ids[mask.bool()].cpu().numpy()}
-            for forward in forwards
-            for ids, mask in zip(forward["input_ids"], forward["attention_mask"], strict=True)
-        ]
-        costs = dataset_costs(rows, [("ids",)], sharing=bool(handle.prefix_sharing))
-        ends = np.cumsum([len(forward["input_ids"]) for forward in forwards])
-        apart = np.sum([self._size(costs[rows]) for rows in np.split(np.arange(len(costs)), ends[:-1])], axis=0)
-        joined = self._size(costs)
-        tell = say if self.trainer.padding.is_dry_run else logger.info
-        tell(
-            f"A step has {len(batches)} batches (`gradient_accumulation_steps`), and `max_tokens_per_batch` splits "
-            f"each by itself: this one computes {apart[0]:,} tokens in {apart[1]} forwards. One batch of all its rows "
-            f"(`per_device_train_batch_size={args.per_device_train_batch_size * len(batches)}`, "
-            f"`gradient_accumulation_steps=1`) would compute {joined[0]:,} in {joined[1]}, in the same memory."
-        )
-
-    def _size(self, costs: RowCosts) -> tuple[int, int]:
-        """Tokens and forwards of a batch of these rows."""
-        assert self.budget is not None
-        if self._shares_across:
-            return costs.total(), len(pack_depth_first(costs, self.budget))
-        parts = pack_by_budget(costs, self.budget)
-        return sum(map(costs.total, parts)), len(parts)
+        with temporarily_set(self, _is_in_step=True):
+            yield
 
 
 def _weighted(compute: Callable, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

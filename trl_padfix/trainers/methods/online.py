@@ -166,7 +166,6 @@ class OnlineTrainer(PaddingFreeMixin):
         # An evaluation buffers nothing, and a later step of a generation has its rows in the buffer already.
         if self._buffered_inputs is buffered:
             return inputs
-        self.padding.budget.on_batches(self._buffered_inputs[: self.args.gradient_accumulation_steps])
         if not task.may_regroup():
             return inputs
         window = min(self.args.gradient_accumulation_steps, len(self._buffered_inputs))

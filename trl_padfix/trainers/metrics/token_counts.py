@@ -6,11 +6,10 @@ import contextlib
 import time
 from collections.abc import Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
-from transformers import ProgressCallback
 
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.layout.flat_maps import to_device_async
@@ -133,8 +132,6 @@ class TokenCounts(Part):
     def log(self, logs: dict[str, float], mode: str) -> None:
         padding = self.trainer.padding
         metrics = report_of(self.counters, mode, padding.handle if padding.is_removed else None)
-        if mode == "train" and metrics:
-            _show_in_progress_bar(self.trainer.callback_handler.callbacks, metrics)
         logs.update(metrics)
 
 
@@ -158,15 +155,3 @@ def _real_tokens(batches: list[dict[str, torch.Tensor]], counts: PaddingStats) -
         return round(counts.real_tokens * sum(batch["input_ids"].numel() for batch in batches) / counts.padded_tokens)
     masks = [batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches]
     return torch.stack([mask.sum() for mask in masks]).sum()
-
-
-def _show_in_progress_bar(callbacks: list[Any], metrics: dict[str, float]) -> None:
-    """Show real tokens per second, and the fraction of the batch that is not computed, after the progress bar."""
-    text = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
-    if "padfix/pad_fraction" in metrics:
-        # The second fraction is of real tokens, so the computed parts are multiplied.
-        saved = 1 - (1 - metrics["padfix/pad_fraction"]) * (1 - metrics["padfix/shared_fraction"])
-        text += f", {saved:.0%} of the batch not computed"
-    for callback in callbacks:
-        if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-            callback.training_bar.set_postfix_str(text)

@@ -202,9 +202,6 @@ class Part:
         """The data loader for training, perhaps with its rows in another order."""
         return loader
 
-    def on_batches(self, batches: Any) -> None:
-        """Called with the batches of a step, as transformers' `get_batch_samples` returns them."""
-
     def around_training_step(self) -> contextlib.AbstractContextManager[Any]:
         """A block around `training_step`."""
         return contextlib.nullcontext()

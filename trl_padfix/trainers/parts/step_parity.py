@@ -26,7 +26,9 @@ from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
+from ...core.parity.check import multiplied_in
 from ...core.parity.forwards import other_attention
+from ...core.parity.limits import TIMES_ROUNDING
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
@@ -53,9 +55,6 @@ EXACT = (2e-5, 1e-4)
 
 HALF_LIMITS = (0.25, 2.0)
 """The same in half precision, in units of the dtype's epsilon."""
-
-TIMES_ROUNDING = 3
-"""Two steps may differ by this many times the difference of two padded ones that are right."""
 
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
@@ -319,7 +318,7 @@ def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
     precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
         return precisions[trainer.accelerator.mixed_precision]
-    return dtype_of_weights(trainer)
+    return multiplied_in(dtype_of_weights(trainer), trainer.accelerator.device)
 
 
 def limits_of(dtype: torch.dtype) -> tuple[float, float]:
