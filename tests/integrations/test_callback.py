@@ -127,14 +127,18 @@ class ReadsPadding(Margins):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_loss_that_reads_padding_runs_padded(tmp_path, caplog):
-    theirs, _ = train(tmp_path / "theirs", ReadsPadding)
+@pytest.mark.parametrize("equal", [0, 8])
+def test_a_loss_that_reads_padding_runs_padded(equal, tmp_path, caplog):
+    rows = Dataset.from_list(
+        [build_ids(1)[0]] * equal + [*build_ids(24, begin=BEGIN)]
+    )  # the first batches may have no padding
+    theirs, _ = train(tmp_path / "theirs", ReadsPadding, train_dataset=rows)
     callback = PaddingRemovalCallback()
     with caplog.at_level("WARNING"):
-        ours, _ = train(tmp_path / "ours", ReadsPadding, [callback])
+        ours, _ = train(tmp_path / "ours", ReadsPadding, [callback], train_dataset=rows)
     assert_same(trajectory(ours), trajectory(theirs))
     assert "your loss reads logits at padding" in caplog.text
-    assert callback.stats.padded_forwards > callback.stats.forwards == 0
+    assert callback.stats.padded_forwards > callback.stats.forwards == equal // 2  # two for each batch of four
     unchecked, _ = train(tmp_path / "unchecked", ReadsPadding, [PaddingRemovalCallback(parity_check=False)])
     with pytest.raises(AssertionError):  # the control
         assert_same(trajectory(unchecked), trajectory(theirs), rtol=1e-3)
@@ -238,6 +242,17 @@ BAD = {
     "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
     "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
 }
+
+
+def test_attach_adds_the_callback_and_takes_a_trainer(tmp_path):
+    callback, trainer = PaddingRemovalCallback(), build_trainer(tmp_path, max_steps=1)
+    with pytest.raises(TypeError, match="takes the trainer"):
+        callback.attach(trainer.model)
+    for _ in range(2):
+        callback.attach(trainer)
+    trainer.train()
+    assert (len(callback.reports), callback.stats.forwards) == (1, 1)
+    assert sum(c is callback for c in trainer.callback_handler.callbacks) == 1
 
 
 def test_a_callback_serves_one_trainer_at_a_time(tmp_path):

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from kit.budget_runs import BUDGETS
 from kit.methods import make_trainer
+from kit.rows import build_rows
 from kit.trainer_runs import build_model, our_warnings, to_the_bit
 from torch import nn
 from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
@@ -106,6 +108,29 @@ def test_a_loss_that_reads_padding_is_computed_padded(kind, precision, tmp_path,
         return make(library, kind, tmp_path, trainer_class=reads, model=model, **precision, **fields)
 
     assert_sees(monkeypatch, caplog, build)
+
+
+def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatch):
+    ragged = [*build_rows(16)]
+    rows = Dataset.from_list([ragged[0]] * 16 + ragged)
+
+    def build(library, **fields):
+        model = build_model()
+        reads = reading_padding(library.SFTTrainer, model)
+        given = {"train_dataset": rows, "train_sampling_strategy": "sequential", "max_steps": 4} | fields
+        return make(library, "SFT", tmp_path, trainer_class=reads, model=model, **given)
+
+    def norms(trainer):
+        return [log["grad_norm"] for log in trained(trainer)]
+
+    theirs, trainer = norms(build(trl)), build(trl_padfix, padding_free=True)
+    assert norms(trainer) == pytest.approx(theirs, rel=1e-4)
+    assert "at padding" in trainer.padding.why_padded
+    assert trainer.padding.handle.stats.forwards > 0, "the first two steps have no padding"
+    with pytest.raises(trl_padfix.PaddingRemovalError, match="depends on padding"):
+        build(trl_padfix, padding_free=True, strict=True).train()
+    monkeypatch.setattr(parity, "has_padding", lambda batches: False)  # the control
+    assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("centred", DEFAULTS), ("centred", {}), ("quantized", {})])

@@ -127,6 +127,11 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
             f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modeling head; "
             "for a wrapper, the model inside it."
         )
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            "`generate` takes what a tokenizer returns, a mapping with `input_ids` and `attention_mask`; got "
+            f"`{type(inputs).__name__}`."
+        )
     call = dict(**inputs, **kwargs)
     with evaluating(model):
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"

@@ -126,13 +126,14 @@ def remove_padding(
         raise ValueError(
             f"Padding removal is attached to this {type(decoder).__name__} already. Call `.remove()` on the first "
             "handle before attaching again, for instance with another `prefix_sharing`; where a trainer or a callback "
-            "attached it, `trainer.restore_padding()` or `callback.remove()`."
+            "attached it, `trainer.restore_padding()` or `callback.remove()`. If the handle is lost, load "
+            "the model again."
         )
     with ExitStack() as on_error:
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
         on_error.callback(restore_attention, exchanged)
         # Before anything is wrapped: a model that is refused is left untouched.
-        _refuse(model, anatomy, packed_multiple_of)
+        _refuse(model, anatomy, packed_multiple_of, pool_last_token)
         handle = PaddingRemoval(
             anatomy,
             prefix_sharing=_possible_sharing(anatomy, prefix_sharing),
@@ -150,7 +151,7 @@ def remove_padding(
     return handle
 
 
-def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | None) -> None:
+def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | None, pool_last_token: bool) -> None:
     """Raise a [`PaddingRemovalError`] if `model` cannot be packed with exact results."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise PaddingRemovalError(
@@ -158,7 +159,7 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
             "(`accelerate launch`), or leave the model padded."
         )
     if (reason := refusal(anatomy)) is not None:
-        remedy = "Leave it padded: `padding_free=False` in a trainer's configuration."
+        remedy = "Leave it padded (`padding_free=False` in a trainer's configuration)."
         raise PaddingRemovalError(
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
             f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
@@ -168,6 +169,11 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reader}. A packed forward does not "
             "compute these states, and embeddings would depend on the padding of a batch. "
             "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
+        )
+    if pool_last_token and not anatomy.pools_by_token_id:
+        raise ValueError(
+            "`pool_last_token=True` is for sequence classifiers that score one token of each row; "
+            f"{type(anatomy.pretrained).__name__} does not."
         )
     if packed_multiple_of is not None and anatomy.whole_rows:
         raise PaddingRemovalError(

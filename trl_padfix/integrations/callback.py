@@ -19,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel, reduce
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ..core.call.batch_cache import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
@@ -29,19 +29,19 @@ from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.user_code import why_padded
-from ..trainers.distributed import models_of, splitting_parallelism
+from ..trainers.distributed import max_over_processes, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
 from ..trainers.parts.packing import attach_to_models, prefix_sharing_with_neftune
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
-from ..trainers.parts.step_parity import dtype_of_weights, limits_of, other_padding
+from ..trainers.parts.step_parity import dtype_of_weights, has_padding, limits_of, other_padding
 from ..trainers.temporary_attributes import set_until_closed
 
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
 __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
@@ -187,11 +187,15 @@ class PaddingRemovalCallback(TrainerCallback):
 
         Args:
             trainer ([`~transformers.Trainer`]):
-                The trainer that has this callback, before its `train()`.
+                The trainer, before its `train()`. It gets this callback if it does not have it.
 
         Raises:
             TypeError, ValueError, PaddingRemovalError: As above.
         """
+        if not isinstance(trainer, Trainer):
+            raise TypeError(f"`attach` takes the trainer, not its model; got `{type(trainer).__name__}`.")
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
         self._given = trainer
         self._begin(trainer)
 
@@ -242,21 +246,25 @@ class PaddingRemovalCallback(TrainerCallback):
         def compute_loss(model: torch.nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             with batch_cache():
                 if self._is_loss_unchecked and torch.is_grad_enabled():
-                    self._is_loss_unchecked = False
-                    if self._reads_padding(trainer, inputs, lambda batch: compute(model, batch, *args, **kwargs)):
-                        self._why_padded = READS_PADDING
+                    self._check_loss(trainer, inputs, lambda batch: compute(model, batch, *args, **kwargs))
                 reason = self._why_padded or why_padded(trainer, self.handles[0], inputs)
                 with entered(handle.padded(reason) for handle in self.handles if reason):
                     return compute(model, inputs, *args, **kwargs)
 
         set_until_closed(self._undo, trainer, "compute_loss", compute_loss)
 
-    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
-        """Whether the padded loss of a batch changes with embeddings and logits at padding; packed logits are 0."""
+    def _check_loss(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> None:
+        """Compute all steps padded if the loss reads padding; checked on the first batch that has any."""
         given = inputs if isinstance(inputs, Mapping) else {}
         ids, mask = (getattr(given.get(name), "shape", None) for name in ("input_ids", "attention_mask"))
         if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-            return False
+            self._is_loss_unchecked = False
+        elif max_over_processes(trainer, int(has_padding([inputs]))):
+            self._is_loss_unchecked = False
+            self._why_padded = READS_PADDING if self._reads_padding(trainer, inputs, compute) else ""
+
+    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
+        """Whether the padded loss of a batch changes with embeddings and logits at padding."""
         pretrained, losses = find_pretrained(trainer.model), []
         embedding, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
         for batches in ([], [inputs]):
@@ -266,7 +274,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 stack.enter_context(embedding.register_forward_hook(partial(other_padding, batches)))
                 if batches and head is not None:
                     stack.enter_context(
-                        head.register_forward_hook(partial(_zero_at_padding, inputs["attention_mask"]))
+                        head.register_forward_hook(partial(_other_at_padding, inputs["attention_mask"]))
                     )
                 stack.enter_context(without_noise([*trainer.model.modules()]))
                 stack.enter_context(saved_state(trainer))
@@ -421,9 +429,11 @@ def callback_from(config: Mapping[str, Any], without: str) -> PaddingRemovalCall
     return callback
 
 
-def _zero_at_padding(mask: torch.Tensor, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook of a head: its output, 0 at padding."""
-    return output.masked_fill(mask[..., None] == 0, 0) if output.shape[:-1] == mask.shape else output
+def _other_at_padding(mask: torch.Tensor, module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of a head: its output, with zeros (as in a packed forward) and large noise at padding."""
+    if output.shape[:-1] != mask.shape:
+        return output
+    return torch.where(mask[..., None] == 0, 8 * torch.nn.functional.dropout(torch.randn_like(output)), output)
 
 
 @contextmanager

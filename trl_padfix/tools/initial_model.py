@@ -95,7 +95,7 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
         `str`: the folder, for `from_pretrained` or a trainer.
 
     Raises:
-        KeyError: For an unknown shape.
+        ValueError: For an unknown shape.
 
     Example:
 
@@ -109,6 +109,9 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     """
     from .data import texts_of_row
     from .tiny import SHAPES, build_qwen2, train_tokenizer
+
+    if shape not in SHAPES:
+        raise ValueError(f"`build_tiny` has the shapes {', '.join(SHAPES)}, and none is called {shape!r}.")
 
     def build(folder: Path) -> None:
         tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])

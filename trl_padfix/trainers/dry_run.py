@@ -16,6 +16,7 @@ from ..core.context import context
 from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
+from .parts.part import Padding
 from .temporary_attributes import temporarily_set
 
 
@@ -65,6 +66,8 @@ def dry_run(trainer: PaddingFreeTrainer) -> bool:
         trainer.train()
     ```
     """
+    if not isinstance(vars(trainer).get("padding"), Padding):
+        raise TypeError(f"`dry_run` takes a trainer of this package, got `{type(trainer).__name__}`.")
     failed: ParityError | None = None
     try:
         _compute_first_batches(trainer)

@@ -38,7 +38,7 @@ def test_it_takes_exactly_one_model():
     for model, message in (
         ("gpt2", "takes a model, got `str`"),
         (torch.nn.Linear(1, 1), "`Linear` contains none"),
-        (two, "contains GPT2LMHeadModel, Qwen2ForCausalLM. Attach to each model, or to the decoder that they share"),
+        (two, "contains GPT2LMHeadModel, Qwen2ForCausalLM. If there are several, attach to each"),
     ):
         with pytest.raises(TypeError, match=message):
             remove_padding(model)

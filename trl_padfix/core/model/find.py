@@ -42,7 +42,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
         names = ", ".join(type(m).__name__ for m in outermost) or "none"
         raise TypeError(
             f"`remove_padding` takes a transformers model or a wrapper around one, and `{type(model).__name__}` "
-            f"contains {names}. Attach to each model, or to the decoder that they share."
+            f"contains {names}. If there are several, attach to each, or to the decoder that they share."
         )
     return outermost[0]
 

@@ -63,6 +63,8 @@ class Attachment:
         self.remove()
 
     def __enter__(self) -> Self:
+        if self.is_removed:
+            raise ValueError("This handle was removed: attach again with `remove_padding(model)`.")
         return self
 
     def __exit__(self, *exc: object) -> None:

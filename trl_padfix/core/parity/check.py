@@ -10,7 +10,7 @@ its mask differently or has a wrong backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -158,6 +158,8 @@ def _comparing(
 
     Yields the module to call, the rows that `sample_of` chooses from the batch, and the handle.
     """
+    if not (isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)):
+        raise TypeError("The parity check takes a batch of tensors, as of `tokenizer(texts, return_tensors='pt')`.")
     with contextlib.ExitStack() as stack:
         stack.callback(reshard_parameters, model)
         stack.enter_context(torch.no_grad())

@@ -27,7 +27,7 @@ from ...core.remove import attachment_of
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
-from .step_parity import check_step
+from .step_parity import check_step, has_padding
 
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ class Parity(Part):
         """The widest training batch so far: it has the longest row, and its width is known without the device."""
         self._watches_length = self.settings.parity_check in (True, "forward")
         self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
-        """Modes whose first step was not compared as a whole."""
+        """Modes of which no step with padding was compared as a whole."""
+        self._compared_unpadded: set[str] = set()
+        """Modes whose first step was compared as a whole, and has no padding."""
 
     def _is_due(self, mode: str) -> bool:
         """Whether the next forwards of a mode are compared, as far as this is known before they run."""
@@ -176,14 +178,18 @@ class Parity(Part):
         """A block with the forwards of a step, which is compared before them; padded, if it differs."""
         padding, trainer = self.trainer.padding, self.trainer
         reason = None
-        if step.mode in self._unchecked_modes and padding.handles and step.batches and not padding.why_padded:
+        is_due = step.mode in self._unchecked_modes and padding.handles and step.batches and not padding.why_padded
+        # A loss may read padding, which a first batch of equally long rows does not show.
+        is_padded = bool(is_due and max_over_processes(trainer, int(has_padding(step.batches))))
+        if is_due and (is_padded or step.mode not in self._compared_unpadded):
             reports = padding.parity.get(step.mode, [])
             # Where padded is wrong, or the model's check has failed, there is nothing to compare with.
             is_clear = bool(reports) and all(report.ok and report.padded_is_right for report in reports)
             is_clear &= step.why_padded is None  # else this batch is computed padded anyway
             alone = trainer.accelerator.num_processes == 1
             if is_clear or not alone:  # processes are in step: they compare in the first step, or not at all
-                self._unchecked_modes.discard(step.mode)
+                self._compared_unpadded.add(step.mode)
+                self._unchecked_modes -= {step.mode} if is_padded else set()
             if not max_over_processes(trainer, int(not is_clear)):
                 reason = self._check_step(step)
         padding.why_padded = padding.why_padded or reason

@@ -21,6 +21,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ...core.call.batch_cache import on_host
 from ...core.context import within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingStats
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step", "dtype_of_weights", "limits_of", "other_padding"]
+__all__ = ["StepReport", "check_step", "dtype_of_weights", "has_padding", "limits_of", "other_padding"]
 
 logger = get_logger(__name__)
 
@@ -329,6 +330,12 @@ def limits_of(dtype: torch.dtype) -> tuple[float, float]:
 def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
     dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def has_padding(batches: list[dict[str, torch.Tensor]]) -> bool:
+    """Whether any row of these batches has padding, by its mask."""
+    masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
+    return any(not mask.bool().all() for mask in on_host(*masks))
 
 
 def other_padding(
