@@ -227,7 +227,7 @@ def test_a_dry_run_prints_one_table_and_writes_nothing(recipe, tmp_path):
     settings = ["--config", str(recipe), "--padding_free", "true", "--output_dir", str(tmp_path / "run")]
     result = run_script(*launched, "dpo", *settings, "--dry_run")
     assert result.stdout.count("Dry run: the first batch, and no step.") == 1
-    assert "x 2 processes = 8 rows" in result.stdout
+    assert "4 pairs x 1 micro-batch x 2 processes = 8 pairs" in result.stdout
     assert re.search(r"^parity, train, model +parity ok \(padding-free", result.stdout, re.MULTILINE)
     assert re.search(r"^parity, eval, model +parity ok \(padding-free", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
