@@ -9,7 +9,7 @@ fields.
 # `InitVar` in an annotation that is a string.
 import logging
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -85,7 +85,7 @@ class TeacherAttentionConfig(AttentionConfig):
 class PackingConfig:
     """Fields of every configuration of this package: a mixin in front of TRL's class."""
 
-    is_read: ClassVar[bool] = False
+    is_read = False  # not annotated: no field
     """Whether a trainer of this package has read the fields. Each instance has its own value."""
 
     padding_free: bool = False
