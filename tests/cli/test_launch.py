@@ -1,6 +1,7 @@
 """`trl-padfix dpo` and the others: TRL's command line, with our trainers."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli import train
-from trl_padfix.cli.config_file import declared_fields, name_of
+from trl_padfix.cli.config_file import _is_out_of_reach, declared_fields, name_of
 from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
@@ -130,7 +131,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(recipe, unbroken, tmp_pa
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
     flags = ["--config", str(recipe), "--output_dir", str(tmp_path), "--resume_from_checkpoint", "latest"]
     main("dpo", [*RESUMED, *flags])
-    assert "checkpoint-3: it has no complete `trainer_state.json`" in caplog.text
+    assert caplog.text.count("checkpoint-3: it has no complete `trainer_state.json`") == 1
     expected, found = final_weights(unbroken), final_weights(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert [log["step"] for log in logs_of(tmp_path) if "loss" in log] == [1, 2, 3, 4]
@@ -152,8 +153,9 @@ def test_other_rows_give_other_losses(recipe, trls, tmp_path):
 
 def test_trl_has_its_own_classes_again_afterwards(recipe, tmp_path):
     theirs = (trl.DPOTrainer, trl.DPOConfig)
-    with pytest.raises(OSError, match="find them in the cached files"):
-        main("dpo", ["--config", str(recipe), "--model_name_or_path", "nowhere/model", "--output_dir", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        main("dpo", ["--config", str(recipe), "--model_name_or_path", str(tmp_path), "--output_dir", str(tmp_path)])
     assert (trl.DPOTrainer, trl.DPOConfig) == theirs
     assert all(c.__module__.startswith("trl.") for c in theirs)
 
@@ -221,13 +223,44 @@ def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
         main("dpo", [*given, "--dataset_train_split", "dev"])
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward", "sft", "grpo", "rloo"])
+def test_data_of_another_kind_are_refused_before_the_model_is_loaded(method, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "data").mkdir()
+    given = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
+    given += ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run"), "--dry_run"]
+    needed = {"prompt", "completion", "label"} if method == "kto" else {"prompt", "chosen", "rejected", "text"}
+    for columns, message in ((["words"], "The train dataset has no column '.*it has .'words'."), (needed, "model")):
+        (tmp_path / "data" / "train.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a b")))
+        with pytest.raises(ValueError, match=message):
+            main(method, given)
+
+
+def test_a_name_is_looked_for_in_the_caches_if_the_hub_is_offline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "tables"))
+    for path in ("hub/models--gpt2", "hub/models--Qwen--Qwen3-0.6B", "hub/datasets--imdb", "tables/owner___ultra_set"):
+        (tmp_path / path).mkdir(parents=True)
+    names = {
+        "model_name_or_path": (["gpt2", "Qwen/Qwen3-0.6B", "hub"], ["gpt3", "Qwen/Qwen3", "imdb"]),
+        "dataset_name": (["imdb", "owner/UltraSet", "json", "hub"], ["gpt2", "owner/Ultra", "nopairs"]),
+    }
+    for field, (found, missing) in names.items():
+        for name in (*found, *missing):
+            assert _is_out_of_reach(name, field.partition("_")[0]) == (name in missing), (field, name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert not _is_out_of_reach("gpt3", "model")
+
+
 @pytest.mark.slow
 def test_a_dry_run_prints_one_table_and_writes_nothing(recipe, tmp_path):
     launched = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trl_padfix.cli.launch"]
     settings = ["--config", str(recipe), "--padding_free", "true", "--output_dir", str(tmp_path / "run")]
     result = run_script(*launched, "dpo", *settings, "--dry_run")
     assert result.stdout.count("Dry run: the first batch, and no step.") == 1
-    assert "x 2 processes = 8 rows" in result.stdout
+    assert "4 pairs x 1 micro-batch x 2 processes = 8 pairs" in result.stdout
     assert re.search(r"^parity, train, model +parity ok \(padding-free", result.stdout, re.MULTILINE)
     assert re.search(r"^parity, eval, model +parity ok \(padding-free", result.stdout, re.MULTILINE)
     assert list(tmp_path.iterdir()) == []
@@ -302,6 +335,7 @@ def test_flags_of_accelerate_are_taken_from_the_command_line_and_the_yaml(recipe
     assert (launch.num_processes, launch.main_process_port, launch.config_file) == (1, 1234, str(path))
     assert (launch.module, launch.training_script) == (True, "trl_padfix.cli.launch")
     assert launch.training_script_args == ["dpo", *args]
-    to_train = ["--accelerate_config", "zero3", "--model_name_or_path", "nowhere/model", "--dataset_name", "no/data"]
+    given = [str(recipe.parent / name) for name in ("model", "data")]
+    to_train = ["--accelerate_config", "zero3", "--model_name_or_path", given[0], "--dataset_name", given[1]]
     _, launch = parse("dpo", [*to_train, "--use_cpu", "true", "--bf16", "false"])
     assert Path(launch.config_file).name == "zero3.yaml"  # one of TRL's

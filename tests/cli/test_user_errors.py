@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from kit.bad_inputs import build_bad_data, build_bad_models
 from kit.commands import trl_padfix_command
+from safetensors import safe_open
 
 from trl_padfix.cli import user_errors
 
@@ -43,6 +44,8 @@ CASES = [
     (["dpo", *CPU, "--dataset_name", "good_folder"], "no model is given: set `--model_name_or_path`"),
     (["dpo", *CPU, "--model_name_or_path", "models/good"], "no data is given: set `--dataset_name`"),
     (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "`model_name_or_path`: there is no file or folder"),
+    (["dpo", *CPU, "--model_name_or_path", "tinny"], "no folder 'tinny' here"),
+    (["dpo", *CPU, "--dataset_name", "no/pairs"], "no dataset of this name in the cache of the Hub"),
     (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
     (["dpo", *CPU, "--gradient_checkpointing", "maybe"], "--gradient_checkpointing: invalid bool value: 'maybe'"),
@@ -124,5 +127,9 @@ def test_errors_of_packages_that_check_keep_their_own_words(capsys):
     said = capsys.readouterr().err
     assert said.startswith("trl-padfix dpo: ")
     assert "save and eval strategy to match" in said
+    Path("cut.safetensors").write_bytes(Path("models/good/model.safetensors").read_bytes()[:1000])
+    with pytest.raises(SystemExit), user_errors.explain_errors("trl-padfix dpo"):
+        safe_open("cut.safetensors", "pt")
+    assert "is cut off or damaged" in capsys.readouterr().err
     with pytest.raises(ValueError, match="invalid literal"), user_errors.explain_errors("trl-padfix dpo"):
         int("x")  # nobody's `raise`

@@ -9,11 +9,17 @@ import subprocess
 import sys
 
 import pytest
+import trl
+from kit.methods import make_trainer
+from kit.trainer_runs import our_warnings
 from trl import TrlParser
 
+import trl_padfix
 from trl_padfix import DPOConfig
+from trl_padfix.trainers.settings import trls_configuration
 
 
+HAS_DISTILLATION = "DistillationConfig" in trl_padfix.__all__
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
 
 
@@ -36,6 +42,8 @@ def test_an_unknown_field_is_answered_with_the_one_of_today():
         "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
         "nonsense": "has no field `nonsense`.",
         "pool_last_token": "`DPOConfig` has no field `pool_last_token` (a field of `RewardConfig`).",
+        # Of a configuration that nothing has imported yet.
+        "teacher_attn_implementation": "(a field of `DistillationConfig`)" if HAS_DISTILLATION else "has no field",
     }.items():
         with pytest.raises(TypeError, match=re.escape(answer)):
             DPOConfig(**{given: 1}, **ON_CPU)
@@ -76,6 +84,22 @@ def test_a_configuration_survives_to_dict():
     saved = DPOConfig(**given, **ON_CPU).to_dict()
     assert {name: saved[name] for name in given} == given
     assert DPOConfig(**{name: saved[name] for name in [*given, *ON_CPU, "beta", "max_length"]}).to_dict() == saved
+
+
+SHARING = {"padding_free": True, "prefix_sharing": True}
+
+
+@pytest.mark.parametrize(
+    ("library", "fields", "warns"), [(trl, SHARING, True), (trl, {}, False), (trl_padfix, SHARING, False)]
+)
+def test_a_trainer_that_does_not_know_our_fields_gets_a_warning(library, fields, warns, tmp_path, caplog):
+    args = trl_padfix.KTOConfig(str(tmp_path), max_steps=1, save_strategy="no", **fields, **ON_CPU)
+    trainer = make_trainer(library, "KTO", tmp_path, args=args)
+    trainer.train()
+    said = [line for line in our_warnings(caplog) if "got this `KTOConfig`" in line]
+    assert len(said) == warns
+    assert all("does not know `padding_free`, `prefix_sharing`. Import" in line for line in said)
+    assert vars(trls_configuration(args)).keys() == vars(trl.KTOConfig(str(tmp_path), **ON_CPU)).keys()
 
 
 NOT_NEEDED = {

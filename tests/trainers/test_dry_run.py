@@ -33,6 +33,8 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys):
     assert table.count("parity ok (") == 4  # model and reference, in training and in evaluation: each once
     assert "max_steps" in table
     assert "num_train_epochs" not in table
+    assert "micro-batch x 1 process = " in table
+    assert "the trainer's own loss: on 4 pairs" in table
     for text in ("prefix_sharing", "data  ", "24 pairs; eval: 8 pairs", "parity, train, model", "parity, eval, model"):
         assert text in table
     assert set(trainer.padding.parity) == {"train", "eval"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -94,8 +95,10 @@ def _read_yaml(path: str) -> Given:
     return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()})
 
 
-def check_given(method: str, given: Given) -> None:
+def check_given(method: str, given: Given) -> str | bool | None:
     """
+    Check flags and YAML, and return the checkpoint to resume from.
+
     Raises:
         ValueError: For unknown names, words in place of numbers, missing paths, and a missing model or dataset.
     """
@@ -107,7 +110,7 @@ def check_given(method: str, given: Given) -> None:
     _check_numbers(given, fields)
     _check_choices(given, fields)
     values = {_whole(name, fields): value for name, value in given.values.items()}
-    _check_paths(values)
+    resume_from = _check_paths(values)
     if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
         raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -117,6 +120,7 @@ def check_given(method: str, given: Given) -> None:
         raise ValueError(
             "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."
         )
+    return resume_from
 
 
 def declared_fields(method: str) -> dict[str, set[str]]:
@@ -215,13 +219,40 @@ def _is_enumeration(cls: ast.ClassDef) -> bool:
     return any(ast.unparse(base) == "ExplicitEnum" for base in cls.bases)
 
 
-def _check_paths(given: dict[str, Any]) -> None:
+def _is_out_of_reach(name: str, kind: str) -> bool:
+    """Whether the Hub is offline, and a name is neither a path nor in one of its caches."""
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    if not HF_HUB_OFFLINE or Path(name).expanduser().exists():
+        return False
+    tables = os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
+    folders = [HF_HUB_CACHE, os.environ.get("TRANSFORMERS_CACHE", HF_HUB_CACHE), tables]
+    if (spec := find_spec("datasets")) and spec.origin:  # `load_dataset` also takes the name of a format
+        folders.append(os.path.join(os.path.dirname(spec.origin), "packaged_modules"))
+    found = {path.name.removeprefix(f"{kind}s--") for folder in folders for path in Path(folder).glob("*")}
+    # Caches write `/` as `--` or `___`, and `datasets` changes capitals.
+    return _letters(name) not in map(_letters, found)
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"\W|_", "", name).lower()
+
+
+def _check_paths(given: dict[str, Any]) -> str | bool | None:
     """
     Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
+
+    Returns the checkpoint to resume from.
     """
     for field in ("model_name_or_path", "dataset_name"):
         if (name := given.get(field)) and is_missing_path(name):
             raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
+        kind, moved = field.partition("_")[0], {"env", "model_init_kwargs"} & {*given}  # they may set another cache
+        if name and not moved and _is_out_of_reach(name, kind):
+            raise ValueError(
+                f"`{field}`: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
+                "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
+            )
     model = Path(given.get("model_name_or_path") or "nowhere")
     if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
@@ -245,3 +276,4 @@ def _check_paths(given: dict[str, Any]) -> None:
     for file in files:
         if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
             raise ValueError(f"the data file {str(file)!r} is empty.")
+    return resume_from

@@ -95,12 +95,10 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
             "set at least `--model_name_or_path` and `--dataset_name`."
         )
     given = read_given(args)
-    check_given(method, given)
+    resume_from = check_given(method, given)
     # Imported here, because they take seconds: mistakes above are reported without them.
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
-
-    from ..trainers.resume import checkpoint_to_resume
 
     parser = make_parser(method)
     actions = [*parser._actions, *launch_command_parser()._actions]
@@ -113,8 +111,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
     _set_defaults(launch)
-    training = parsed[1]
-    training.resume_from_checkpoint = checkpoint_to_resume(training.resume_from_checkpoint, training.output_dir)
+    parsed[1].resume_from_checkpoint = resume_from
     return parsed, launch
 
 
@@ -154,8 +151,7 @@ def main(method: str, args: Sequence[str]) -> None:
             model.model_name_or_path = _tiny_model(tiny, script, initial, model, data)
             set_seed(training.seed)
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
-        build = _checked(trainer) if own.dry_run else trainer
-        stack.enter_context(_patched_trl({config.__name__: config, trainer.__name__: build}))
+        stack.enter_context(_patched_trl({config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}))
         try:
             _script(method).main(*parsed)
         except _DryRunEnd as end:
@@ -189,13 +185,19 @@ class _DryRunEnd(Exception):  # noqa: N818
     """Leaves TRL's script after a dry run; its argument tells whether packed and padded agree."""
 
 
-def _checked(trainer_class: type) -> Callable[..., Any]:
-    """A stand-in for the trainer class in TRL's script: what it builds is checked, and the script ends."""
+def _checked(trainer_class: Any, is_dry_run: bool) -> Callable[..., Any]:
+    """A stand-in for the trainer class in TRL's script: it checks columns first and, in a dry run, ends the script."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
         from ..trainers.dry_run import dry_run
 
-        raise _DryRunEnd(dry_run(trainer_class(*args, **kwargs)))
+        for name in ("train", "eval"):
+            if (dataset := kwargs.get(f"{name}_dataset")) is not None:
+                trainer_class.task_class.require_columns(dataset, name, kwargs["args"])
+        trainer = trainer_class(*args, **kwargs)
+        if is_dry_run:
+            raise _DryRunEnd(dry_run(trainer))
+        return trainer
 
     return build
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -207,6 +208,7 @@ class PaddingRemoval(Attachment):
         self.one_graph_within = False  # whether a part of the decoder is compiled into one graph
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
+        self.name = "handle"  # in messages: where a user finds it
         self._reported: set[str] = set()
 
     @property
@@ -250,7 +252,10 @@ class PaddingRemoval(Attachment):
         kind = message if kind is None else kind
         if kind not in self._reported:
             self._reported.add(kind)
-            logger.log(level, message)
+            logger.log(level, self._named(message))
+
+    def _named(self, message: str) -> str:
+        return re.sub(r"\bhandle(?=\.\w)", self.name, message)
 
     @contextmanager
     def padded(self, reason: str) -> Iterator[None]:
@@ -286,6 +291,7 @@ class PaddingRemoval(Attachment):
         """
         planned = planned_layout()
         if self.is_strict or (planned is not None and isinstance(planned.layout, PrefixedLayout)):
+            error.args = (self._named(str(error)),)
             raise error
         with _counting:
             self.running_stats.padded_forwards += 1

@@ -108,6 +108,7 @@ class TripleTask(Task):
     texts = ("prompt", "chosen", "rejected", "reference")
     generates_rows = False
     rows_per_item = 3
+    item = "example"
 
 
 # -- steps

@@ -235,6 +235,7 @@ class PaddingRemovalCallback(TrainerCallback):
             packed_multiple_of=self.packed_multiple_of,
             attn_implementation=self.attn_implementation,
         )
+        handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(self._undo.enter_context(handle))
         return handle
 

@@ -55,7 +55,7 @@ from .parts.padding_side import PaddingSide
 from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
-from .settings import Settings, trls_configuration
+from .settings import PackingConfig, Settings, trls_configuration
 from .signatures import hook, show_parameters
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -127,6 +127,8 @@ class PaddingFreeMixin:
                     "off. Steps run padded, as in TRL, and need TRL's time and memory."
                 )
             if padding.settings.are_set:
+                if isinstance(config, PackingConfig):
+                    config.is_read = True
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
                 padding.checks_columns = padding.task.knows(init_kwargs.get("data_collator"))
                 padding.parts = tuple(part(self) for part in self.part_classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import fields
@@ -16,6 +17,7 @@ from ..core.context import context
 from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
+from .messages import counted
 from .parts.part import Padding
 from .temporary_attributes import temporarily_set
 
@@ -135,17 +137,21 @@ def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 
 def _data(trainer: PaddingFreeTrainer) -> dict[str, str]:
-    unit = "rows" if trainer.padding.task.rows_per_item == 1 else "pairs"
+    item = trainer.padding.task.item
     sizes = [
-        f"{name}: {len(dataset):,} {unit}" if isinstance(dataset, Sized) else f"{name}: a stream"
+        f"{name}: {counted(len(dataset), item)}" if isinstance(dataset, Sized) else f"{name}: a stream"
         for name, dataset in datasets_of(trainer).items()
     ]
     args, processes = trainer.args, trainer.accelerator.num_processes
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * processes
+    factors = {
+        item: args.per_device_train_batch_size,
+        "micro-batch": args.gradient_accumulation_steps,
+        "process": processes,
+    }
+    product = " x ".join(counted(number, noun) for noun, number in factors.items())
     return {
         "data": "; ".join(sizes),
-        "a step": f"{args.per_device_train_batch_size} {unit} x {args.gradient_accumulation_steps} micro-batches x "
-        f"{processes} processes = {rows} {unit}",
+        "a step": f"{product} = {counted(math.prod(factors.values()), item)}",
     }
 
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import wraps
 from types import MappingProxyType
@@ -79,17 +78,15 @@ def answer_unknown_fields(config: Configuration) -> Configuration:
 
     vars(__init__)["__signature__"] = signature  # `getfullargspec` does not look behind `wraps`
     config.__init__ = __init__
-    _fields[config.__name__] = signature.parameters
     return config
-
-
-_fields: dict[str, Mapping[str, inspect.Parameter]] = {}
-"""The fields of each configuration of this package."""
 
 
 def _owners(name: str) -> str:
     """The configurations that have a field of this name, in parentheses; empty if none has."""
-    owners = [f"`{config}`" for config, known in _fields.items() if name in known]
+    import trl_padfix
+
+    configs = (getattr(trl_padfix, config) for config in trl_padfix.__all__ if config.endswith("Config"))
+    owners = [f"`{config.__name__}`" for config in configs if name in inspect.signature(config).parameters]
     return f" (a field of {', '.join(owners)})" if owners else ""
 
 

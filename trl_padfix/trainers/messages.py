@@ -7,7 +7,13 @@ import logging
 from tqdm.auto import tqdm
 
 
-__all__ = ["say"]
+__all__ = ["counted", "say"]
+
+
+def counted(number: int, noun: str) -> str:
+    """`"1 row"`, `"2,000 rows"`, `"4 batches"`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def say(text: str) -> None:

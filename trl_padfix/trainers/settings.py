@@ -7,6 +7,7 @@ fields.
 
 # No `from __future__ import annotations`: TRL's parser calls `get_type_hints`, which until Python 3.10 rejects an
 # `InitVar` in an annotation that is a string.
+import logging
 from dataclasses import InitVar, dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -84,6 +85,9 @@ class TeacherAttentionConfig(AttentionConfig):
 class PackingConfig:
     """Fields of every configuration of this package: a mixin in front of TRL's class."""
 
+    is_read = False  # not annotated: no field
+    """Whether a trainer of this package has read the fields. Each instance has its own value."""
+
     padding_free: bool = False
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
     parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
@@ -94,6 +98,15 @@ class PackingConfig:
         check_field_types(self)
         check_packing(Settings.of(self))
         super().__post_init__()  # type: ignore[misc]
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        # Trainers of every package call it when they begin.
+        if not self.is_read and (names := Settings.of(self).changed - {*vars(trls_configuration(self))}):
+            logging.getLogger(__name__).warning(
+                f"A trainer of another package got this `{type(self).__name__}` of trl_padfix and does not know "
+                f"{', '.join(f'`{name}`' for name in sorted(names))}. Import the trainer from trl_padfix."
+            )
+        return super().get_warmup_steps(num_training_steps)  # type: ignore[misc]
 
 
 @dataclass
@@ -157,9 +170,14 @@ class Settings(TeacherAttentionConfig, ReferenceAttentionConfig, EvaluationConfi
     expand_turns: bool = False
 
     @property
+    def changed(self) -> set[str]:
+        """Our fields that differ from their defaults."""
+        return {name for name, value in vars(self).items() if value != vars(Settings())[name]}
+
+    @property
     def are_set(self) -> bool:
         """Whether any field of ours differs from its default. Otherwise no code of ours acts."""
-        return vars(self) != vars(Settings())
+        return bool(self.changed)
 
     def __post_init__(self, attn_implementation: Implementation | None) -> None:
         self.attn_implementation = attn_implementation
@@ -183,7 +201,7 @@ def trls_configuration(config: TrainingArguments) -> Any:
         return config
     copied = object.__new__(theirs)
     ours = {f.name for f in fields(config)} - {f.name for f in fields(theirs)}
-    ours |= {"attn_implementation"}
+    ours |= {"attn_implementation", "is_read"}
     copied.__dict__.update({name: value for name, value in vars(config).items() if name not in ours})
     return copied
 

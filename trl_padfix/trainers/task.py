@@ -57,6 +57,9 @@ class Task:
     sequences: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """The columns of each sequence of a tokenized row, for `group_by_prefix`; see [`dataset_costs`]."""
 
+    item = "row"
+    """The noun for these rows."""
+
     # Metrics
 
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
@@ -73,6 +76,12 @@ class Task:
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
+
+    @classmethod
+    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
+        """Raise a `ValueError` if a dataset lacks columns of the task."""
+        if cls.columns:
+            require_columns(dataset, dataset_name, cls.columns, cls.needs)
 
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         """
@@ -184,6 +193,7 @@ class PairTask(Task):
     """Rows are the chosen completions of a batch, followed by its rejected ones."""
 
     rows_per_item = 2
+    item = "pair"
 
     def num_loss_items(self, batch: dict[str, Any]) -> torch.Tensor | None:
         return torch.tensor(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)

@@ -20,7 +20,7 @@ from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
-from ..data.columns import column_names, require_columns
+from ..data.columns import column_names
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
@@ -50,6 +50,8 @@ def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
 class OnlineTask(Task):
     """Each row is a prompt with a completion; the rows of a group have one prompt."""
 
+    columns = [{"prompt"}]
+    needs = "Completions are generated from `prompt`"
     generates_rows = True
 
     scores = "_get_per_token_logps_and_entropies"
@@ -59,7 +61,7 @@ class OnlineTask(Task):
         dataset = init_kwargs.get("train_dataset")
         # An environment brings its own prompts, so its dataset needs no column.
         if dataset is not None and column_names(dataset) and init_kwargs.get("environment_factory") is None:
-            require_columns(dataset, "train", [{"prompt"}], "Completions are generated from `prompt`")
+            self.require_columns(dataset, "train", config)
 
     def on_attached(self) -> None:
         trainer = self.trainer

@@ -50,6 +50,16 @@ class SFTTask(Task):
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
 
+    @classmethod
+    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
+        text_column = config.dataset_text_field
+        require_columns(
+            dataset,
+            dataset_name,
+            [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
+            f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`",
+        )
+
     def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
         name, processing_class = arguments.dataset_name, arguments.processing_class
         if is_empty(dataset, name):
@@ -64,12 +74,7 @@ class SFTTask(Task):
         """Check columns and rows, and that there is the EOS token that the first row needs."""
         name, processing_class = arguments.dataset_name, arguments.processing_class
         text_column = arguments.args.dataset_text_field
-        require_columns(
-            dataset,
-            name,
-            [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
-            f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`",
-        )
+        self.require_columns(dataset, name, arguments.args)
         columns = column_names(dataset)
         if "input_ids" in columns:
             return dataset

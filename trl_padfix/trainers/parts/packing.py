@@ -106,7 +106,9 @@ class RemovePadding(Part):
             strict=settings.strict,
             packed_multiple_of=settings.packed_multiple_of,
         )
-        self.trainer.padding.handles.append(self._register(handle))
+        handles = self.trainer.padding.handles
+        handle.name = f"trainer.padding.handles[{len(handles)}]"
+        handles.append(self._register(handle))
         return handle
 
     def _register(self, attachment: A) -> A:

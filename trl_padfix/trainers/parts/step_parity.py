@@ -35,6 +35,7 @@ from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
+from ..messages import counted
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .saved_state import saved_state, without_noise
@@ -91,7 +92,7 @@ class StepReport:
             Relative differences of the padded step when other tokens stand at padding, if computed.
         limits (`tuple[float, float]`): The largest differences that rounding explains.
         same (`tuple[float, float]`): The same limits for two steps with the same kernels on the same shapes.
-        items (`int`): Number of rows (pairs) that were computed.
+        items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
     """
@@ -102,7 +103,7 @@ class StepReport:
     refilled: tuple[float, float] | None
     limits: tuple[float, float]
     same: tuple[float, float]
-    items: int
+    items: str
     arbiter: str = "padded"
     error: str = ""
 
@@ -115,14 +116,14 @@ class StepReport:
 
     def __str__(self) -> str:
         if self.error:
-            return f"on {self.items} rows the padded loss is {self.reference:.6g}, and without padding {self.error}"
+            return f"on {self.items} the padded loss is {self.reference:.6g}, and without padding {self.error}"
         found = {"off by": (self.distance, self.limits)}
         found |= {"with other tokens at padding off by": (self.refilled, self.same)} if self.refilled else {}
         parts = [
             f"{name} {loss:.1e} (at most {loss_limit:.0e}), gradient by {gradient:.1e} (at most {gradient_limit:.0e})"
             for name, ((loss, gradient), (loss_limit, gradient_limit)) in found.items()
         ]
-        return f"on {self.items} rows {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
+        return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
 
 def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> StepReport | None:
@@ -202,6 +203,7 @@ class _Comparison:
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
         weights = self._weights(batch, items)
+        compared = counted(len(items), self.trainer.padding.task.item)
         reference = _Values(math.nan, None)
         try:
             reference = self._padded(batch) if weights is None else self._alone(items, weights)
@@ -222,9 +224,9 @@ class _Comparison:
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
-            return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, len(items), arbiter, failed)
+            return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, compared, arbiter, failed)
         report = StepReport(
-            packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, len(items), arbiter
+            packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, compared, arbiter
         )
         if weights is not None and not self._on_any_process(not report.ok):
             return report
