@@ -290,8 +290,9 @@ def test_drawn_trees_in_drawn_parts_cover_each_token_once(seed):
         assert torch.equal(layout.positions[layout.source], place)
 
 
-def reason(name="qwen2", is_sharded=False, **config):
+def reason(name="qwen2", is_sharded=False, on_model=lambda model: None, **config):
     model = build(name)
+    on_model(model)
     settings = {"gradient_checkpointing": False, "use_cpu": True, "bf16": False}
     with remove_padding(model, prefix_sharing=True) as handle:
         return sharing_obstacle(handle, DPOConfig(**settings | config), is_sharded)
@@ -302,6 +303,11 @@ def test_what_cannot_read_the_states_of_other_forwards_is_named():
     assert reason() is None
     assert reason(**checkpoints | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}) is None
     assert "reentrant gradient checkpointing" in reason(**checkpoints)
+    assert "reentrant gradient checkpointing" in reason(
+        on_model=lambda model: model.gradient_checkpointing_enable({"use_reentrant": True})
+    )
+    # As TRL does for forwards without gradients; the function that it leaves has no settings.
+    assert reason(on_model=lambda model: model.gradient_checkpointing_disable()) is None
     assert "equally many forwards" in reason(is_sharded=True)
     with remove_padding(build_family("mamba"), prefix_sharing=True) as handle:
         assert "passes no state to" in sharing_obstacle(handle, None, False)

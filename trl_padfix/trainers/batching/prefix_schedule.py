@@ -244,7 +244,9 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     if is_sharded:
         return "processes that shard a model have to run equally many forwards"
     # Checkpointing that is on in the model (reentrant by default), and checkpointing that Trainer will switch on.
-    functions = filter(None, (vars(m).get("_gradient_checkpointing_func") for m in handle.decoder.modules()))
+    # TRL switches it off where it computes without gradients, and leaves the modules a function without settings.
+    checkpointed = (m for m in map(vars, handle.decoder.modules()) if m.get("gradient_checkpointing"))
+    functions = filter(None, (m.get("_gradient_checkpointing_func") for m in checkpointed))
     is_reentrant = [not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions]
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name, and the older one
         if (is_on := getattr(args, name, None)) is not None:
