@@ -104,26 +104,3 @@ def test_a_kl_term_of_each_chunk_is_another_loss(tmp_path, monkeypatch):
     ours, _, theirs = train_both("KTO", tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         assert_same_trajectory(ours, theirs, factor=10)
-
-
-REASONS = {  # settings, and why the trainer then shares fewer prefixes
-    "reentrant checkpoints": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "Each part of a batch recomputes the prefixes that it shares with other parts: reentrant",
-    ),
-    "noise": (
-        {"max_tokens_per_batch": None, "neftune_noise_alpha": 5},
-        "prefix_sharing='auto': nothing is shared, because NEFTune's noise",
-    ),
-    "nothing": ({}, ""),
-}
-
-
-@pytest.mark.parametrize("case", REASONS)
-def test_a_run_prints_once_why_it_shares_less(case, tmp_path, capsys):
-    config, why = REASONS[case]
-    budget = {"prefix_sharing": "auto", "max_tokens_per_batch": BUDGET["SFT"]}
-    data = {"train_dataset": build_branching("SFT", prompts=3)}
-    make(trl_padfix, "SFT", tmp_path, budget=True, **data | budget | config).train()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "prefix" in line and not line.startswith("{")]
-    assert [line.startswith(why) for line in lines] == ([True] if why else [])
