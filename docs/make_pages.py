@@ -22,13 +22,14 @@ from trl_padfix.cli.methods import METHODS
 
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
-    "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. A "
-    'vision model also takes a name for each part, such as `{"text_config": "sdpa", "vision_config": "eager"}`.'
+    "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. "
+    "`None`: transformers chooses. A vision model also takes a name for each part, such as "
+    '`{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
 These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). If you set none, [TRL's code computes every step](from_trl.md). Begin with [the settings that
-pay in every method](from_trl.md#settings-that-pay-in-every-method).
+(`--padding_free true`). Begin with [the settings that
+pay in every method](from_trl.md#settings-that-pay-in-every-method). If no default is given, it is `False` or `None`.
 """
 GROUPS = {
     "The step": (
@@ -49,9 +50,9 @@ In evaluation each name begins with `eval_`.
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | share of the packed batches that is padding |
-| `padfix/shared_fraction` | share of the real tokens that repeat a prefix |
-| `padfix/filler_fraction` | share of the computed tokens that is filler (with `packed_multiple_of`) |
+| `padfix/pad_fraction` | padding / tokens of the padded batches |
+| `padfix/shared_fraction` | repeated prefix tokens / real tokens |
+| `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
@@ -64,15 +65,15 @@ micro-batch. The optimizer step is unchanged, but means over micro-batches (`ent
 
 ## Flags and environment
 
-- **Training commands**: `--dry_run` computes the first batch without a step; it exits with 1, and prints the reason,
-  if the run would stop or be padded. `--resume_from_checkpoint` takes `latest` or a folder
-  ([resume](recipes.md#resume)). `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny`
-  (or `small`; DPO, SFT) trains a random model.
-- **`trl-padfix doctor`**: `--model` to inspect, `--attn` that must run, `--dtype`, `--json` for the output.
-- **`trl-padfix stats DATA`**: `--tokenizer` to load or `--train-tokenizer` with a size, `--expand-turns`,
-  `--max-length` (1024), `--batch-size` (8).
+- **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
+  `--resume_from_checkpoint` takes `latest` or a folder ([resume](recipes.md#resume)). `--accelerate_config` takes a
+  file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a random model.
+- **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
+- **`trl-padfix COMMAND --help`** lists all flags, also of `stats` and `doctor`. `trl-padfix --debug COMMAND` (or
+  `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
-  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. The other fields stay.
+  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. The other fields stay. With `remove_padding` and the
+  callback, models stay as they are, and a warning says so.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
@@ -101,8 +102,12 @@ def options() -> str:
         page += f"\n## {group}\n"
         for name in names:
             default, described = by_name.pop(name)
-            who = "" if len(methods[name]) == len(METHODS) else f" Only in: {', '.join(methods[name])}."
-            page += f"\n### `{name}`\n\nDefault: `{default}`.{who}\n\n{' '.join(described.split())}\n"
+            facts = [] if default in ("False", "None") else [f"Default: `{default}`."]
+            facts += [] if len(methods[name]) == len(METHODS) else [f"Only in: {', '.join(methods[name])}."]
+            page += (
+                "\n\n".join([f"\n### `{name}`", *([" ".join(facts)] if facts else []), " ".join(described.split())])
+                + "\n"
+            )
     if by_name:
         raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}: put each field under one of its headings.")
     page += METRICS

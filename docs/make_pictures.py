@@ -21,21 +21,24 @@ ROOT = FOLDER.parent
 GREY, BLUE, GREEN, ORANGE = "lightgrey", "tab:blue", "tab:green", "tab:orange"
 
 MEASURED = {
-    "sft-hh-rlhf-16-rows-cpu": "SFT, 16 rows, HH-RLHF",
-    "sft-airline-32-rows-cpu": "SFT, 32 turns of rollouts",
-    "dpo-equal-lengths-cpu": "DPO, one length, nothing shared",
-    "dpo-4096-512-cpu": "DPO, prompt 4096, answers 512",
-    "dpo-hybrid-hh-rlhf-8-pairs-cpu": "DPO, 8 pairs, a hybrid",
-    "dpo-hh-rlhf-8-pairs-auto-cpu": "DPO, 8 pairs, HH-RLHF",
-    "dpo-gsm8k-8-pairs-cpu": "DPO, 8 pairs, GSM8K",
-    "grpo-8-completions-cpu": "GRPO, 8 completions",
+    "1. DPO": ["dpo-hh-rlhf-8-pairs-smollm2-padding-free-cpu", "dpo-hh-rlhf-8-pairs-smollm2-sharing-cpu"],
+    "2. SFT": ["sft-hh-rlhf-8-rows-smollm2-cpu"],
+    "3. GRPO": ["grpo-8-completions-smollm2-cpu"],
+    "4. DPO, bf16": ["dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"],
+    "5. DPO": ["dpo-hh-rlhf-8-pairs-auto-cpu"],
+    "6. DPO, long prompts": ["dpo-1024-256-cpu"],
+    "7. DPO, nothing shared": ["dpo-equal-lengths-cpu"],
+    "8. DPO, hybrid": ["dpo-hybrid-hh-rlhf-8-pairs-cpu"],
+    "9. SFT": ["sft-hh-rlhf-16-rows-cpu"],
+    "10. SFT, turns": ["sft-airline-32-rows-cpu"],
+    "11. GRPO": ["grpo-8-completions-cpu"],
 }
-"""Files of `bench/` in the picture of the page on speed."""
+"""Rows of the tables on the page on speed, in their order, and their files in `bench/`."""
 
 STOREYS = {
-    "cli": ("how is it called?", {"app": "trl-padfix", "train": "dpo, sft, ...", "launch": "many processes"}),
+    "cli": ("commands", {"app": "trl-padfix", "train": "dpo, sft, ...", "launch": "many processes"}),
     "tools": (
-        "what is going on?",
+        "diagnosis, data, tiny models",
         {
             "doctor": "this machine",
             "stats": "your data",
@@ -43,7 +46,7 @@ STOREYS = {
         },
     ),
     "integrations": (
-        "who else makes trainers?",
+        "other stacks and trainers",
         {
             "callback": "any trainer",
             "axolotl": "a plug-in",
@@ -54,7 +57,7 @@ STOREYS = {
         },
     ),
     "trainers": (
-        "what does TRL get?",
+        "what TRL's trainers get",
         {
             "methods": "a file each",
             "parts": "its features",
@@ -65,7 +68,7 @@ STOREYS = {
         },
     ),
     "core": (
-        "which numbers?",
+        "padding removal on any model",
         {
             "layout": "where tokens lie",
             "call": "pack, unpack",
@@ -84,8 +87,8 @@ STOREYS = {
 def speed_sources() -> dict[str, Any]:
     """Speed-ups by picture label and variant, from the measured files."""
     found = {}
-    for name, label in MEASURED.items():
-        variants = json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]
+    for label, names in MEASURED.items():
+        variants = [v for name in names for v in json.loads((FOLDER / f"bench/{name}.json").read_text())["variants"]]
         found[label] = {v["name"]: round(v["speedup"], 2) for v in variants}
         if "auto" in found[label]:  # of rollouts only `prefix_sharing="auto"` is measured
             found[label].setdefault("prefix_sharing", found[label]["auto"])
@@ -93,21 +96,24 @@ def speed_sources() -> dict[str, Any]:
 
 
 def draw_speed(figure: Any, sources: dict[str, Any]) -> None:
-    axes, height = figure.subplots(), 0.38
-    rows = sorted(sources.items(), key=lambda row: max(row[1].values()))
+    axes, height, rows = figure.subplots(), 0.38, [*sources.items()]
     for offset, (variant, colour, label) in enumerate(
         [("padding_free", BLUE, "padding-free"), ("prefix_sharing", GREEN, "and prefix sharing")]
     ):
         shown = [
-            (i - (offset - 0.5) * height, found[variant]) for i, (_, found) in enumerate(rows) if variant in found
+            (i - (0.5 - offset) * height, found[variant]) for i, (_, found) in enumerate(rows) if variant in found
         ]
-        bars = axes.barh(*zip(*shown, strict=True), height, color=colour, label=label)
-        axes.bar_label(bars, fmt="{:.1f}x", padding=3)
+        places, speeds = zip(*shown, strict=True)
+        # From 1: equal ratios have equal lengths on the logarithmic axis.
+        axes.barh(places, [speed - 1 for speed in speeds], height, left=1, color=colour, label=label)
+        for place, speed in zip(places, speeds, strict=True):
+            axes.text(max(speed, 1) * 1.04, place, f"{speed:.{1 if speed >= 2 else 2}f}x", va="center")
     axes.axvline(1, color="black", linewidth=1, label="TRL, padded")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-    axes.set(xlabel="speed of a training step over TRL's, on a CPU")
-    axes.margins(x=0.1, y=0.02)
-    axes.legend(loc="lower right")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1x", "2x", "4x", "8x", "16x", "32x"])
+    axes.set(xlabel="speed of a training step over TRL's, on a CPU", xlim=(0.85, 52), ylim=(len(rows) - 0.4, -0.6))
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
 
 
 def tree_sources() -> dict[str, str]:
@@ -199,7 +205,7 @@ def draw_learning(figure: Any, sources: dict[str, Any]) -> None:
 
 
 PICTURES = {
-    "speed.png": (speed_sources, draw_speed, (7.5, 7)),
+    "speed.png": (speed_sources, draw_speed, (5.2, 6)),
     "tree.png": (tree_sources, draw_tree, (7.5, 4)),
     "learning.png": (learning_sources, draw_learning, (7.5, 3.6)),
     "house.png": (house_sources, draw_house, (7.5, 5)),

@@ -41,7 +41,8 @@ INTRODUCTION = """\
 We ran the causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of
 layer. Rows are longer than every window, share prefixes, and are padded on both sides. "Exact" means:
 log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
-The lists are by [mode](attention.md#how-layers-other-than-attention-run). A comma in a name begins a second setting.
+Lists are grouped by [mode](attention.md#how-layers-other-than-attention-run). `bert, is_decoder=False` is the type
+`bert` with another setting.
 
 In transformers itself, two modules give a token different numbers in different batches:
 
@@ -91,7 +92,7 @@ def table(recorded: dict[str, Any]) -> str:
     groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
         groups.setdefault(_group(outcomes), []).append(family)
-    for group in sorted(groups, key=lambda group: ("exact" not in group, -len(groups[group]))):
+    for group in sorted(groups, key=lambda group: (not group.startswith("Exact"), -len(groups[group]))):
         lines += [f"**{group}** ({len(groups[group])}): {', '.join(f'`{family}`' for family in groups[group])}", ""]
     return "\n".join(lines[:-1]) + "\n"
 

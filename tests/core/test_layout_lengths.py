@@ -115,3 +115,12 @@ def test_other_values_are_errors():
 def test_a_decoder_of_whole_rows_is_refused():
     with pytest.raises(PaddingRemovalError, match="there is no packed row whose length could be a multiple"):
         remove_padding(build_family("cpmant"), packed_multiple_of=64)
+
+
+def test_sharing_where_possible_warns_for_a_decoder_of_whole_rows(caplog):
+    with remove_padding(build_family("cpmant"), prefix_sharing="auto") as handle:
+        assert handle.prefix_sharing is False
+    assert caplog.text.count("prefix_sharing='auto': nothing is shared, since CpmAntModel") == 1
+    caplog.clear()
+    with remove_padding(build("qwen2"), prefix_sharing="auto"):
+        assert not caplog.text

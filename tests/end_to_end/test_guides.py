@@ -9,6 +9,8 @@ import pytest
 import transformers
 from transformers import AutoTokenizer
 
+from trl_padfix import build_tiny
+
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,6 +51,48 @@ def test_a_script_prints_what_its_guide_says(name, tmp_path, monkeypatch, capsys
         assert getattr(transformers, kind).from_pretrained(tmp_path / saved).num_parameters() > 0
         assert "padfix" not in (tmp_path / saved / "config.json").read_text()
         AutoTokenizer.from_pretrained(tmp_path / saved)
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["grpo", "reward"])
+def test_the_code_after_a_script_trains_packed(page, tmp_path, monkeypatch, capsys):
+    script, more = blocks(f"guides/{page}.md")
+    printed = run(
+        f"{script}\n{more}\nprint(type(trainer).__name__, trainer.padding.stats)", tmp_path, monkeypatch, capsys
+    )
+    name = {"grpo": "DistillationTrainer", "reward": "KTOTrainer"}[page]
+    assert re.search(rf"^{name} PaddingStats.*shared_forwards=[1-9]\d*, padded_forwards=0\)$", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["SFT", "GRPO"])
+def test_the_code_on_rollouts_trains_packed(method, tmp_path, monkeypatch):
+    """As printed, with a tiny model and two steps on two tasks."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns that `rollout_func` is experimental
+    load, *scripts = blocks("rollouts.md")
+    scope: dict = {}
+    exec(load, scope)
+    scope["rollouts"] = scope["rollouts"].select(range(8))
+    code = scripts[["SFT", "GRPO"].index(method)]
+    for shown, here in {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(build_tiny("tiny", scope["rollouts"], tmp_path / "model"))),
+        'output_dir="runs/agent",': 'output_dir="runs/agent", max_steps=2, use_cpu=True, bf16=False, report_to=[],',
+    }.items():
+        assert shown in code
+        code = code.replace(shown, here)
+    exec(code, scope)
+    stats = scope["trainer"].padding.stats
+    assert stats.shared_forwards > 0
+    assert stats.padded_forwards == 0
+    if method == "SFT":  # these rollouts are longer than TRL's default, so that nothing is left to train on
+        with pytest.raises(ValueError, match="TRL has left out all"):
+            exec(code.replace("max_length=16384,", ""), scope)
 
 
 SPEED_UP = r"\b\d[\d.]*x"

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from kit.budget_runs import build_branching, make
 from kit.cells import slow_but
 from kit.observe import entered_tokens
 from kit.tolerance import assert_close
@@ -14,6 +15,7 @@ from zoo.families import build as build_family
 from zoo.model_numbers import assert_same_gradients, gradients
 from zoo.models import SUPPORTED, batch, build
 
+import trl_padfix
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call.prefix_states import ForwardStates
 from trl_padfix.core.call.runner_patch import attach_runner_patch
@@ -311,3 +313,26 @@ def test_what_cannot_read_the_states_of_other_forwards_is_named():
     assert "equally many forwards" in reason(is_sharded=True)
     with remove_padding(build_family("mamba"), prefix_sharing=True) as handle:
         assert "passes no state to" in sharing_obstacle(handle, None, False)
+
+
+REASONS = {  # settings, and why the trainer then shares fewer prefixes
+    "reentrant checkpoints": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "Each part of a batch recomputes the prefixes that it shares with other parts: reentrant",
+    ),
+    "noise": (
+        {"max_tokens_per_batch": None, "neftune_noise_alpha": 5},
+        "prefix_sharing='auto': nothing is shared, because NEFTune's noise",
+    ),
+    "nothing": ({}, ""),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_a_run_prints_once_why_it_shares_less(case, tmp_path, capsys):
+    config, why = REASONS[case]
+    budget = {"prefix_sharing": "auto", "max_tokens_per_batch": 44}
+    data = {"train_dataset": build_branching("SFT", prompts=3)}
+    make(trl_padfix, "SFT", tmp_path, budget=True, **data | budget | config).train()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "prefix" in line and not line.startswith("{")]
+    assert [line.startswith(why) for line in lines] == ([True] if why else [])

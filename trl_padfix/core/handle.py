@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -247,12 +247,12 @@ class PaddingRemoval(Attachment):
             "the model was called neither with a two-dimensional attention mask nor with rows that are packed already"
         )
 
-    def say_once(self, message: str, kind: str | None = None, level: int = logging.WARNING) -> None:
-        """Log a message, unless this handle has logged one of this `kind`; by default the message is its kind."""
+    def say_once(self, message: str, kind: str | None = None, tell: Callable[[str], None] = logger.warning) -> None:
+        """Tell a message, unless this handle has told one of this `kind`; by default the message is its kind."""
         kind = message if kind is None else kind
         if kind not in self._reported:
             self._reported.add(kind)
-            logger.log(level, self._named(message))
+            tell(self._named(message))
 
     def _named(self, message: str) -> str:
         return re.sub(r"\bhandle(?=\.\w)", self.name, message)

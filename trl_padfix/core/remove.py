@@ -57,13 +57,14 @@ def remove_padding(
 
     Every call of the model with an `attention_mask` of shape `(B, L)` then runs packed: in training and evaluation, on
     either padding side, with any attention implementation. It returns the outputs of the padded call, with zeros at
-    padding, and no cache unless the call sets `use_cache=True`.
+    padding, and no cache.
 
     A call without a mask is a packed batch if its `position_ids` restart within a row, or if it has `cu_seq_lens_q`.
     Its sequences are kept apart with any attention implementation, without a mask of shape `(T, T)`.
 
-    Generation and calls with a cache run unchanged. Nothing is stored in the config or in checkpoints of the model.
-    The state of a call is local to the call: several models may share a config, and several threads a model.
+    Generation, and calls with a cache or `use_cache=True`, run unchanged. Nothing is stored in the config or in
+    checkpoints of the model. The state of a call is local to the call: several models may share a config, and several
+    threads a model.
 
     Args:
         model (`torch.nn.Module`):
@@ -192,7 +193,7 @@ def _possible_sharing(anatomy: Anatomy, prefix_sharing: PrefixSharing) -> Prefix
     )
     if prefix_sharing != "auto":
         raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
-    logger.info(f"prefix_sharing='auto': nothing is shared, since {why}.")
+    logger.warning(f"prefix_sharing='auto': nothing is shared, since {why}.")
     return False
 
 

@@ -40,7 +40,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Batches
             for which sharing would cost more than it saves are computed without it. If the model or a setting cannot
-            share prefixes, `True` is an error, and `'auto'` trains without sharing and logs why. A single call that
+            share prefixes, `True` is an error, and `'auto'` trains without sharing and says why. A single call that
             cannot, for example with `inputs_embeds`, runs unshared with a warning (an error with `strict`). Needs
             `padding_free`.
         padding_side (`str`, *optional*):
@@ -49,10 +49,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `padding_free`: compare packed with padded, in log-probabilities and gradients, on a few short rows of
             the first batches. If the packed result is wrong, the run stops. After ten steps, compare the longest row
             so far with that row alone. To save memory, `'forward'` leaves out gradients and `'short'` the longest row.
-            `False` leaves out the check, for measurements of time.
+            `False`: no check; use it to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
-            default such calls run padded, with a warning.
+            default such calls and steps run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengths of packed rows. Pass an int to round up to a multiple of it, or a list to
             round up to the smallest length that fits. Losses and metrics ignore the filler. Use it for FP8, and for

@@ -33,11 +33,15 @@ def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
 
     ```python
     >>> import torch
-    >>> from trl_padfix import pack, padding_free_layout
+    >>> from trl_padfix import pack, padding_free_layout, unpack
 
     >>> layout = padding_free_layout(torch.tensor([[0, 1, 1], [1, 1, 1]]))
-    >>> pack(torch.tensor([[9, 5, 6], [5, 6, 7]]), layout)
+    >>> packed = pack(torch.tensor([[9, 5, 6], [5, 6, 7]]), layout)
+    >>> packed  # (1, T)
     tensor([[5, 6, 5, 6, 7]])
+    >>> unpack(packed, layout)  # (B, L), zeros at padding
+    tensor([[0, 5, 6],
+            [5, 6, 7]])
     >>> layout.positions
     tensor([0, 1, 0, 1, 2])
 

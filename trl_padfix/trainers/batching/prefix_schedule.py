@@ -10,7 +10,6 @@ with its own graph. Each model (policy, reference) has a schedule of its own.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
 from ...core.model.find import find_decoder
 from ...core.remove import packs_now
+from ..messages import say
 
 
 __all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
@@ -216,13 +216,14 @@ def _with_rng_state(on_host: torch.Tensor, on_device: tuple[list[int], list[torc
 
 
 def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded: bool) -> bool:
-    """Whether the models share prefixes across the parts of a batch; logs the reason if they cannot."""
+    """Whether the models share prefixes across the parts of a batch; says why, once, if they cannot."""
     if not handles or not all(handle.prefix_sharing for handle in handles):
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
         said = f"Each part of a batch recomputes the prefixes that it shares with other parts: {reason}."
-        handles[0].say_once(said, level=logging.INFO)
+        if args.should_log:
+            handles[0].say_once(said, tell=say)
     return reason is None
 
 

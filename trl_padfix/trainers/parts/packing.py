@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate.logging import get_logger
 
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
@@ -25,6 +24,7 @@ from ..distributed import (
     trains_on_images,
     warn_of_launch,
 )
+from ..messages import say
 from ..temporary_attributes import temporarily_set
 from .part import Part
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["RemovePadding", "attach_to_models", "prefix_sharing_with_neftune"]
-
-logger = get_logger(__name__)
 
 A = TypeVar("A", bound=Attachment)
 
@@ -171,7 +169,8 @@ def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> Pre
     if not prefix_sharing or args is None or not args.neftune_noise_alpha:
         return prefix_sharing
     if prefix_sharing == "auto":
-        logger.info("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
+        if args.should_log:
+            say("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
         return False
     raise PaddingRemovalError(
         "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
