@@ -4,8 +4,10 @@ Train on published rollouts of an agent: SFT on the good ones, or GRPO's loss by
 Rollouts are JSON lines with `messages` (with tool calls and results), `task` and `reward`. These commands build a tiny
 model and train it on the rollouts in `recipes/data`, those of an airline's agent, offline and on CPU:
 
-    python recipes/rollouts.py sft --use_cpu true --max_steps 10
-    python recipes/rollouts.py grpo --use_cpu true --max_steps 10
+    python recipes/rollouts.py sft --use_cpu true --bf16 false --max_steps 10
+    python recipes/rollouts.py grpo --use_cpu true --bf16 false --max_steps 3
+
+On one CPU core a step of SFT took 4 seconds, and one of GRPO 22; in bfloat16, the default, 29 and 122.
 
 Your rollouts, with a model whose chat template renders tools; any flag of the method's configuration works:
 

@@ -13,7 +13,7 @@ GONE = {
     "warmup_ratio": "`warmup_steps` takes a share below 1 too",
     "evaluation_strategy": "it is `eval_strategy` now",
     "max_seq_length": "it is `max_length` now",
-    "max_prompt_length": "removed from TRL: `max_length` limits prompt and completion together",
+    "max_prompt_length": "removed from TRL: shorten the prompts of your data",
     "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
     "no_cuda": "it is `use_cpu` now",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",

@@ -244,6 +244,9 @@ BAD = {
         lambda: FREE | {"max_tokens_per_batch": 60, "neftune_noise_alpha": 5},
         "`neftune_noise_alpha=5` adds noise",
     ),
+    "a budget of packed rows": Bad(
+        "SFT", lambda: FREE | {"packing": True, "max_tokens_per_batch": 60}, "has nothing to split. Leave one"
+    ),
     "a side of packed rows": Bad(
         "SFT", lambda: {"packing": True, "padding_side": "left"}, "`packing=True` leaves nothing to pad on the left"
     ),

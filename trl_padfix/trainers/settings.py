@@ -263,12 +263,17 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is not a number of tokens, or is less than `max_completion_length` (in
-            some trainers: `max_new_tokens`).
+            some trainers: `max_new_tokens`), or with `packing`.
     """
     if budget is None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
+    if getattr(config, "packing", False):
+        raise ValueError(
+            "`packing=True` fills every row up to `max_length`, so a forward has `per_device_train_batch_size * "
+            "max_length` tokens already, and `max_tokens_per_batch` has nothing to split. Leave one of them out."
+        )
     for name in ("max_completion_length", "max_new_tokens"):
         longest = getattr(config, name, None)
         if longest is not None and longest > budget:

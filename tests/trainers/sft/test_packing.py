@@ -91,14 +91,6 @@ def test_labels_of_first_tokens_are_counted_as_trl_counts_them(config, kind, mak
     assert not getattr(theirs, "_loss_shifts_labels", False)
 
 
-def test_a_budget_of_one_sequence_does_not_warn_that_nothing_is_packed(make, caplog):
-    config = packing() | {"padding_free": True, "max_tokens_per_batch": 1}
-    ours = make(config=config)
-    assert_same(trained(ours), trained(make(trl.SFTTrainer, packing())))
-    assert "more tokens than `max_tokens_per_batch=1`" in caplog.text
-    assert "Nothing was packed" not in caplog.text
-
-
 def test_packed_rows_that_leak_stop_training(make, trl_packed, monkeypatch):
     monkeypatch.setattr(
         "trl_padfix.core.call.layout_of.packed_layout",

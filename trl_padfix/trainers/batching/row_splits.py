@@ -21,10 +21,10 @@ from ...core.layout.shared_prefixes import plan_shared_prefixes
 from ..data.batch_parts import SplitRows, scored_tokens, used_columns
 from ..data.image_rows import ImageCounts, are_cut_by_rows, has_pixels, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
-from .token_costs import RowCosts, batch_costs, dataset_costs
+from .token_costs import RowCosts, batch_costs
 
 
-__all__ = ["RowSplitter", "packed_chunks"]
+__all__ = ["RowSplitter"]
 
 logger = get_logger(__name__)
 
@@ -140,29 +140,3 @@ class RowSplitter:
         count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
         # Processes have equally many rows, so each has enough of them for `count` parts.
         return [list(items) for _, items in halve_largest(parts, count)]
-
-
-def packed_chunks(batch: Mapping[str, Any], splitter: RowSplitter) -> list[dict[str, Any]]:
-    """The sequences of one packed row, split like rows: batches of one row each, with the keys of TRL's collator."""
-    shape, host_ids = batch["input_ids"].shape, batch["input_ids"][0].cpu()
-    begins = (batch["position_ids"][0].cpu() == 0).nonzero().flatten()
-    lengths = torch.cat([begins, torch.tensor([shape[1]])]).diff()
-    sequences = host_ids.split(lengths.tolist())
-    costs = dataset_costs([{"ids": ids.numpy()} for ids in sequences], [("ids",)], sharing=splitter.sharing)
-    chunks = []
-    for numbers in map(sorted, splitter.pack(costs)):
-        kept = torch.zeros(len(lengths), dtype=torch.bool).index_fill(0, torch.tensor(numbers), True)
-        columns = kept.repeat_interleave(lengths).nonzero().flatten().to(batch["input_ids"].device)
-        chunk = {
-            name: value[:, columns] if isinstance(value, torch.Tensor) and value.shape[:2] == shape else value
-            for name, value in batch.items()
-        }
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths[numbers].cumsum(0)])
-        bounds, longest = bounds.to(columns.device, torch.int32), int(lengths[numbers].max())
-        of_sequences = {"cu_seq_lens": bounds, "max_length": longest}
-        chunk |= {f"{name}_{end}": value for name, value in of_sequences.items() for end in "qk"}
-        if "seq_idx" in batch:
-            index = torch.arange(len(numbers), dtype=torch.int32).repeat_interleave(lengths[numbers])
-            chunk["seq_idx"] = index.to(columns.device)[None]
-        chunks.append({name: value for name, value in chunk.items() if name in batch})
-    return chunks

@@ -51,7 +51,7 @@ from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .chunk_metrics import ChunkMetrics
 from .prefix_schedule import ChunkRunner, shares_across_parts
-from .row_splits import RowSplitter, packed_chunks
+from .row_splits import RowSplitter
 from .sub_batches import SubBatches
 
 
@@ -316,11 +316,6 @@ class TokenBudget(Part):
     def _split(self, inputs: dict[str, Any]) -> _Split | None:
         """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
-        if "attention_mask" not in inputs and len(ids) == 1 and "position_ids" in inputs:
-            if self._matches:  # processes have different numbers of sequences in their rows
-                return None
-            chunks = packed_chunks(inputs, self._splitter(shares_across=False))
-            return _Split(len(chunks), lambda batch: chunks)
         if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask
             return None
         images, per_item = find_images(inputs, ids, self._config), task.rows_per_item

@@ -25,6 +25,7 @@ from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
 from ..distributed import datasets_of
+from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
 from ..parts.part import entered
@@ -120,7 +121,12 @@ class OnlineTask(Task):
                 f"Rows stay in TRL's micro-batches, because `{of_user}` may compare the rows of a micro-batch. "
                 "With `gradient_accumulation_steps=1` a step shares all prefixes."
             )
-        return of_user is None
+            return False
+        said = "Rows move between the micro-batches of a step, to share prompts: means over micro-batches (`kl`, "
+        trainer.padding.handles[0].say_once(
+            f"{said}`entropy`, `clip_ratio`) differ from TRL's, the step does not.", tell=say
+        )
+        return True
 
 
 class OnlineTrainer(PaddingFreeMixin):
