@@ -68,7 +68,7 @@ micro-batch. The optimizer step is unchanged, but means over micro-batches (`ent
   if the run would stop or be padded. `--resume_from_checkpoint` takes `latest` or a folder
   ([resume](recipes.md#resume)). `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny`
   (or `small`; DPO, SFT) trains a random model.
-- **`trl-padfix doctor`**: `--model` to inspect, `--attn` that must run, `--dtype`, `--json` for the output.
+- **`trl-padfix doctor`**: `--model` to inspect, `--attn` that must run, `--dtype`, `--json` to print JSON.
 - **`trl-padfix stats DATA`**: `--tokenizer` to load or `--train-tokenizer` with a size, `--expand-turns`,
   `--max-length` (1024), `--batch-size` (8).
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
