@@ -31,8 +31,6 @@ CASES = [
     (stats("no_text.jsonl", "--max-length", "4", "--tokenizer", ""), "Give one of"),
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
     (stats("good.jsonl", "--batch-size", "0"), "--batch-size"),
-    (["doctor", "--json", "."], "a folder"),
-    (["doctor", "--json", "nowhere/out.json"], "there is no folder"),
     (["doctor", "--dtype", "int3"], "'int3' is not one of float32"),
     (["dpo"], "model and data are missing"),
     (["dpo", *CPU, "--config"], "`--config` needs the path of a YAML"),

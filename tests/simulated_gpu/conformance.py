@@ -130,9 +130,11 @@ def conform(kernel: Callable, case: Case, device: str, dtype: torch.dtype, toler
     wanted = torch.autograd.grad(want, doubles, upstream.double())
 
     def error(got: torch.Tensor, true: torch.Tensor) -> float:
-        return ((got.double() - true).norm() / true.norm()).item()
+        # In a window of one, the gradients of queries and keys are zero.
+        return ((got.double() - true).norm() / (true.norm() or upstream.norm())).item()
 
-    assert max(error(a, b) for a, b in zip((output, *gradients), (want, *wanted), strict=True)) < tolerance
+    # `all`, because `max` skips NaN behind the first element.
+    assert all(error(a, b) < tolerance for a, b in zip((output, *gradients), (want, *wanted), strict=True))
     rolled = exact(
         [doubles[0], doubles[1].roll(1, dims=0), doubles[2]], case, None if sinks is None else sinks.double()
     )

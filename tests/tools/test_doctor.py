@@ -119,7 +119,7 @@ def test_the_exit_status_says_whether_an_attention_can_run():
         result = doctor("--attn", name)
         assert result.exit_code == status
         assert (f"`{name}` cannot run: " in words(result.output)) == bool(status)
-    found = json.loads(doctor("--json", "-", "--attn", "telepathy").stdout)
+    found = json.loads(doctor("--json", "--attn", "telepathy").stdout)
     assert (found["versions"]["torch"], found["auto"]["usable"]) == (versions.installed_version("torch"), True)
     assert found["problems"] == ["`telepathy` cannot run: transformers knows no attention implementation of this name"]
 

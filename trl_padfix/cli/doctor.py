@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
 from ..versions import TESTED
-from .console import JsonOption, one_of, outputs, write_json
 
 
 if TYPE_CHECKING:
@@ -20,24 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "doctor"]
 
+DTYPES = ("float32", "float16", "bfloat16")
+
 
 def doctor(
     model: Annotated[str | None, Option(help="Path or Hub id of a model to diagnose.")] = None,
     attn: Annotated[str | None, Option(help="Attention implementation that must run.")] = None,
     dtype: Annotated[str | None, Option(help="float32, float16 or bfloat16. [default: by accelerator]")] = None,
-    json: JsonOption = None,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show what runs here and how a model is packed; exit with 1 if what you request cannot run."""
-    outputs(json=json)
-    if dtype is not None:
-        one_of("--dtype", dtype, ["float32", "float16", "bfloat16"])
+    if dtype not in (None, *DTYPES):
+        raise typer.BadParameter(f"{dtype!r} is not one of {', '.join(DTYPES)}.", param_hint="--dtype")
 
-    from ..tools.doctor import diagnose
+    with redirect_stdout(sys.stderr):  # what other packages print
+        from ..tools.doctor import diagnose
 
-    diagnosis = diagnose(model, attn, dtype)
-    for line in describe(diagnosis):
-        typer.echo(line)
-    write_json(json, diagnosis.to_dict())
+        diagnosis = diagnose(model, attn, dtype)
+    typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else "\n".join(describe(diagnosis)))
     raise typer.Exit(1 if diagnosis.problems else 0)
 
 

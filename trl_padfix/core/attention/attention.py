@@ -30,7 +30,7 @@ from ..call.layers import layer_call
 from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from ..model.inspection import forward_of, global_in, global_of_file, names_in, parameters_of
+from ..model.inspection import forward_of, global_in, globals_of, names_in, parameters_of
 from ..model.masks import PackedMask, describe_mask
 from ..model.older import register_mask_function
 from ..model.patching import ForwardPatch
@@ -260,7 +260,7 @@ def _function_of(module: nn.Module, implementation: str) -> Callable:
         return ALL_ATTENTION_FUNCTIONS[implementation]
     # The eager function is a global of the file of the module, by default `eager_attention_forward`.
     name = next((n for n in names_in(type(module).forward) if n.startswith("eager")), "eager_attention_forward")
-    return global_of_file(module, name)
+    return globals_of(module)[name]
 
 
 class ViewPatch(ForwardPatch):

@@ -50,7 +50,7 @@ def primitives_of(module: nn.Module) -> set[str]:
     They are read from the code of its forward, so that code on the Hub is recognized too.
     """
     # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
-    names = _REPLACEMENTS.keys() & loaded_globals(module).keys()
+    names = _REPLACEMENTS.keys() & loaded_globals(module)
     has_attention = uses_attention_interface(module) or "attention_interface" in variables_in(type(module).forward)
     has_convolution = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
     has_recurrence = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))

@@ -21,7 +21,7 @@ from ..errors import PaddingRemovalError
 
 
 __all__ = [
-    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "global_of_file", "hands_arguments_on",
+    "bind", "counts_columns", "forward_of", "forwards_in", "global_in", "globals_of", "hands_arguments_on",
     "kernel_parameters", "loaded_globals", "module_of", "name_of", "names_in", "package_of",
     "parameters_of", "pools_by_token_id", "takes", "takes_any_argument", "variables_in", "with_globals",
     "without_checkpointing",
@@ -89,20 +89,17 @@ def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def global_in(module: nn.Module, name: str) -> Any:
     """The global of this name that the forward of a module uses; `None` if it uses none."""
-    forward = forward_of(module)
-    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
+    return globals_of(module).get(name) if name in names_in(type(module).forward) else None
 
 
-def global_of_file(module: nn.Module, name: str) -> Any:
-    """The global of this name in the file that defines the forward of a module."""
-    return forward_of(module).__globals__[name]
+def globals_of(module: nn.Module) -> dict[str, Any]:
+    """The globals of the file that defines the forward of a module."""
+    return forward_of(module).__globals__
 
 
-def loaded_globals(module: nn.Module) -> dict[str, Any]:
-    """The globals that the forward of a module loads, by name, without the globals of its attributes' functions."""
-    forward = forward_of(module)
-    names = {argument for name, argument in _instructions(forward) if name == "LOAD_GLOBAL"}
-    return {name: forward.__globals__[name] for name in names & forward.__globals__.keys()}
+def loaded_globals(module: nn.Module) -> set[str]:
+    """Names of the globals that the forward of a module loads, without the globals of its attributes' functions."""
+    return {argument for name, argument in _instructions(forward_of(module)) if name == "LOAD_GLOBAL"}
 
 
 @cache
@@ -247,6 +244,6 @@ def _holds(cell: CellType, value: object) -> bool:
 def without_checkpointing(cls: type[nn.Module]) -> Callable:
     """The forward of a layer without its gradient checkpointing."""
     forward = cls.forward
-    while forward.__code__.co_name == "forward_with_checkpointing":
+    while module_of(forward) == "transformers.modeling_layers":  # its wrapper is written there
         forward = inspect.getattr_static(forward, "__wrapped__")
     return forward

@@ -122,10 +122,11 @@ class OnlineTask(Task):
                 "With `gradient_accumulation_steps=1` a step shares all prefixes."
             )
             return False
-        said = "Rows move between the micro-batches of a step, to share prompts: means over micro-batches (`kl`, "
-        trainer.padding.handles[0].say_once(
-            f"{said}`entropy`, `clip_ratio`) differ from TRL's, the step does not.", tell=say
+        said = (
+            "Rows move between the micro-batches of a step, to share prompts: means over micro-batches (`kl`, "
+            "`entropy`, `clip_ratio`) differ from TRL's; the step does not."
         )
+        trainer.padding.handles[0].say_once(said, tell=say)
         return True
 
 

@@ -33,49 +33,30 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     Plain values, tensors, and containers of them are put back. Other objects that a user's loss writes to are not.
     """
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
-    values = {name: _copied(value) for name, value in vars(trainer).items() if not isinstance(value, nn.Module)}
-    gradients = [(p, p.grad) for p in trainer.model.parameters()]
+    values = {name: value for name, value in vars(trainer).items() if not isinstance(value, nn.Module)}
     device = trainer.args.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(saved_modules(dict.fromkeys(modules)))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for name, (value, copy) in values.items():
-                vars(trainer)[name] = _restored(value, copy)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+        stack.callback(vars(trainer).update, values)
+        _put_back_contents(list(values.values()), stack)
+        for parameter in trainer.model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            parameter.grad = None
+        yield
 
 
-def _copied(value: Any) -> tuple[Any, Any]:
-    """A value, and a copy of what may be written into it: the contents of a container or a tensor."""
+def _put_back_contents(value: Any, stack: contextlib.ExitStack) -> None:
+    """Put the contents of a container or a tensor back into it when `stack` is closed."""
     if isinstance(value, torch.Tensor):
-        return value, value.detach().clone()
-    if isinstance(value, dict):
-        return value, {key: _copied(x) for key, x in value.items()}
-    if isinstance(value, list | deque | set):
-        return value, [_copied(x) for x in value]
-    return value, None
-
-
-def _restored(value: Any, copy: Any) -> Any:
-    """The value itself, with the contents of its copy."""
-    if isinstance(value, torch.Tensor):
-        value.detach().copy_(copy)
-    elif isinstance(value, dict):
-        contents = {key: _restored(*item) for key, item in copy.items()}
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, list | deque | set):
-        contents = [_restored(*item) for item in copy]
-        value.clear()
-        (value.update if isinstance(value, set) else value.extend)(contents)
-    return value
+        stack.callback(value.detach().copy_, value.detach().clone())
+    elif isinstance(value, dict | list | deque | set):
+        stack.callback(value.extend if isinstance(value, list | deque) else value.update, value.copy())
+        stack.callback(value.clear)  # runs first: a stack is closed from its end
+        for x in value.values() if isinstance(value, dict) else value:
+            _put_back_contents(x, stack)
 
 
 @contextlib.contextmanager

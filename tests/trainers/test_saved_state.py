@@ -1,0 +1,63 @@
+"""A step that only compares leaves a trainer as it was, also if the step raises."""
+
+import copy
+import random
+from collections import defaultdict, deque
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trl_padfix.trainers.parts.saved_state import saved_state
+
+
+def build() -> SimpleNamespace:
+    metrics = {"train": defaultdict(list, loss=[1.0])}
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].weight.grad = torch.ones(2, 2)
+    return SimpleNamespace(
+        args=SimpleNamespace(device=torch.device("cpu")),
+        model=model,
+        metrics=metrics,
+        same_metrics=metrics["train"],
+        recent=deque([1, 2], maxlen=2),
+        ids={1, 2},
+        means=[torch.zeros(2)],
+        step=1,
+    )
+
+
+def write(trainer: SimpleNamespace) -> None:
+    trainer.same_metrics["loss"].append(2.0)
+    trainer.metrics["train"]["reward"].append(2.0)
+    trainer.metrics = {"eval": trainer.metrics.pop("train")}
+    trainer.recent.append(3)
+    trainer.ids.add(3)
+    trainer.means.append(trainer.means[0].add_(1))
+    trainer.step += random.randrange(1, 9)
+    trainer.model(torch.randn(4, 2)).sum().backward()
+
+
+def state(trainer: SimpleNamespace) -> str:
+    """All values, and the next random number."""
+    gradients = [parameter.grad for parameter in trainer.model.parameters()]
+    drawn = torch.random.get_rng_state().sum(), random.getstate()
+    return repr((copy.deepcopy(vars(trainer)), trainer.model.state_dict(), gradients, drawn))
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_a_step_that_only_compares_leaves_a_trainer_as_it_was(error):
+    trainer = build()
+    before, metrics = state(trainer), trainer.metrics
+    with suppress(RuntimeError), saved_state(trainer):
+        assert trainer.model[0].weight.grad is None
+        write(trainer)
+        if error:
+            raise error
+    assert state(trainer) == before
+    assert trainer.metrics is metrics
+    assert metrics["train"] is trainer.same_metrics
+    write(trainer)  # the control
+    assert state(trainer) != before
