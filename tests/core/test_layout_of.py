@@ -33,14 +33,9 @@ def after_a_write(sharing: bool) -> float:
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing):
+def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, monkeypatch):
     assert after_a_write(sharing) <= 1
-
-
-@pytest.mark.parametrize("sharing", [False, True])
-def test_the_layout_of_the_batch_before_would_give_other_logits(sharing, monkeypatch):
-    """The negative control: a cache that does not compare values."""
-    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)
+    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)  # values not compared
     assert after_a_write(sharing) > CONTROL
 
 

@@ -21,7 +21,7 @@ from zoo.family_outcomes import (
     leaking_layouts,
 )
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import remove_padding
 from trl_padfix.core.attention.attention import register_packed_attention
 from trl_padfix.core.model.masks import PackedMask
 from trl_padfix.core.model.views import ConfigView
@@ -68,13 +68,3 @@ def test_windows_and_chunks_that_only_the_mask_knows_are_kept(family, sharing):
             wrong = batched(model, side)
         with torch.no_grad(), remove_padding(model, prefix_sharing=sharing):
             assert_close(batched(model, side), expected, terms=64, depth=16, control=wrong)
-
-
-def test_a_mask_with_blocks_that_see_each_other_is_not_taken_for_a_causal_one():
-    model = build("hrm_text")
-    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, 5:] = 0
-    prompt = (torch.arange(7) < 4).long().expand_as(ids)
-    with remove_padding(model), pytest.raises(PaddingRemovalError, match="mask of its own making"):
-        model(ids, attention_mask=mask, token_type_ids=prompt)

@@ -58,16 +58,6 @@ def test_models_that_share_a_decoder_are_packed_by_it():
     assert handle.stats.forwards == 2
 
 
-def test_attaching_twice_is_refused():
-    model = build("qwen2")
-    with remove_padding(model):
-        with pytest.raises(ValueError, match=r"attached to this Qwen2Model already.*`.remove\(\)`"):
-            remove_padding(model, prefix_sharing=True)
-        with pytest.raises(ValueError, match="already"):
-            remove_padding(model.model)
-    remove_padding(model).remove()
-
-
 NOT_EXACT = [
     (
         "T5ForConditionalGeneration",
@@ -176,14 +166,6 @@ def test_an_attention_that_was_changed_after_attachment_is_refused():
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(PaddingRemovalError, match="flex_attention"):
         model(ids, attention_mask=mask)
-
-
-def test_ids_beyond_the_vocabulary_are_an_error_that_says_how_many_there_are():
-    ids, mask = batch("right")
-    ids[0, 0] = 777
-    handle = remove_padding(build("qwen2"), prefix_sharing=True)
-    with pytest.raises(ValueError, match=r"token id 777, and the embedding of Qwen2Model has 40 rows.*tokenizer"):
-        handle.decoder(ids, attention_mask=mask)
 
 
 # -- layers on several devices
