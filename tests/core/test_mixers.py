@@ -45,7 +45,7 @@ from trl_padfix import (
 from trl_padfix.core.call import calls
 from trl_padfix.core.mixers import dry_run, forks
 from trl_padfix.core.mixers.forks import NodeTree
-from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
+from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, bucket_by_length
 
 
 KINDS = {
@@ -106,17 +106,6 @@ def test_rows_of_similar_length_are_one_bucket():
         assert max(members) * len(members) <= MAX_BUCKET_PADDING * sum(members)
 
 
-def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
-    buckets = RowBuckets.of(layout, one_bucket=True)
-    assert [b.tolist() for b in buckets.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
-    assert [b.tolist() for b in buckets.overhang] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
-    assert buckets.packed_from_rows.tolist() == [0, 1, 2, 3, 6]
-    tokens = torch.arange(5.0).view(1, 5, 1)
-    assert torch.equal(buckets.scatter([buckets.gather(tokens, 0)]), tokens)
-
-
 # The tree
 
 
@@ -130,21 +119,6 @@ def summed(chunks, initial, with_states, cu_seqlens):
         return torch.cat(sums)[None], torch.stack([s[-1] for s in sums])
     sums = x.cumsum(1) + (0.0 if initial is None else initial[:, None])
     return sums, sums[:, -1]
-
-
-def test_a_node_ends_where_rows_part():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
-    layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
-    tree = NodeTree(layout)
-    assert [[block.tokens.tolist() for block in level] for level in tree.padded.levels] == [
-        [[[0]]],
-        [[[1], [5]]],
-        [[[4]], [[2, 3]]],
-    ]
-    levels = [level for (level,) in tree.varlen.levels]
-    assert [level.tokens.tolist() for level in levels] == [[[0]], [[1, 5]], [[4, 2, 3]]]
-    assert [None if (p := level.parents) is None else p.tolist() for level in levels] == [None, [0, 0], [1, 1]]
-    assert [level.cu_seqlens.tolist() for level in levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -182,13 +156,6 @@ def test_each_token_is_computed_once_whatever_levels_are_merged(seed, monkeypatc
     monkeypatch.setattr(forks, "_merge_levels", without_copies)  # the control
     wrong = NodeTree(layout).scan(summed, [x], is_varlen=False)[0]
     assert largest(wrong, expected) > 1e-2
-
-
-def test_the_left_context_of_a_segment_is_on_its_path():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
-    assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
-    assert segment_index.tolist() == [2, 3, 4, 5, 8]
 
 
 # Whole models

@@ -66,7 +66,7 @@ MUTANTS = [
         "common_bytes(before, row) // width for",
         "-(-common_bytes(before, row) // width) for",
         "a token of which some bytes are equal counts as shared",
-        ("core/test_prefix_tree.py", "core/test_layout.py"),
+        ("core/test_layout.py",),
     ),
     Mutant(
         "core/layout/prefix_tree.py",
@@ -308,7 +308,7 @@ MUTANTS = [
         "(first == second).all()",
         "(first == second).any()",
         "two different halves of images are computed once",
-        ("core/test_towers.py",),
+        ("core/test_vision.py",),
     ),
     # -- context parallelism
     Mutant(
@@ -402,7 +402,7 @@ MUTANTS = [
         '"labels": -100}',
         '"labels": 0}',
         "the pad token of an empty row has a label",
-        ("trainers/test_collators.py", "trainers/test_row_checks_weights.py"),
+        ("trainers/test_collators.py",),
     ),
     # -- metrics
     Mutant(

@@ -15,26 +15,6 @@ ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
 
 
-def overridden(name: str) -> list[str]:
-    ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
-    own = [c for c in ours.__mro__ if c.__module__.startswith("trl_padfix.")]
-    methods = {method for c in own for method, value in vars(c).items() if inspect.isfunction(value)}
-    return sorted(method for method in methods if hasattr(theirs, method) and method != "__init__")
-
-
-def test_what_is_overridden_is_in_trl_and_takes_its_arguments():
-    for name in TRAINERS:
-        methods = overridden(name)
-        assert {"compute_loss", "training_step", "evaluation_loop", "train", "log"} <= {*methods}
-        for method in methods:
-            ours = inspect.signature(getattr(getattr(trl_padfix, name), method))
-            theirs = inspect.signature(getattr(getattr(trl, name), method))
-            parameters = list(theirs.parameters)
-            ours.bind(*parameters)
-            first = [p for p, q in theirs.parameters.items() if q.default is q.empty]
-            ours.bind(*first, **{p: None for p in parameters if p not in first})
-
-
 def test_a_configuration_has_the_fields_of_trls_and_ours():
     for name in TRAINERS:
         config = name.replace("Trainer", "Config")

@@ -12,20 +12,13 @@ from kit.trainer_runs import (
     MODES,
     SIDED_MODES,
     TWO_MODES,
-    assert_mode_ran,
-    assert_same,
     build_model,
     build_tokenizer,
     is_bare,
-    run,
-    watch_inputs,
 )
 
 from trl_padfix import DPOTrainer, PaddingRemovalError
 from trl_padfix.trainers.parts.packing import RemovePadding
-
-
-STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +35,6 @@ def test_gradients_are_compared_of_the_policy_and_in_training(check, make):
     assert (policy.gradient is not None) is (check is True)
     assert [report.gradient for report in (reference, *evaluation)] == [None] * 3
     assert {report.not_compared for report in (policy, reference, *evaluation)} == {""}
-
-
-def test_evaluate_takes_raw_datasets_and_dictionaries_of_them(make):
-    fresh = {"fresh": build_pairs(8, seed=2), "other": build_pairs(4, seed=3)}
-    trainers = make(trl.DPOTrainer), make(config=SIDED_MODES["prefix sharing, right"])
-    theirs, ours = (trainer.evaluate(fresh["fresh"]) | trainer.evaluate(fresh) for trainer in trainers)
-    losses = ["eval_loss", "eval_fresh_loss", "eval_other_loss"]
-    assert [ours[name] for name in losses] == pytest.approx([theirs[name] for name in losses], rel=1e-4)
-    first, again, other = (log["eval_padfix/pad_fraction"] for log in trainers[1].state.log_history)
-    assert first == again != other
-    assert "eval_loss" not in trainers[1].evaluate(fresh)
 
 
 def test_no_configuration_at_all_is_trls_default(tmp_path, monkeypatch):
@@ -75,36 +57,7 @@ def test_the_side_is_the_tokenizers_where_none_is_given(make):
     assert make(config={"padding_side": "right"}, processing_class=tokenizer).data_collator.padding_side == "right"
 
 
-@pytest.fixture(scope="module")
-def checkpoints(make, tmp_path_factory):
-    """The folder of a run of ours with checkpoints in the middle and at the end."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    config = SIDED_MODES["prefix sharing, left"] | {"save_strategy": "steps", "save_steps": STEPS // 2}
-    make.train("short", **config, output_dir=str(folder))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("trainer_class", "mode"),
-    [(DPOTrainer, "prefix sharing, left"), (trl.DPOTrainer, None)],
-)
-def test_a_checkpoint_of_ours_is_resumed_by_ours_and_by_trl(trainer_class, mode, make, checkpoints):
-    trainer = make(trainer_class, SIDED_MODES.get(mode, {}) | {"max_steps": STEPS})
-    resumed = run(trainer, watch_inputs(""), resume_from_checkpoint=str(checkpoints / f"checkpoint-{STEPS // 2}"))
-    assert_same(resumed.trajectory(), make.theirs("short").trajectory())
-    for handle in resumed.trainer.padding.handles if mode else []:
-        assert 0 < handle.stats.packed_tokens < handle.stats.padded_tokens
-
-
 # -- models as before, whatever ended the training
-
-
-def test_a_trainer_whose_models_are_detached_trains_padded(make):
-    trainer = make(config=SIDED_MODES["padding-free, left"])
-    trainer.restore_padding()
-    ours = run(trainer, watch_inputs(""))
-    assert_same(ours.trajectory(), make.theirs("short").trajectory())
-    assert_mode_ran(ours, "padded, left")
 
 
 def test_an_error_while_the_trainer_is_made_leaves_the_models_as_they_were(make):

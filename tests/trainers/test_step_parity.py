@@ -162,18 +162,6 @@ def test_rows_alone_decide_where_their_weights_are_known(tmp_path, monkeypatch):
     assert [report.ok for report in reports] == [True, False]
 
 
-@pytest.mark.parametrize("checks", [True, False])
-def test_a_hook_from_before_the_training_leaves_it_packed(checks, tmp_path):
-    trainer, calls = make(trl_padfix, "SFT", tmp_path, padding_free=True, parity_check=checks), []
-    trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
-    trainer.train()
-    assert calls
-    assert trainer.padding.stats.padded_forwards == 0
-    trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: None)  # the control: after the first step
-    trainer.train()
-    assert trainer.padding.stats.padded_forwards > 0
-
-
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
     """`mask_truncated_completions` leaves rows of the sample, or all of them, without a completion token."""

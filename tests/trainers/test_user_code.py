@@ -45,6 +45,21 @@ def run(name, place, ours, **config):
         return train_split(trainer)
 
 
+def clamped(trainer, patch):
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def stepped(trainer, patch):
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad / (1e-2 + parameter.grad.norm())
+        parameter.grad = torch.zeros_like(parameter)
+
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
 theirs = cache(lambda name, place, **config: run(name, place, False, **config).figures)
 
 
@@ -185,6 +200,25 @@ def test_computed_in_chunks_it_has_others(monkeypatch):
     assert max(ours.chunks) > 1
     with pytest.raises(AssertionError, match="not close"):
         assert_same(ours.figures, theirs(name, on_object), factor=10)
+
+
+@pytest.mark.parametrize(("kind", "hook"), [("SFT", clamped), ("KTO", stepped)])
+def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
+    ours = run(kind, hook, True)
+    assert_same(ours.figures, theirs(kind, hook))
+    assert max(ours.forwards) <= BUDGETS[kind]
+
+
+def test_once_for_each_chunk_hooks_give_other_weights(monkeypatch):
+    monkeypatch.setattr(user_code, "LIBRARIES", user_code.LIBRARIES | {__name__.partition(".")[0]})
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run("SFT", clamped, True).figures, theirs("SFT", clamped), factor=10)
+
+
+def test_a_layerwise_optimizer_acts_in_the_backward_pass(tmp_path):
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
+    trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
+    assert user_code.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
 
 
 def test_trls_own_trainers_have_none():
