@@ -11,7 +11,6 @@ import pytest
 import torch
 from kit.cells import by_turns
 from kit.tolerance import assert_close, tolerance
-from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
@@ -20,7 +19,7 @@ from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.layout.layout import Layout
 
 
-pytestmark = pytest.mark.stacks
+pytestmark = [pytest.mark.stacks, pytest.mark.usefixtures("flash")]
 
 ROWS = [
     [5, 6, 7, 8, 9, EOS],
@@ -29,12 +28,6 @@ ROWS = [
     [29, 6, EOS, 7, EOS, EOS],  # turns that end in EOS, and two at the end
 ]
 DISTINCT = 18
-
-
-@pytest.fixture(autouse=True, scope="module")
-def flash():
-    with flash_attention_stand_in():
-        yield
 
 
 def classifier(name: str = "qwen2", implementation: str = "sdpa", **config) -> nn.Module:

@@ -45,7 +45,6 @@ from trl_padfix import (
 from trl_padfix.core.call import calls
 from trl_padfix.core.mixers import dry_run, forks
 from trl_padfix.core.mixers.forks import NodeTree
-from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, bucket_by_length
 
 
 KINDS = {
@@ -94,16 +93,6 @@ def largest(a: torch.Tensor, b: torch.Tensor) -> float:
 def assert_exact(logps, gradients, expected) -> None:
     assert_close(logps.detach(), expected[0], terms=64, depth=24)
     assert_gradients_close(gradients, expected[1], terms=64, depth=48)
-
-
-# Rows
-
-
-def test_rows_of_similar_length_are_one_bucket():
-    assert bucket_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
-    for group in bucket_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
-        members = [lengths[i] for i in group]
-        assert max(members) * len(members) <= MAX_BUCKET_PADDING * sum(members)
 
 
 # The tree

@@ -45,7 +45,7 @@ MUTANTS = [
         "begins[:, 0] = True",
         "begins[0, 0] = True",
         "a packed sequence continues in the next row",
-        ("core/test_layout_of_packed_rows.py",),
+        ("core/test_layout_of.py",),
     ),
     Mutant(
         "core/layout/build.py",
@@ -87,7 +87,7 @@ MUTANTS = [
         ") == self.batch_shape[0]",
         ") >= self.batch_shape[0]",
         "a packed batch without padding is taken for whole rows, which leak",
-        ("core/test_layout_of_packed_rows.py",),
+        ("core/test_layout_of.py",),
     ),
     Mutant(
         "core/layout/layout.py",
@@ -301,7 +301,7 @@ MUTANTS = [
         "(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
         "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
         "rows that are padded left are numbered from their first column",
-        ("trainers/test_base_late_hooks.py",),
+        ("trainers/test_user_code.py",),
     ),
     Mutant(
         "core/patches/towers.py",
@@ -439,14 +439,14 @@ MUTANTS = [
         'else mask * batch["tool_mask"]).sum()',
         "else mask).sum()",
         "answers of tools count as trained tokens",
-        ("trainers/test_grpo.py",),
+        ("trainers/test_methods.py",),
     ),
     Mutant(
         "trainers/methods/online.py",
         "entries[i] for i in order.tolist()",
         "entries[i] for i in range(len(order))",
         "lists of a batch stay where they were when its rows are grouped",
-        ("trainers/test_grpo.py",),
+        ("trainers/test_methods.py",),
     ),
     # -- parts of a trainer
     Mutant(
@@ -454,7 +454,7 @@ MUTANTS = [
         'self.trainer.data_collator.padding_side == "left"',
         'self.trainer.data_collator.padding_side == "right"',
         "rows that a trainer pads left are numbered from their padding in calls that are computed padded",
-        ("trainers/test_base_late_hooks.py",),
+        ("trainers/test_user_code.py",),
     ),
     Mutant(
         "trainers/parts/context_parallel.py",

@@ -4,17 +4,15 @@ import copy
 import random
 
 import pytest
-import torch
 import trl
 from datasets import Dataset
 from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
-from trl_padfix import prefix_sharing_layout
 from trl_padfix.tools.data import load_rows, texts_of
 from trl_padfix.tools.stats import Lengths, batch_tokens, measure
 from trl_padfix.tools.tiny import train_tokenizer
-from trl_padfix.tools.token_rows import sequences_of, token_rows, trainer_of
+from trl_padfix.tools.token_rows import token_rows, trainer_of
 from trl_padfix.tools.verdict import advise
 
 
@@ -208,14 +206,3 @@ def test_the_advice_follows_the_data(kind):
     assert f"{found.by_tokens:.1f}x ({found.padded:,.0f} tokens" in text
     if kind.startswith("equal"):
         assert found.by_tokens == pytest.approx(1, abs=0.02)
-
-
-def test_one_batch_costs_what_its_layout_has():
-    rows = tree(1)
-    lengths = Lengths.of(rows)
-    found = advise(lengths, trainer="sft", batch_size=16)
-    sequences = [torch.tensor(ids) for row in rows for ids in sequences_of(row)]
-    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in sequences], batch_first=True)
-    layout = prefix_sharing_layout(ids, mask)
-    assert (found.padded, found.real, found.auto) == (mask.numel(), layout.real_tokens, layout.packed_tokens)
