@@ -271,7 +271,7 @@ METHODS = {
             dpo_cases.CASES,
             settings=SETTINGS | BATCHES | {"max_length": 26},
             uncounted=(
-                *("checkpointing", "reentrant checkpointing", "lora", "lora, checkpointing"),
+                *("checkpointing", "reentrant checkpointing", "lora, checkpointing"),
                 *("lora, precomputed reference", "an adapter trained before"),
             ),
         ),
