@@ -24,12 +24,6 @@ def test_the_installed_command_prints_help_and_version():
     assert {*METHODS, "doctor", "stats", "--install-completion"} <= set(printed["--help"].split())
 
 
-def test_help_costs_no_import_of_torch():
-    code = "import sys; from trl_padfix.cli.app import app; print('torch' in sys.modules or 'trl' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def modules_after(code: str) -> set[str]:
     """The modules that a process has imported when it ends, `SystemExit` or not."""
     tell = (

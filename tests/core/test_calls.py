@@ -12,7 +12,7 @@ from kit.tolerance import rounding
 from zoo.models import CONFIGS, batch, build
 
 from trl_padfix import remove_padding
-from trl_padfix.core.model import patching, views
+from trl_padfix.core.context import Context
 
 
 def models_of(sharing: str) -> list[transformers.PreTrainedModel]:
@@ -79,24 +79,21 @@ def test_a_forward_beside_another_one_is_as_alone(sharing):
         assert not [name for model in models for name, module in model.named_modules() if "forward" in vars(module)]
 
 
-@pytest.mark.parametrize("sharing", ["one model", "a shared config"])
-def test_an_implementation_swapped_in_the_config_for_the_forward_disturbs(sharing, monkeypatch):
-    """The control: what this package did before."""
-    bound = views.bound_to_view
+class OfAllThreads:
+    """A context variable that has one value for all threads."""
 
-    def swapping(module, forward, **overrides):
-        called = bound(module, forward, **overrides)
+    value = Context()
 
-        def call(*args, **kwargs):
-            config = module.config
-            saved = config._attn_implementation_internal
-            config._attn_implementation_internal = views.PACKED_ATTENTION
-            try:
-                return called(*args, **kwargs)
-            finally:
-                config._attn_implementation_internal = saved
+    def get(self):
+        return self.value
 
-        return call
+    def set(self, value):
+        before, self.value = self.value, value
+        return before
 
-    monkeypatch.setattr(patching, "bound_to_view", swapping)
-    assert disturbs(models_of(sharing), True, False)
+    reset = set
+
+
+def test_a_context_that_threads_share_disturbs(monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.context._context", OfAllThreads())
+    assert disturbs(models_of("one model"), False, True)

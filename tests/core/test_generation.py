@@ -8,7 +8,6 @@ import torch
 from hypothesis import strategies as st
 from kit.cells import by_turns
 from kit.observe import each_row_alone
-from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch import nn
 from transformers import (
     BartConfig,
@@ -22,14 +21,11 @@ from trl_padfix import PaddingRemovalError, generate, left_align, remove_padding
 from trl_padfix.core.remove import attachment_of
 
 
+pytestmark = pytest.mark.usefixtures("flash")
+
+
 SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
 SIDES = ["left", "right", "mixed", "both", "holes"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def flash():
-    with flash_attention_stand_in():
-        yield
 
 
 def alone(model, ids, mask):

@@ -1,13 +1,31 @@
 """Layouts: what is packed where, checked against literal tensors and against prefixes in Python tuples."""
 
+from __future__ import annotations
+
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies
-from zoo.models import drawn_batches
+from hypothesis import strategies as st
+from kit.cells import MATRIX, by_turns
+from kit.observe import entered_tokens
+from kit.tolerance import assert_close, assert_gradients_close
+from zoo.families import build as build_family
+from zoo.family_outcomes import alone, batched, gradients_of, stable_topk, weighted
+from zoo.model_numbers import merge_segments, numbers, padded_numbers
+from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
-from trl_padfix import Layout, pack, padding_free_layout, prefix_sharing_layout, unpack
+from trl_padfix import (
+    Layout,
+    PaddingRemovalError,
+    pack,
+    padding_free_layout,
+    prefix_sharing_layout,
+    remove_padding,
+    unpack,
+)
+from trl_padfix.core.layout.prefix_tree import sort_by_keys
 
 
 _ = 0  # padding, where a literal shows ids
@@ -75,29 +93,11 @@ def test_rows_share_only_what_has_the_same_places():
     assert keys_of_segments(layout) == [[0, 1, 2, 3], [0, 4, 5]]
 
 
-def test_rows_share_only_what_has_the_same_given_positions():
-    ids = torch.tensor([[1, 2, 3], [1, 2, 4]])
-    for positions, packed in (
-        ([[0, 1, 2], [0, 1, 2]], 4),
-        ([[0, 1, 2]], 4),  # one row for all
-        ([[0, 1, 2], [0, 5, 6]], 5),
-        ([[[0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]]], 6),  # (P, B, L), as M-RoPE has them
-    ):
-        layout = prefix_sharing_layout(ids, torch.ones_like(ids), torch.tensor(positions))
-        assert layout.packed_tokens == packed, positions
-
-
 def test_a_layout_is_trivial_when_it_removes_nothing():
     assert padding_free_layout(torch.ones(2, 3)).is_trivial
     assert not padding_free_layout(torch.tensor([[1, 1], [1, 0]])).is_trivial
     assert prefix_sharing_layout(torch.tensor([[1, 2], [3, 4]]), torch.ones(2, 2)).is_trivial
     assert not prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)).is_trivial
-
-
-def test_masks_of_any_dtype_are_read():
-    expected = prefix_sharing_layout(IDS, MASK).source
-    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16):
-        assert torch.equal(prefix_sharing_layout(IDS, MASK.to(dtype)).source, expected), dtype
 
 
 def test_gradients_of_a_shared_token_are_summed():
@@ -202,3 +202,133 @@ def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     tokens = list(zip(layout.positions.tolist(), pack(ids, layout)[0].tolist(), strict=True))
     seen = [tuple(sorted(tokens[k] for k in row.nonzero().flatten().tolist())) for row in layout.dense_mask()]
     assert seen == attended(layout, ids)
+
+
+# -- the prefix tree: rows in sorted order, and the tokens that each shares with the row before
+
+
+def common(a: list, b: list) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(st.lists(st.lists(st.sampled_from([0, 1, 2, 300, 2**31 - 1]), min_size=1, max_size=6), min_size=1, max_size=9))
+def test_rows_are_sorted_and_share_what_they_begin_with(rows):
+    for offset in (0, 2**40, -5):  # numbers of 32 bits, of 64 bits, and negative ones
+        ids = torch.tensor([offset + token for row in rows for token in row])
+        order, shared = sort_by_keys([ids], [len(row) for row in rows])
+        in_order = [rows[row] for row in order]
+        assert sorted(order) == list(range(len(rows)))
+        assert shared == [0, *(common(a, b) for a, b in pairwise(in_order))]
+        # No row before it has more in common with a row than the one just before.
+        for i, row in enumerate(in_order[1:], 1):
+            assert shared[i] == max(common(before, row) for before in in_order[:i])
+
+
+def test_several_keys_tell_tokens_apart():
+    ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
+    assert sort_by_keys([ids], [2, 2]).shared == [0, 2]
+    assert sort_by_keys([places, ids], [2, 2]).shared == [0, 1]
+
+
+# -- `packed_multiple_of`: packed rows of few lengths, with the numbers of rows of any length
+
+
+@given(drawn_batches(), st.integers(1, 40), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_filler_is_behind_the_row_and_in_no_output(drawn, multiple, sharing):
+    ids, mask = drawn
+    layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
+    filled = layout.filled(multiple)
+    T = layout.packed_tokens
+    assert filled.packed_tokens == len(filled.positions) == sum(filled.queries.lengths) >= T
+    assert filled.packed_tokens % multiple == 0
+    assert filled.packed_tokens - T == filled.filler < multiple
+    assert (filled.computed_tokens, filled.real_tokens) == (T, layout.real_tokens)
+    visible = filled.dense_mask()
+    assert torch.equal(visible[:T, :T], layout.dense_mask())
+    assert not visible[:T, T:].any()
+    assert not visible[T:, :T].any()
+    assert visible.diagonal().all()  # a query without a key would be NaN
+    # Each token of the filler has the position of the real token that it repeats.
+    assert torch.equal(filled.positions, pack(unpack(layout.positions[None], layout), filled)[0])
+    assert torch.equal(unpack(pack(ids, filled), filled) * mask, ids * mask)
+    assert layout.filled(multiple) is filled  # built once for all forwards of a batch
+
+
+def test_filler_in_a_segment_with_the_rows_gives_other_numbers(monkeypatch):
+    """The control: one segment of all rows and the filler."""
+    model, (ids, mask) = build("qwen2"), batch("left")
+    want = padded_numbers("qwen2", model, ids, mask)
+    with_filler = Layout._with_filler
+    monkeypatch.setattr(Layout, "_with_filler", lambda layout, filler: merge_segments(with_filler(layout, filler)))
+    with remove_padding(model, packed_multiple_of=16):
+        got = numbers(model, ids, mask)
+    assert (got[0] - want[0]).abs().max() > 1e-2
+
+
+def test_experts_are_balanced_over_the_tokens_of_the_batch():
+    model = build("qwen3_moe").train()
+    ids, mask = batch("right")
+
+    def balance(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).aux_loss.detach()
+
+    want = balance(ids, mask)
+    with remove_padding(model, packed_multiple_of=64) as handle:
+        assert_close(balance(ids, mask), want, terms=int(mask.sum()), depth=4)
+        # The control: the tokens of the filler, as a row of the batch, move the balance.
+        again = torch.cat([ids, ids[3:4]]), torch.cat([mask, mask[3:4]])
+        assert abs(balance(*again) - want) > 1e-4
+    assert handle.stats.filler_tokens > 0
+
+
+# Linear attention, state-space scans (with gradients of states and without), convolutions; rows with ALiBi and an
+# indexer; layers that do not hand keyword arguments down.
+FAMILIES = ["qwen3_5_text", "mamba2", "lfm2", "bloom"]
+OTHERS = ["zamba2", "glm_moe_dsa"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sharing"),
+    [*by_turns(FAMILIES, [True, False]), *(pytest.param(f, True, marks=MATRIX) for f in OTHERS)],
+)
+def test_filler_touches_no_state_of_a_row(family, sharing):
+    with stable_topk():
+        logps, gradients = alone(build_family(family))
+        with remove_padding(model := build_family(family), prefix_sharing=sharing, packed_multiple_of=32) as handle:
+            got = batched(model, "left")
+            assert_close(got.detach(), logps, terms=64, depth=24)
+            assert_gradients_close(gradients_of(model, weighted(got)), gradients, terms=64, depth=48)
+        assert 0 < handle.stats.filler_tokens < 32
+
+
+def test_rows_have_the_smallest_of_several_lengths():
+    """Beyond the largest, a multiple of that; with the numbers of rows of any length."""
+    lengths, model, plain = [16, 64], build("qwen2"), build("qwen2")
+    with remove_padding(model, packed_multiple_of=lengths), entered_tokens(model) as entered:
+        for rows in (1, 2, 12):
+            ids = torch.tensor([[n, *ROWS[3][1:]] for n in range(1, rows + 1)])
+            got = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            want = plain(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            assert_close(got, want, terms=64, depth=24)
+    assert entered == [16, 64, -(-12 * COLUMNS // 64) * 64]
+
+
+def test_other_values_are_errors():
+    for value in (0, -64, 64.0, True, "64", [], [64, 0], [128, 64], [64, 64], [64, "128"]):
+        with pytest.raises(ValueError, match=r"`packed_multiple_of` is a number of tokens.* lengths in ascending"):
+            remove_padding(build("qwen2"), packed_multiple_of=value)
+
+
+def test_a_decoder_of_whole_rows_is_refused():
+    with pytest.raises(PaddingRemovalError, match="there is no packed row whose length could be a multiple"):
+        remove_padding(build_family("cpmant"), packed_multiple_of=64)
+
+
+def test_sharing_where_possible_warns_for_a_decoder_of_whole_rows(caplog):
+    with remove_padding(build_family("cpmant"), prefix_sharing="auto") as handle:
+        assert handle.prefix_sharing is False
+    assert caplog.text.count("prefix_sharing='auto': nothing is shared, since CpmAntModel") == 1
+    caplog.clear()
+    with remove_padding(build("qwen2"), prefix_sharing="auto"):
+        assert not caplog.text

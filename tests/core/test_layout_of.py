@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from kit.cells import by_turns
 from kit.tolerance import CONTROL, assert_close, rounding
+from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
-from zoo.models import batch, build
+from zoo.model_numbers import assert_same_numbers, gradients, padded_numbers, weighted_sum
+from zoo.models import SUPPORTED, batch, build, real_logps
 
-from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix import PaddingRemovalError, packed_layout, remove_padding
 from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache, on_host
 from trl_padfix.core.call.inputs import DecoderInputs
 from trl_padfix.core.call.layout_of import layout_of
@@ -33,14 +38,9 @@ def after_a_write(sharing: bool) -> float:
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing):
+def test_a_batch_that_was_written_to_unseen_is_another_batch(sharing, monkeypatch):
     assert after_a_write(sharing) <= 1
-
-
-@pytest.mark.parametrize("sharing", [False, True])
-def test_the_layout_of_the_batch_before_would_give_other_logits(sharing, monkeypatch):
-    """The negative control: a cache that does not compare values."""
-    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)
+    monkeypatch.setattr(TensorVersion, "matches", lambda self, other: self.tensor is other)  # values not compared
     assert after_a_write(sharing) > CONTROL
 
 
@@ -121,3 +121,116 @@ def test_embeddings_are_packed_and_not_shared():
             assert_close(found[mask.bool()], expected[mask.bool()], terms=64, depth=24)
     with pytest.raises(ValueError, match="True, False or 'auto', got 'never'"):
         remove_padding(model, prefix_sharing="never")
+
+
+# -- rows that arrive packed: each sequence by itself, under every backend
+
+
+def packed(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """The sequences of a padded batch as collators pack them: positions and bounds, no mask."""
+    keep = mask.bool()
+    bounds = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    call = {"input_ids": ids[keep][None], "position_ids": (mask.cumsum(1) - 1)[keep][None]}
+    sizes = {"max_length_q": int(mask.sum(1).max()), "max_length_k": int(mask.sum(1).max())}
+    number = mask.cumsum(1)[:, -1].repeat_interleave(mask.sum(1))
+    return call | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "seq_idx": number[None].int()} | sizes
+
+
+def without_bounds(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: call[name] for name in ("input_ids", "position_ids")}
+
+
+def numbers(model, call: dict[str, Any], ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probabilities of the real tokens of the padded batch, and gradients."""
+    model.zero_grad()
+    packed = model(**call, use_cache=False).logits
+    logits = torch.zeros(*ids.shape, packed.shape[-1]).masked_scatter(mask.bool()[..., None], packed)
+    logps = real_logps(logits, ids, mask)
+    weighted_sum(logps).backward()
+    return logps.detach(), gradients(model)
+
+
+def two_sequences(positions: torch.Tensor, **_: Any):
+    """A layout of the same row in which sequences see those before them."""
+    return packed_layout(positions, cu_seqlens=torch.tensor([0, 5, positions.shape[1]]))
+
+
+# -- the layout
+
+
+def test_a_sequence_begins_where_positions_do_not_go_on():
+    layout = packed_layout(torch.tensor([[0, 1, 2, 0, 1, 0], [5, 6, 0, 3, 4, 5]]))
+    assert layout.batch_shape == (2, 6)
+    assert layout.queries.lengths == layout.keys.lengths == layout.spans == (3, 2, 1, 2, 1, 3)
+    assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0, 0, 1, 0, 0, 1, 2]
+    assert layout.packed_index.tolist() == layout.real_index.tolist() == list(range(12))
+    assert layout.queries.cu_seqlens.tolist() == [0, 3, 5, 6, 8, 9, 12]
+    assert layout.source is None
+    assert not layout.is_trivial
+
+
+def test_bounds_say_more_than_positions():
+    positions = torch.arange(6)[None]
+    assert packed_layout(positions).is_trivial
+    assert packed_layout(torch.arange(4).expand(3, 4)).is_trivial
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (4, 2)
+    assert packed_layout(positions, cu_seqlens=torch.tensor([0, 2, 2, 6, 6])).queries.lengths == (2, 4)
+    # No sequence continues in the next row.
+    assert packed_layout(positions.view(2, 3), cu_seqlens=torch.tensor([0, 4, 6])).queries.lengths == (3, 1, 2)
+
+
+def test_bounds_that_do_not_ascend_over_the_whole_batch_are_an_error():
+    ascending = [[0, 4], [0, 4, 2, 6], [0, -2, 6], [0, 2, 9], [1, 6], [], [0, 1, 7, 6]]
+    for bounds in (*ascending, [0.0, 2.0, 6.0], [[0, 6]]):
+        with pytest.raises(ValueError, match=r"`cu_seqlens` of dtype .* ascend from 0 to 6"):
+            packed_layout(torch.arange(6)[None], cu_seqlens=torch.tensor(bounds))
+
+
+def test_sequences_of_a_packed_row_share_what_they_begin_with():
+    ids = torch.tensor([[1, 2, 3, 4, 1, 2, 5, 9, 1, 2]])
+    layout = packed_layout(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 0, 1]]), input_ids=ids)
+    assert ids[0, layout.packed_index].tolist() == [1, 2, 3, 4, 5, 9]
+    assert layout.queries.lengths == (2, 2, 1, 1)
+    assert layout.keys.lengths == (2, 4, 3, 1)
+    assert ids[0, layout.packed_index][layout.source].tolist() == ids[0].tolist()
+    # The same tokens at other positions are others.
+    assert packed_layout(torch.tensor([[0, 1, 5, 6]]), input_ids=torch.tensor([[1, 2, 1, 2]])).packed_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("positions", "ids"), [(torch.arange(4), None), (torch.arange(4)[None], torch.zeros(2, 2, dtype=torch.long))]
+)
+def test_other_shapes_are_errors(positions, ids):
+    with pytest.raises(ValueError, match=r"`\(B, L\)`"):
+        packed_layout(positions, input_ids=ids)
+
+
+# -- the same numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "sharing", "bounds"), by_turns(SUPPORTED[::5], [True, False], [True, False])
+)
+def test_a_packed_row_gives_the_numbers_of_its_sequences(name, implementation, bounds, sharing, monkeypatch):
+    with flash_attention_stand_in():
+        ids, mask = batch("mixed")
+        model = build(name, implementation, **{"output_router_logits": False} if name == "qwen3_moe" else {})
+        expected = padded_numbers(name, model, ids, mask)
+        call = packed(ids, mask)
+        with remove_padding(model, prefix_sharing=sharing) as handle:
+            got = numbers(model, call if bounds else without_bounds(call), ids, mask)
+        monkeypatch.setattr("trl_padfix.core.call.layout_of.packed_layout", two_sequences)
+        with remove_padding(model), pytest.raises(AssertionError, match="off by"):
+            assert_same_numbers(numbers(model, call, ids, mask), expected)
+    assert_same_numbers(got, expected)
+    assert handle.stats.padded_tokens == handle.stats.real_tokens == int(mask.sum())
+    assert (handle.stats.packed_tokens < handle.stats.real_tokens) is sharing
+
+
+def test_a_mask_beside_bounds_is_left_to_the_model():
+    ids, mask = batch("mixed")
+    call = packed(ids, mask)
+    call |= {"attention_mask": torch.ones_like(call["input_ids"])}
+    with remove_padding(build("qwen2")) as handle, torch.no_grad():
+        handle_layout = layout_of(DecoderInputs.read(call, handle), handle)
+    assert handle_layout is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 from typing import Any
 
 import pytest
@@ -44,7 +45,6 @@ from trl_padfix import (
 from trl_padfix.core.call import calls
 from trl_padfix.core.mixers import dry_run
 from trl_padfix.core.mixers.forks import NodeTree
-from trl_padfix.core.mixers.row_buckets import MAX_BUCKET_PADDING, RowBuckets, bucket_by_length
 
 
 KINDS = {
@@ -95,27 +95,6 @@ def assert_exact(logps, gradients, expected) -> None:
     assert_gradients_close(gradients, expected[1], terms=64, depth=48)
 
 
-# Rows
-
-
-def test_rows_of_similar_length_are_one_bucket():
-    assert bucket_by_length([16, 3, 18, 40, 17]) == [[1], [0, 4, 2], [3]]
-    for group in bucket_by_length(lengths := [5, 9, 10, 11, 30, 31, 80]):
-        members = [lengths[i] for i in group]
-        assert max(members) * len(members) <= MAX_BUCKET_PADDING * sum(members)
-
-
-def test_a_row_is_a_path_and_a_shared_token_is_taken_from_one_row():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    layout = prefix_sharing_layout(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]))
-    buckets = RowBuckets.of(layout, one_bucket=True)
-    assert [b.tolist() for b in buckets.tokens] == [[[0, 1, 2, 3], [0, 1, 4, 4]]]
-    assert [b.tolist() for b in buckets.overhang] == [[[0, 0, 0, 0], [0, 0, 0, 1]]]
-    assert buckets.packed_from_rows.tolist() == [0, 1, 2, 3, 6]
-    tokens = torch.arange(5.0).view(1, 5, 1)
-    assert torch.equal(buckets.scatter([buckets.gather(tokens, 0)]), tokens)
-
-
 # The tree
 
 
@@ -131,26 +110,20 @@ def summed(chunks, initial, with_states, cu_seqlens):
     return sums, sums[:, -1]
 
 
-def test_a_node_ends_where_rows_part():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [1, 6, 0, 0]])
-    layout = prefix_sharing_layout(ids, (ids > 0).long())  # packed: 1 2 3 4 | 5 | 6
-    tree = NodeTree(layout)
-    assert [[block.tokens.tolist() for block in level] for level in tree.padded.levels] == [
-        [[[0]]],
-        [[[1], [5]]],
-        [[[4]], [[2, 3]]],
-    ]
-    levels = [level for (level,) in tree.varlen.levels]
-    assert [level.tokens.tolist() for level in levels] == [[[0]], [[1, 5]], [[4, 2, 3]]]
-    assert [None if (p := level.parents) is None else p.tolist() for level in levels] == [None, [0, 0], [1, 1]]
-    assert [level.cu_seqlens.tolist() for level in levels] == [[0, 1], [0, 1, 2], [0, 1, 3]]
-
-
-def test_the_left_context_of_a_segment_is_on_its_path():
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])
-    index, segment_index, _ = NodeTree(prefix_sharing_layout(ids, (ids > 0).long())).with_left_context(2)
-    assert index.tolist() == [5, 5, 0, 1, 2, 3, 0, 1, 4]
-    assert segment_index.tolist() == [2, 3, 4, 5, 8]
+@pytest.mark.parametrize("seed", range(3))
+def test_each_token_of_a_tree_is_computed_once(seed):
+    chance = random.Random(seed)
+    rows = [[chance.randint(1, 2) for _ in range(chance.randint(4, 12))] for _ in range(12)]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    layout = prefix_sharing_layout(ids, (ids > 0).long())
+    x = torch.randn(1, layout.packed_tokens, 1, generator=torch.Generator().manual_seed(seed))
+    x.requires_grad_()
+    mask, weights = layout.dense_mask().float(), torch.linspace(-1, 1, layout.packed_tokens)[:, None]
+    for is_varlen in (False, True):
+        found = NodeTree(layout).scan(summed, [x], is_varlen=is_varlen)[0]
+        assert_close(found, mask @ x[0], terms=12)
+        assert_close(torch.autograd.grad(found, x, weights)[0][0], mask.T @ weights, terms=12)
+        assert largest(found, mask.tril(-1) @ x[0]) > 1e-2  # the control: each token without itself
 
 
 # Whole models

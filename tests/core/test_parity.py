@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from kit.cells import by_turns
-from kit.processes import logged
+from kit.cells import by_turns, slow_but
 from kit.tolerance import tolerance
-from simulated_gpu.flash_stand_in import flash_attention_stand_in
-from zoo import families
+from simulated_gpu.simulated_cuda import to_simulated
+from zoo import families, gpu_models
 from zoo.model_numbers import merge_segments
 from zoo.models import SUPPORTED, build, inputs
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
 import trl_padfix.core.call.layout_of
+import trl_padfix.core.parity.check as parity
 from trl_padfix import (
     PaddingRemovalError,
     ParityError,
@@ -28,10 +27,7 @@ from trl_padfix import (
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _flash_attention():
-    with flash_attention_stand_in():
-        yield
+pytestmark = pytest.mark.usefixtures("flash")
 
 
 # -- what is right passes
@@ -76,51 +72,6 @@ def test_masked_tokens_that_a_packed_forward_cannot_serve_are_left_out(family, m
     assert report.compared > 0
     leaking_layouts(monkeypatch)
     assert not check_parity(model, call, prefix_sharing=True).ok
-
-
-def test_a_check_changes_no_call_of_another_thread():
-    """A check is strict and counts its own forwards: this holds for its thread alone."""
-    model, inside, done = build("qwen2"), threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            done.wait(30)
-
-    with remove_padding(model) as handle:
-        model.model.layers[0].mlp.register_forward_pre_hook(wait)
-        handle.accept_hooks()
-        check = threading.Thread(target=lambda: check_parity(model, inputs()))
-        check.start()
-        assert inside.wait(30)
-        model(**inputs())
-        model(**inputs(), output_attentions=True)  # within the check this would be an error
-        done.set()
-        check.join()
-    assert (handle.stats.forwards, handle.stats.padded_forwards) == (1, 1)
-
-
-def test_modes_and_stats_come_back_after_an_exception():
-    model = build("qwen2").train()
-
-    def fail(*_: Any) -> None:
-        raise ValueError("layer")
-
-    with remove_padding(model) as handle:
-        model.model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="layer"):
-            check_parity(model, inputs())
-        assert handle.enabled
-        assert handle.stats.padded_tokens == 0
-    assert all(module.training for module in model.modules())
-
-
-@pytest.mark.matrix
-@pytest.mark.slow
-def test_after_a_check_fsdp_computes_with_the_weights_of_its_step(tmp_path):
-    found = logged("multi_gpu", tmp_path, "kit.sharded_parity")
-    assert found["checked"] == found["unchecked"]
-    assert abs(found["stale"][1] - found["unchecked"][1]) > 0.1
 
 
 # -- what is wrong fails
@@ -279,3 +230,56 @@ def test_the_precision_may_be_given():
     assert result.dtype == torch.float16
     assert result.rounding < 1e-5  # the model computes in float32 all the same
     assert result.mean_tolerance == torch.finfo(torch.float16).eps / 2
+
+
+# -- the parity check in half precision: its limit is measured, and one foreign token is beyond it
+
+
+@pytest.mark.parametrize(
+    ("initializer", "layers", "precision"),
+    slow_but(
+        [(0.08, 2, "autocast")],
+        [(0.02, 2, "bf16"), (0.08, 2, "autocast"), (0.2, 4, "fp16"), (0.02, 24, "bf16"), (0.08, 24, "autocast")],
+    ),
+)
+def test_half_precision_tells_one_foreign_token_from_rounding(gpu, initializer, layers, precision, monkeypatch):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}[precision]
+    model = gpu_models.build(layers, dtype, initializer_range=initializer, vocab_size=1024, hidden_size=128)
+    ids, mask = (to_simulated(x) for x in gpu_models.pairs(6, columns=120, common=60))
+
+    def check(sharing: bool = False):
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "autocast"):
+            batch = {"input_ids": ids, "attention_mask": mask}
+            return check_parity(to_simulated(model), batch, prefix_sharing=sharing)
+
+    for sharing in (False, True):
+        right = check(sharing)
+        assert right.ok, right
+        assert right.mean <= 1.3 * right.rounding  # far below the limit of 3 times
+        assert f"where two padded forwards differ by {right.rounding:.2e}" in str(right)
+    assert len(gpu.varlen) == 2 * layers
+    right_layout = trl_padfix.core.call.layout_of.padding_free_layout
+    monkeypatch.setattr(
+        trl_padfix.core.call.layout_of,
+        "padding_free_layout",
+        lambda mask: gpu_models.second_row_sees_the_first(right_layout(mask)),
+    )
+    wrong = check()
+    assert not wrong.ok, wrong
+    assert min(wrong.mean / right.mean, wrong.maximum / right.maximum) > 4
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
+def test_tf32_is_read_however_it_was_set(gpu, setting, dtype, monkeypatch):
+    batch = dict(zip(("input_ids", "attention_mask"), map(to_simulated, gpu_models.pairs(4)), strict=True))
+    model, before = to_simulated(gpu_models.build()), torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = setting  # what `tf32=True` sets; `allow_tf32` cannot be read from then on
+        report = check_parity(model, batch)
+        if setting == "tf32":
+            monkeypatch.setattr(parity, "multiplies_in_tf32", lambda: torch.backends.cuda.matmul.allow_tf32)
+            with pytest.raises(RuntimeError):
+                check_parity(model, batch)
+    finally:
+        torch.backends.fp32_precision = before
+    assert (report.dtype, report.ok) == (dtype, True)

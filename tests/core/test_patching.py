@@ -48,25 +48,6 @@ KINDS = {
 }
 
 
-def test_a_classifier_scores_the_last_token_as_asked_for():
-    """Rows that end in the pad token; each row alone, by the last token of its mask."""
-    ids = IDS.clone()
-    ids[torch.arange(len(ids)), MASK.sum(1) - 1] = PAD
-    model = build("qwen2", **KINDS["classifier"])
-    prepared = prepare(copy.deepcopy(model).model, "bf16")
-    alone = [
-        prepared(input_ids=row[keep.bool()][None]).last_hidden_state[0, -1]
-        for row, keep in zip(ids, MASK, strict=True)
-    ]
-    want = model.score(torch.stack(alone).float())
-    padded = call(prepare(copy.deepcopy(model), "bf16"), input_ids=ids)
-    remove_padding(model, pool_last_token=True)
-    found = call(prepare(model, "bf16"), input_ids=ids)
-    limit = torch.finfo(torch.bfloat16).eps * 8 * want.abs().max()
-    assert (found - want).abs().max() <= limit
-    assert (padded - want).abs().max() > 10 * limit
-
-
 @pytest.mark.parametrize(("kind", "precision"), [("causal", "bf16"), ("decoder", "no")])
 def test_a_copy_of_a_prepared_model_packs_with_its_own_weights(kind, precision):
     model = build("qwen2", **KINDS[kind])

@@ -62,7 +62,7 @@ def test_positions_that_go_on_give_other_numbers(monkeypatch):
     assert (packed - broken)[MASK.bool()].abs().max() > 0.01
 
 
-def test_where_the_mask_is_summed_up_a_hole_does_not_count():
+def test_where_the_mask_is_summed_up_a_hole_does_not_count(monkeypatch):
     model = build("opt")
     ids, mask = batch("holes")
     ids = ids.clamp(max=model.config.vocab_size - 1)
@@ -70,18 +70,11 @@ def test_where_the_mask_is_summed_up_a_hole_does_not_count():
         expected = model(ids, attention_mask=mask, use_cache=False).logits
         with remove_padding(model, prefix_sharing=True) as handle:
             found = model(ids, attention_mask=mask).logits
-            report = check_parity(model, {"input_ids": ids, "attention_mask": mask})
+            assert check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
     assert_close(found[mask.bool()], expected[mask.bool()], terms=64, depth=16)
-    assert report.ok
     assert handle.stats.packed_tokens < mask.numel()
-
-
-def test_columns_for_real_tokens_are_found_wrong_by_the_parity_check(monkeypatch):
-    model = build("opt")
-    ids, mask = batch("holes")
-    given = {"input_ids": ids.clamp(max=model.config.vocab_size - 1), "attention_mask": mask}
-    monkeypatch.setattr("trl_padfix.core.model.positions._ranks", lambda layout: layout.positions)
-    assert not check_parity(model, given).ok
+    monkeypatch.setattr("trl_padfix.core.model.positions._ranks", lambda layout: layout.positions)  # columns
+    assert not check_parity(model, {"input_ids": ids, "attention_mask": mask}).ok
 
 
 ROPES = {
@@ -97,17 +90,13 @@ ROPES = {
 }
 
 
-def with_rope(kind: str, family: str = "qwen2"):
-    return tiny(family, rope_parameters=ROPES[kind], max_position_embeddings=16, head_dim=8)
-
-
 @pytest.mark.parametrize(
     ("kind", "sharing", "given"), [("dynamic", True, False), ("dynamic", False, True), ("longrope", True, True)]
 )
-def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given):
+def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given, monkeypatch):
     ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))  # 24 columns, rows of at most 14
     positions = {"position_ids": torch.arange(24).expand_as(ids)} if given else {}
-    model = with_rope(kind).train()
+    model = tiny("qwen2", rope_parameters=ROPES[kind], max_position_embeddings=16, head_dim=8).train()
     expected = model(ids, attention_mask=mask, use_cache=False, **positions).logits[mask.bool()]
     expected.square().mean().backward()
     expected_gradients = gradients(model)
@@ -118,15 +107,9 @@ def test_rope_that_depends_on_the_length_sees_the_padding(kind, sharing, given):
     assert handle.stats.packed_tokens < mask.numel()
     assert_close(found.detach(), expected.detach(), terms=64, depth=24)
     assert_gradients_close(gradients(model), expected_gradients, terms=64, depth=48)
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_rope_of_the_packed_row_alone_is_found_wrong(kind, monkeypatch):
-    ids, mask = (torch.nn.functional.pad(x, (0, 10)) for x in batch("right"))
-    model = with_rope(kind)
-    monkeypatch.setattr("trl_padfix.core.anatomy.length_dependent_ropes", lambda decoder: {})
-    with torch.no_grad():
-        expected = model(ids, attention_mask=mask, use_cache=False).logits
-        with remove_padding(model):
-            found = model(ids, attention_mask=mask).logits
-    assert (found - expected)[mask.bool()].abs().max() > 0.01
+    monkeypatch.setattr(
+        "trl_padfix.core.anatomy.length_dependent_ropes", lambda decoder: {}
+    )  # of the packed row alone
+    with torch.no_grad(), remove_padding(model):
+        wrong = model(ids, attention_mask=mask, **positions).logits[mask.bool()]
+    assert (wrong - expected).abs().max() > 0.01

@@ -15,7 +15,6 @@ from kit.cells import by_turns, slow_but
 from kit.observe import each_row_alone, entered_tokens
 from kit.tolerance import assert_close, tolerance
 from packaging.version import Version
-from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zoo.families import families
@@ -25,15 +24,9 @@ from zoo.stack_models import CASES, ROWS, backward, build, logps, pad, relative_
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 
 
-pytestmark = pytest.mark.stacks
+pytestmark = [pytest.mark.stacks, pytest.mark.usefixtures("flash")]
 
 REAL, DISTINCT = 29, 20  # tokens of `ROWS`
-
-
-@pytest.fixture(autouse=True, scope="module")
-def flash():
-    with flash_attention_stand_in():
-        yield
 
 
 def scores_of(model):

@@ -130,10 +130,3 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu):
         found = raised(error, autocast)
         assert type(found) is expected
         assert expected is not PaddingRemovalError or "bfloat16" in str(found)  # the remedy
-
-
-def test_an_error_under_autocast_that_is_renamed_is_noticed(gpu, monkeypatch):
-    error = RuntimeError("an illegal memory access")
-    # As it was: asked of the dtype of the states, which autocast has not reached yet.
-    monkeypatch.setattr(kernels, "in_attention_dtype", lambda *states: list(states))
-    assert type(raised(error, autocast=True)) is PaddingRemovalError

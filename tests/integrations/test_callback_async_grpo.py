@@ -14,7 +14,7 @@ from kit.trainer_runs import SETTINGS, build_tokenizer
 from packaging.version import Version
 from zoo.models import build
 
-from trl_padfix import PaddingRemovalCallback, remove_padding
+from trl_padfix import PaddingRemovalCallback
 
 
 if not Version("1.16") <= Version(trl.__version__) < Version("1.18"):
@@ -70,27 +70,18 @@ def flat(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("way", ["remove_padding", "callback"])
-def test_trls_trees_train_as_each_sample_alone(way, tmp_path, monkeypatch):
+def test_trls_trees_train_as_each_sample_alone(tmp_path, monkeypatch):
     # On a CPU TRL's `__init__` stops at the name of the GPU, which it reads for a metric of utilization.
     monkeypatch.setattr("trl.experimental.async_grpo.async_grpo_trainer.get_peak_flops_per_device", lambda *args: None)
     model = build("qwen2")
     model.save_pretrained(tmp_path / "policy")
     steps = [build_samples(generations=ROWS // 2, seed=step) for step in range(STEPS + 1)]  # TRL fetches one ahead
     samples = sampled_by(model, [sample for step in steps for sample in step])
-    arguments = {"prefix_sharing": True, "attn_implementation": "sdpa"}
-    if way == "callback":
-        callback = PaddingRemovalCallback(**arguments)
-        trainer = make(str(tmp_path / "policy"), tmp_path / "run", samples, callbacks=[callback])
-        trainer.train()
-        stats = callback.stats
-        assert callback.reports[0].compared
-    else:
-        trainer = make(str(tmp_path / "policy"), tmp_path / "run", samples)
-        with remove_padding(trainer.model, **arguments) as handle:
-            trainer.train()
-            stats = handle.stats
-    assert stats.packed_tokens == sum(map(distinct_tokens, steps[:STEPS]))
+    callback = PaddingRemovalCallback(prefix_sharing=True, attn_implementation="sdpa")
+    trainer = make(str(tmp_path / "policy"), tmp_path / "run", samples, callbacks=[callback])
+    trainer.train()
+    assert callback.reports[0].compared
+    assert callback.stats.packed_tokens == sum(map(distinct_tokens, steps[:STEPS]))
     assert trainer.model.config._attn_implementation == TREE_ATTENTION  # as TRL has loaded it
 
     alone = train_rows_alone(samples)

@@ -86,24 +86,6 @@ def test_the_callback_and_the_trainer_compare_log_and_train_the_same(way, name, 
     train_beside_plain(way, make, monkeypatch)
 
 
-def test_batches_that_sentence_transformers_unpads_share_prefixes(tmp_path):
-    """With FlashAttention a batch comes as one row; without a GPU its collator is set by hand."""
-    from transformers import DataCollatorWithFlattening
-
-    model = build_embedder(tmp_path, "mean").eval()
-    texts = rows_of(model)
-    theirs = model.encode(texts, convert_to_tensor=True)
-    first = model[0]
-    first.data_collator = DataCollatorWithFlattening(
-        return_seq_idx=True, return_flash_attn_kwargs=True, return_position_ids=True
-    )
-    first.can_flatten_inputs, first._flatten_position_offset = True, 0
-    with remove_padding(model, prefix_sharing=True) as handle:
-        ours = model.encode(texts, convert_to_tensor=True)
-    assert_close(ours, theirs, **DEPTH)
-    assert handle.stats.packed_tokens < handle.stats.real_tokens == handle.stats.padded_tokens
-
-
 class Pooled(torch.nn.Module):
     """A mean over real tokens, to which a subclass adds what it reads of padding."""
 

@@ -1,4 +1,4 @@
-"""Every loss and set-up of DPO, each a configuration and what else its trainer is given."""
+"""Every set-up of DPO, each a configuration and what else its trainer is given."""
 
 from __future__ import annotations
 
@@ -47,12 +47,6 @@ def both(architecture: str) -> Any:
     return lambda: {"model": models.build(architecture), "ref_model": models.build(architecture, seed=1)}
 
 
-OBJECTIVES = {
-    "ipo": ({"loss_type": ["ipo"]}, dict),
-    "sft+sigmoid": ({"loss_type": ["sft", "sigmoid"], "loss_weights": [0.3, 1.0]}, dict),
-    "aot": ({"loss_type": ["aot"]}, dict),
-    "ld_alpha": ({"ld_alpha": 0.4}, dict),
-}
 SET_UPS = {
     "checkpointing": ({"gradient_checkpointing": True}, dict),
     "reentrant checkpointing": (
@@ -65,7 +59,6 @@ SET_UPS = {
         dict,
     ),
     "precomputed reference, ld_alpha": ({"precompute_ref_log_probs": True, "ld_alpha": 0.4}, dict),
-    "lora": ({}, adapted),
     "lora, checkpointing": ({"gradient_checkpointing": True}, adapted),
     "lora, precomputed reference": ({"precompute_ref_log_probs": True}, adapted),
     "an adapter trained before": ({}, adapted_before),
@@ -79,4 +72,4 @@ SET_UPS = {
 }
 CASES = {"plain": ({"max_steps": STEPS}, dict), "short": ({}, dict)}
 CASES |= {"a last batch of one pair": ({}, lambda: {"train_dataset": build_pairs(9)})}
-CASES |= OBJECTIVES | SET_UPS
+CASES |= SET_UPS

@@ -232,7 +232,6 @@ SCATTERED = FOUR | {"per_device_train_batch_size": 4, "gradient_accumulation_ste
 SAMPLED = {
     "plain": ({}, dict),
     "accumulation": (SCATTERED, dict),
-    "two iterations": (SCATTERED | {"num_iterations": 2}, dict),
     "checkpointing": (FOUR | {"gradient_checkpointing": True}, dict),
     "lora": (FOUR, lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),
 }
@@ -253,9 +252,6 @@ GRPO = SAMPLED | {
     "quantiles by micro-batch": (SCATTERED | {"top_entropy_quantile": 0.5}, dict),
     "entropy bonus by micro-batch": (SCATTERED | {"entropy_coef": 0.1}, dict),
 }
-DISTILLATION = {name: SAMPLED[name] for name in ("plain", "accumulation", "checkpointing", "lora")} | {
-    "forward divergence, colder": (FOUR | {"beta": 0.0, "temperature": 0.7, "pad_to_multiple_of": 8}, dict),
-}
 ONLINE_METRICS = ("reward", "reward_std", "kl", "entropy", "completions/mean_length", "num_tokens")
 METHODS = {
     method.name: method
@@ -275,7 +271,7 @@ METHODS = {
             dpo_cases.CASES,
             settings=SETTINGS | BATCHES | {"max_length": 26},
             uncounted=(
-                *("checkpointing", "reentrant checkpointing", "lora", "lora, checkpointing"),
+                *("checkpointing", "reentrant checkpointing", "lora, checkpointing"),
                 *("lora, precomputed reference", "an adapter trained before"),
             ),
         ),
@@ -308,7 +304,7 @@ METHODS = {
         Method(
             "Distillation",
             ("entropy", "completions/mean_length", "num_tokens"),
-            DISTILLATION,
+            SAMPLED,
             settings=without_groups(ONLINE_SETTINGS),
             side=False,
             uncounted=("checkpointing", "lora"),

@@ -1,4 +1,4 @@
-"""Every objective and set-up of SFT, each a configuration and what else its trainer is given."""
+"""Every set-up of SFT, each a configuration and what else its trainer is given."""
 
 import torch
 import trl
@@ -22,18 +22,14 @@ def half_the_loss(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum") / (2 * count)
 
 
-OBJECTIVES = {
-    "texts": ({}, rows_of("texts")),
-    "dft": ({"loss_type": "dft"}, dict),
-}
 SET_UPS = {
+    "texts": ({}, rows_of("texts")),
     "accumulation": ({"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}, dict),
     "checkpointing": ({"gradient_checkpointing": True}, dict),
     "short rows, padded to multiples of 8": ({"max_length": 12, "pad_to_multiple_of": 8}, dict),
     "keep_end": ({"max_length": 12, "truncation_mode": "keep_end"}, rows_of("texts")),
     "label smoothing": ({"label_smoothing_factor": 0.1, "loss_type": "nll"}, dict),
     "a loss of one's own": ({"loss_type": "nll"}, lambda: {"compute_loss_func": half_the_loss}),
-    "lora": ({}, lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)}),
     "lora, checkpointing": (
         {"gradient_checkpointing": True},
         lambda: {"peft_config": lora(task_type=TaskType.CAUSAL_LM)},
@@ -55,11 +51,11 @@ SPLIT = {
     ),
 }
 """For processes that compute a row together."""
-CASES |= OBJECTIVES | SET_UPS | SPLIT
+CASES |= SET_UPS | SPLIT
 
 
-def packing(strategy: str = "bfd") -> dict:
-    return {"packing": True, "packing_strategy": strategy, "max_length": 48, "per_device_train_batch_size": 2}
+def packing() -> dict:
+    return {"packing": True, "packing_strategy": "bfd", "max_length": 48, "per_device_train_batch_size": 2}
 
 
 def evaluated(trainer) -> dict[str, float]:

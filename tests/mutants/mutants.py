@@ -45,7 +45,7 @@ MUTANTS = [
         "begins[:, 0] = True",
         "begins[0, 0] = True",
         "a packed sequence continues in the next row",
-        ("core/test_layout_of_packed_rows.py",),
+        ("core/test_layout_of.py",),
     ),
     Mutant(
         "core/layout/build.py",
@@ -66,7 +66,7 @@ MUTANTS = [
         "common_bytes(before, row) // width for",
         "-(-common_bytes(before, row) // width) for",
         "a token of which some bytes are equal counts as shared",
-        ("core/test_prefix_tree.py", "core/test_layout.py"),
+        ("core/test_layout.py",),
     ),
     Mutant(
         "core/layout/prefix_tree.py",
@@ -87,7 +87,7 @@ MUTANTS = [
         ") == self.batch_shape[0]",
         ") >= self.batch_shape[0]",
         "a packed batch without padding is taken for whole rows, which leak",
-        ("core/test_layout_of_packed_rows.py",),
+        ("core/test_layout_of.py",),
     ),
     Mutant(
         "core/layout/layout.py",
@@ -301,14 +301,14 @@ MUTANTS = [
         "(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
         "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
         "rows that are padded left are numbered from their first column",
-        ("trainers/test_base_late_hooks.py",),
+        ("trainers/test_user_code.py",),
     ),
     Mutant(
         "core/patches/towers.py",
         "(first == second).all()",
         "(first == second).any()",
         "two different halves of images are computed once",
-        ("core/test_towers.py",),
+        ("core/test_vision.py",),
     ),
     # -- context parallelism
     Mutant(
@@ -402,7 +402,7 @@ MUTANTS = [
         '"labels": -100}',
         '"labels": 0}',
         "the pad token of an empty row has a label",
-        ("trainers/test_collators.py", "trainers/test_row_checks_weights.py"),
+        ("trainers/test_collators.py",),
     ),
     # -- metrics
     Mutant(
@@ -439,14 +439,14 @@ MUTANTS = [
         'else mask * batch["tool_mask"]).sum()',
         "else mask).sum()",
         "answers of tools count as trained tokens",
-        ("trainers/test_grpo.py",),
+        ("trainers/test_methods.py",),
     ),
     Mutant(
         "trainers/methods/online.py",
         "entries[i] for i in order.tolist()",
         "entries[i] for i in range(len(order))",
         "lists of a batch stay where they were when its rows are grouped",
-        ("trainers/test_grpo.py",),
+        ("trainers/test_methods.py",),
     ),
     # -- parts of a trainer
     Mutant(
@@ -454,7 +454,7 @@ MUTANTS = [
         'self.trainer.data_collator.padding_side == "left"',
         'self.trainer.data_collator.padding_side == "right"',
         "rows that a trainer pads left are numbered from their padding in calls that are computed padded",
-        ("trainers/test_base_late_hooks.py",),
+        ("trainers/test_user_code.py",),
     ),
     Mutant(
         "trainers/parts/context_parallel.py",

@@ -7,9 +7,6 @@ not a view. A synchronisation is an operation for whose result the host waits: r
 output has a shape that depends on values, or a copy between host and device that may not overlap.
 
 Autograd and autocast are those of the CPU: `torch.autocast("cuda")` is led to the CPU's.
-
-With `shapes_only` numbers with a fraction are not computed: steps of large models are counted in seconds. What is read
-of them is zero, and what was compared is true; ids, masks and layouts are what they are.
 """
 
 from __future__ import annotations
@@ -63,7 +60,6 @@ class Counts:
     kernels: Counter = field(default_factory=Counter)
     synchronisations: Counter = field(default_factory=Counter)
     varlen: list[tuple] = field(default_factory=list)
-    shapes_only: bool = False
 
     @property
     def launches(self) -> int:
@@ -125,11 +121,11 @@ class SimulatedTensor(torch.Tensor):
 
     def cpu(self, *args: Any) -> torch.Tensor:
         _counts[-1].wait("cpu()")
-        return _numbers(self.detach().held).clone()
+        return self.detach().held.clone()
 
     def tolist(self) -> Any:
         _counts[-1].wait("tolist()")
-        return _numbers(self.held).tolist()
+        return self.held.tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -160,18 +156,6 @@ class SimulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return _run(func, args, kwargs or {})
-
-
-def _numbers(held: torch.Tensor) -> torch.Tensor:
-    """Values of a tensor for the host; a tensor without numbers reads as ones (booleans) or zeros."""
-    if not held.is_meta:
-        return held
-    return torch.full(held.shape, held.dtype == torch.bool, dtype=held.dtype, device="cpu")
-
-
-def _shapes(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without its numbers, if these may have a fraction and only shapes count."""
-    return x.to("meta") if _counts and _counts[-1].shapes_only and x.is_floating_point() else x
 
 
 class _Device(TorchDispatchMode):
@@ -209,7 +193,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     in_place = func._schema.name.endswith("_") and not name.startswith("_")
     if in_place and isinstance(args[0], SimulatedTensor):
         return args[0]
-    return _mapped(lambda x: SimulatedTensor(_shapes(x)) if type(x) is torch.Tensor else x, output)
+    return _mapped(lambda x: SimulatedTensor(x) if type(x) is torch.Tensor else x, output)
 
 
 def _mapped(function: Any, value: Any) -> Any:
@@ -219,16 +203,9 @@ def _mapped(function: Any, value: Any) -> Any:
     return {k: _mapped(function, v) for k, v in value.items()} if type(value) is dict else function(value)
 
 
-def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    _mapped(found.append, value)
-    return found
-
-
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "is_pinned":
         return False
-    without_numbers = any(isinstance(x, torch.Tensor) and x.is_meta for x in _leaves((args, kwargs)))
     if name == "_varlen_attn":
         query, key, value, cu_q, cu_k, max_q, max_k = args[:7]
         scale, window = (args[8] if len(args) > 8 else None), tuple(args[9])
@@ -239,36 +216,16 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         assert max_q >= cu_q.diff().max()
         assert max_k >= cu_k.diff().max()
         _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), window))
-        sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
-        attended = (torch.empty_like(query), sums)
-        if not without_numbers:
-            attended = varlen_reference.attend(query, key, value, cu_q, cu_k, scale, window)
+        attended = varlen_reference.attend(query, key, value, cu_q, cu_k, scale, window)
         return *attended, torch.zeros(2, dtype=torch.uint64)
     if name == "_varlen_attn_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
-        if without_numbers:
-            return tuple(torch.empty_like(x) for x in (query, key, value))
         return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
-    if without_numbers:
-        if name == "_local_scalar_dense":
-            return _numbers(args[0]).item()
-        if name == "masked_select":
-            return args[0].new_empty(int(args[1].sum()))
-        if name in _INDEXING:  # by a mask: as many as it has
-            places = [
-                part
-                for index in args[1]
-                for part in (index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index])
-            ]
-            args = (args[0], places, *args[2:])
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("meta")
-        args, kwargs = _mapped(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, (args, kwargs))
     # Half precision in, float32 out: no kernel of the CPU.
     if func._overloadname in ("dtype", "dtype_out") and name != "view":
         *factors, dtype = args
         result = func._overloadpacket(*(x.to(dtype) for x in factors))
-        return result if "out" not in kwargs else kwargs["out"] if without_numbers else kwargs["out"].copy_(result)
+        return result if "out" not in kwargs else kwargs["out"].copy_(result)
     return func(*args, **kwargs)
 
 
@@ -292,14 +249,14 @@ def to_simulated(x: Any) -> Any:
             for name, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, SimulatedTensor):
                     if id(parameter) not in moved:
-                        data = SimulatedTensor(_shapes(parameter.detach()))
+                        data = SimulatedTensor(parameter.detach())
                         moved[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
                     module._parameters[name] = moved[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, SimulatedTensor):
-                    module._buffers[name] = SimulatedTensor(_shapes(buffer.detach()))
+                    module._buffers[name] = SimulatedTensor(buffer.detach())
         return x
-    return SimulatedTensor(_shapes(x.detach())).requires_grad_(x.requires_grad)
+    return SimulatedTensor(x.detach()).requires_grad_(x.requires_grad)
 
 
 class _Autocast(torch.autocast):
@@ -331,8 +288,6 @@ class _Kernel:
         def launch(*args: Any, **kwargs: Any) -> None:
             held = [x.held if isinstance(x, SimulatedTensor) else x for x in args]
             _counts[-1].kernels[self.name] += 1
-            if _counts[-1].shapes_only:
-                return
             with _disable_current_modes():
                 self.tile(*held, **kwargs)
 
@@ -358,9 +313,9 @@ def _of_cpu(function: Any) -> Any:
 
 
 @contextmanager
-def simulated_cuda(*, shapes_only: bool = False) -> Iterator[Counts]:
+def simulated_cuda() -> Iterator[Counts]:
     """Simulate a GPU until the block ends."""
-    counts, of_trl = Counts(shapes_only=shapes_only), [*_kernels_of_trl()]  # imported before there is a device
+    counts, of_trl = Counts(), [*_kernels_of_trl()]  # imported before there is a device
     _device_constructors()  # torch remembers the functions that it finds at first: not the stand-in for `torch.tensor`
     cuda = {
         "_lazy_init": lambda: None,

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import gpu_cells
 import gpu_report
 import pytest
 import torch
@@ -126,33 +125,6 @@ def test_a_second_run_keeps_results_and_runs_the_rest(tmp_path):
     assert second["cells"][0] == first["cells"][0]
     with pytest.raises(ValueError, match="has another data: None, and now it is other"):
         measure_gpu(path, plan, device="simulated", data="other")
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (torch.OutOfMemoryError("CUDA"), "not measured: out of memory"),
-        (gpu_cells.NotInstalledError("flash_attn is not installed"), "not measured: flash_attn is not installed"),
-        (gpu_report.WrongNumbersError("not the same"), "wrong: not the same"),
-        (KeyError("x"), "failed: KeyError: 'x'"),
-        (ValueError(), "failed: ValueError: no message"),
-    ],
-)
-def test_a_cell_without_a_result_says_why(error, status):
-    def run(seconds):
-        raise error
-
-    assert gpu_report._outcome(Cell("a cell", run, 1, "cpu"))["status"].startswith(status)
-
-
-def test_what_is_not_installed_is_said(monkeypatch):
-    monkeypatch.setattr(gpu_cells, "find_spec", lambda name: None)
-    monkeypatch.setenv("PATH", "")
-    plan = {cell.name: replace(cell, device="cpu") for cell in plan_of()}
-    for name in ("FlashAttention 2, heads of 64", "FlashAttention 3, heads of 64", "compute-sanitizer"):
-        assert gpu_report._outcome(plan[name])["status"].endswith("is not installed")
-    (lora,) = (cell for name, cell in plan.items() if name.startswith("DPO 7B LoRA 8 pairs"))
-    assert gpu_report._outcome(lora)["status"] == "not measured: peft is not installed"
 
 
 # -- the table

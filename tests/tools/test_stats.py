@@ -10,9 +10,10 @@ from kit.commands import trl_padfix_command
 from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix.tools.data import load_rows, texts_of
-from trl_padfix.tools.stats import batch_tokens, measure
+from trl_padfix.tools.stats import Lengths, batch_tokens, measure
 from trl_padfix.tools.tiny import train_tokenizer
 from trl_padfix.tools.token_rows import token_rows, trainer_of
+from trl_padfix.tools.verdict import advise
 
 
 WORDS = ["alpha", "beta", "gamma", "delta", "omega"]
@@ -152,3 +153,56 @@ def test_the_command_prints_counts_and_a_verdict(kind, more, first, tmp_path):
     assert first in result.output
     assert ("truncates" in result.output) == ("0" not in more)
     assert "Verdict:\nUse padding_free=True" in result.output
+
+
+# -- the verdict of `trl-padfix stats`: counts are those of layouts, and the advice follows the data
+
+
+def pairs(count, low, high, prompt=100):
+    """Pairs with a prompt of their own, of about `prompt` tokens."""
+    draw = random.Random(0)
+    ids = lambda length: [draw.randrange(10**6) for _ in range(length)]  # noqa: E731
+    return [
+        {
+            "prompt_ids": ids(prompt and draw.randint(prompt // 2, 2 * prompt)),
+            "chosen_ids": ids(draw.randint(low, high)),
+            "rejected_ids": ids(draw.randint(low, high)),
+        }
+        for _ in range(count)
+    ]
+
+
+def tree(trees, turns=4, system=200, turn=20):
+    """Rows of rollouts: each row goes on where the row before it ends, and all of a tree share a system prompt."""
+    draw = random.Random(0)
+    rows = []
+    for _ in range(trees):
+        begin = [draw.randrange(10**6) for _ in range(system)]
+        for _ in range(4):
+            row = list(begin)
+            for _ in range(turns):
+                row = row + [draw.randrange(10**6) for _ in range(turn)]
+                rows.append({"input_ids": row})
+    return rows
+
+
+KINDS = {  # whether to share, and whether to group
+    "pairs": (lambda: pairs(64, 5, 60), True, False),
+    "a tree of rows": (lambda: tree(16), True, True),
+    "equal lengths, nothing in common": (lambda: pairs(64, 30, 30, prompt=0), False, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_advice_follows_the_data(kind):
+    build, shares, groups = KINDS[kind]
+    found = advise(Lengths.of(build()), trainer="dpo", batch_size=8)
+    assert (found.shares, found.groups) == (shares, groups)
+    assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
+    assert found.real <= found.bucket_by_length <= found.padded
+    text = "\n".join(found.lines())
+    assert ('prefix_sharing="auto"' in text) is shares
+    assert ("group_by_prefix=True" in text) is groups
+    assert f"{found.by_tokens:.1f}x ({found.padded:,.0f} tokens" in text
+    if kind.startswith("equal"):
+        assert found.by_tokens == pytest.approx(1, abs=0.02)

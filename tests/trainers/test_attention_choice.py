@@ -23,14 +23,13 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2 import modeling_qwen2
-from trl.trainer.utils import create_model_from_path
 from zoo.vision_families import build_vision
 
 import trl_padfix
 from trl_padfix import DPOConfig
 from trl_padfix.core.attention.backends import Backend
 from trl_padfix.core.model.implementation import restore_attention, set_attention
-from trl_padfix.trainers.parts.attention_choice import _resolve, _workload
+from trl_padfix.trainers.parts.attention_choice import _workload
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -207,18 +206,6 @@ def test_the_parts_of_a_vision_model_are_switched_apart():
     assert parts.vision._attn_implementation == "eager"
     restore_attention(before)
     assert parts.text._attn_implementation == "sdpa"
-
-
-def test_the_parts_of_a_vision_model_are_loaded_as_they_are_named(tmp_path):
-    build_vision("qwen2_5_vl").model.save_pretrained(tmp_path)
-    parts = {"text_config": "eager", "vision_config": "sdpa"}
-    config = DPOConfig(attn_implementation=parts, output_dir=str(tmp_path / "run"), **ON_CPU)
-    resolved = _resolve(config.attn_implementation, _workload(str(tmp_path), config), "attn_implementation")
-    loaded = create_model_from_path(str(tmp_path), attn_implementation=resolved).config
-    assert {part: getattr(loaded, part)._attn_implementation for part in parts} == parts
-    asked = {"text_config": "auto", "vision_config": "eager"}
-    resolved = _resolve(asked, _workload(str(tmp_path), config), "attn_implementation")
-    assert resolved == {"text_config": "sdpa", "vision_config": "eager"}
 
 
 def test_what_runs_is_judged_in_the_precision_that_attention_is_computed_in(saved, tmp_path):

@@ -1,10 +1,15 @@
 """`padding_free_trainer`, or the callback: any trainer class, on batches and models of a user's own."""
 
+import inspect
 import pickle
+import pydoc
+import typing
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
+import trl
 from kit.cells import by_turns
 from kit.trainer_runs import (
     assert_same,
@@ -22,6 +27,7 @@ from zoo import models
 
 import trl_padfix
 from trl_padfix import ParityError, padding_free_trainer
+from trl_padfix.trainers.base import PaddingFreeMixin
 
 
 PAD = 39
@@ -231,3 +237,59 @@ def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(tmp_pat
     break_mode(monkeypatch, "prefix sharing")
     with pytest.raises(ParityError):  # in the second batch, the first one that is compared
         build(padding_free_trainer(Trainer, prefix_sharing=True)).train()
+
+
+# -- what our trainers override of TRL's can be called as TRL calls it
+
+ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
+TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
+
+
+def test_a_configuration_has_the_fields_of_trls_and_ours():
+    for name in TRAINERS:
+        config = name.replace("Trainer", "Config")
+        ours, theirs = getattr(trl_padfix, config), getattr(trl, config)
+        assert issubclass(ours, theirs)
+        defaults = [{f.name: f.default for f in fields(config)} for config in (ours, theirs)]
+        assert defaults[0].items() >= defaults[1].items()
+        for names in (
+            lambda c: {*inspect.signature(c.__init__).parameters},
+            lambda c: {*inspect.getfullargspec(c.__init__).args},
+        ):
+            assert names(theirs) | {"padding_free", "attn_implementation"} <= names(ours)
+
+
+def answers(function) -> dict:
+    """What a script can ask a function for its parameters."""
+    spec = inspect.getfullargspec(function)
+    arguments = [*spec.args, *filter(None, [spec.varargs, spec.varkw]), *spec.kwonlyargs]
+    return {
+        "signature": inspect.signature(function),
+        "getfullargspec": (arguments, spec.defaults, spec.kwonlydefaults, spec.annotations),
+    }
+
+
+def public(trl_class) -> list[str]:
+    return [
+        name
+        for name, value in inspect.getmembers(trl_class, inspect.isfunction)
+        # A method that TRL decorates answers for its decorator.
+        if (name == "__init__" or not name.startswith("_")) and not hasattr(value, "__wrapped__")
+    ]
+
+
+def test_every_introspection_answers_as_trls():
+    for name in TRAINERS:
+        ours, theirs = getattr(trl_padfix, name), getattr(trl, name)
+        assert inspect.signature(ours) == inspect.signature(theirs)
+        assert f" |  {name}(model: " in pydoc.render_doc(ours, renderer=pydoc.plaintext)
+        assert typing.get_type_hints(ours.__init__) == typing.get_type_hints(theirs.__init__)
+        assert {"__init__", "evaluate", "train", "log"} <= {*public(theirs)}
+        for method in public(theirs):
+            assert answers(getattr(ours, method)) == answers(getattr(theirs, method)), method
+        control = {
+            m
+            for m in public(theirs)
+            if answers(vars(PaddingFreeMixin).get(m, ours.__init__)) != answers(getattr(theirs, m))
+        }
+        assert {"__init__", "evaluate", "train", "log"} <= control  # as the mixin writes them

@@ -12,7 +12,7 @@ from kit.methods import DEFAULTS, make_trainer
 from kit.online_runs import save_policy
 from kit.rows import build_prompts, build_rows
 from kit.trainer_runs import SETTINGS, build_pairs, build_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorForSeq2Seq, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorForSeq2Seq
 
 import trl_padfix
 
@@ -147,9 +147,6 @@ def test_an_evaluation_without_rows_is_what_trl_returns(fields, tmp_path):
     assert found[0] == found[1]
 
 
-# -- side, callbacks, random numbers
-
-
 def test_states_that_run_over_padding_keep_the_side_of_trl(tmp_path):
     """A tokenizer that pads left, and a model that is not exact on that side: TRL pads right, and so do we."""
 
@@ -169,17 +166,3 @@ def test_states_that_run_over_padding_keep_the_side_of_trl(tmp_path):
     theirs = losses(trl)
     assert losses(trl_padfix) == theirs
     assert losses(trl_padfix, padding_side="left") != theirs
-
-
-def test_the_side_that_a_callback_sets_stays(tmp_path):
-    """Scripts set it in one event, and generate in another."""
-
-    class Left(TrainerCallback):
-        def on_train_begin(self, args, state, control, processing_class=None, **kwargs):
-            processing_class.padding_side = "left"
-
-    for library in (trl, trl_padfix):
-        trainer = make_trainer(library, "SFT", tmp_path, max_steps=1, callbacks=[Left()])
-        assert trainer.processing_class.padding_side == "right"
-        trainer.train()
-        assert trainer.processing_class.padding_side == "left"

@@ -7,23 +7,17 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.methods import make_trainer
 from kit.rows import build_rows
 from kit.trainer_runs import (
     assert_other,
     assert_same,
-    build_tokenizer,
-    make_plain_trainer,
     trained,
-    trajectory,
 )
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DataCollatorForLanguageModeling, Trainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 import trl_padfix
-from trl_padfix import PaddingRemovalCallback, padding_free_trainer
 
 
 PAD = 39
@@ -85,40 +79,3 @@ def test_figures_of_labels_behind_padding_are_trls(kind, collator, mode, config,
         drop_them_silently(monkeypatch)
         unchecked = given | {"parity_check": False}
         assert_other(trained(make_trainer(trl_padfix, kind, tmp_path, padding_free=True, **unchecked)), theirs)
-
-
-# -- first tokens of rows that are padded on the left
-
-
-def language_modeling(side: str) -> DataCollatorForLanguageModeling:
-    return DataCollatorForLanguageModeling(build_tokenizer(padding_side=side), mlm=False)
-
-
-def token_rows(count: int = 24):
-    tokenizer = build_tokenizer()
-    ids = [tokenizer(row["prompt"] + row["completion"])["input_ids"] for row in build_rows(count)]
-    return Dataset.from_list([{"input_ids": row} for row in ids])
-
-
-def plain(folder, side: str, trainer_class: type = Trainer, **given: Any) -> Trainer:
-    return make_plain_trainer(
-        folder, trainer_class, data_collator=language_modeling(side), train_dataset=token_rows(), **given
-    )
-
-
-@pytest.mark.parametrize("way", ["callback", "class"])
-def test_batches_with_labels_of_first_tokens_are_computed_padded(way, tmp_path):
-    given = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_dataset": token_rows(8)}
-    right = trained(plain(tmp_path / "right", "right", **given))
-    expected = trained(plain(tmp_path / "left", "left", **given))
-    if way == "callback":
-        trainer = plain(tmp_path / "ours", "left", callbacks=[callback := PaddingRemovalCallback()], **given)
-        trainer.train()  # a callback removes no padding after the training
-        got, expected, stats = trajectory(trainer), expected[:-1], callback.stats
-    else:
-        trainer = plain(tmp_path / "ours", "left", padding_free_trainer(Trainer, prefix_sharing=True), **given)
-        got, stats = trained(trainer), trainer.padding.stats
-    assert_same(got, expected)
-    with pytest.raises(AssertionError):  # the figures of right padding are others
-        assert_same(got, right[: len(got)])
-    assert stats.padded_forwards > 0 == stats.forwards

@@ -37,7 +37,7 @@ def run_python(code):
 
 def test_an_unknown_field_is_answered_with_the_one_of_today():
     for given, answer in {
-        "max_prompt_length": "`DPOConfig` has no field `max_prompt_length` (removed from TRL: `max_length` limits",
+        "max_prompt_length": "`DPOConfig` has no field `max_prompt_length` (removed from TRL: shorten the prompts",
         "evaluation_strategy": "`evaluation_strategy` (it is `eval_strategy` now)",
         "padding_fre": "`padding_fre` (did you mean `padding_free`?).",
         "nonsense": "has no field `nonsense`.",
@@ -58,14 +58,6 @@ def test_the_parity_check_may_leave_gradients_out(tmp_path):
     assert found == ["forward", True, False, True]
 
 
-def test_yaml_is_parsed_and_flags_go_before_it(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("padding_free: true\nprefix_sharing: true\npadding_side: left\nparity_check: false\nbeta: 0.2\n")
-    config = parse("--config", str(path), "--padding_side", "right")
-    assert (config.padding_free, config.prefix_sharing, config.parity_check) == (True, True, False)
-    assert (config.padding_side, config.beta) == ("right", 0.2)
-
-
 PARTS = {"text_config": "flash_attention_2", "vision_config": "sdpa"}
 
 
@@ -77,13 +69,6 @@ def test_attention_is_a_name_or_a_mapping_of_parts(given):
     for copied in (dataclasses.replace(config, beta=0.2), pickle.loads(pickle.dumps(config))):
         assert (copied.attn_implementation, copied.ref_attn_implementation) == (expected, expected)
     assert config.to_dict()["attn_implementation"] == expected
-
-
-def test_a_configuration_survives_to_dict():
-    given = {"padding_free": True, "prefix_sharing": True, "padding_side": "left", "parity_check": False}
-    saved = DPOConfig(**given, **ON_CPU).to_dict()
-    assert {name: saved[name] for name in given} == given
-    assert DPOConfig(**{name: saved[name] for name in [*given, *ON_CPU, "beta", "max_length"]}).to_dict() == saved
 
 
 SHARING = {"padding_free": True, "prefix_sharing": True}

@@ -32,7 +32,6 @@ from kit.trainer_runs import (
     break_mode,
     build_model,
     figures,
-    to_the_bit,
 )
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 
@@ -54,7 +53,7 @@ class Cell(NamedTuple):
         method (`str`): Which trainer.
         case (`str`): One of the cases of the method: data, loss, adapters, accumulation, checkpointing.
         mode (`str`): One of `MODES`.
-        side (`str`): Where rows are padded; if it is empty, nothing of ours is set but the mode.
+        side (`str`): Where rows are padded, if there is a collator.
         attention (`str`): What the policy runs with. TRL's run has SDPA.
         budget (`int`, *optional*): `max_tokens_per_batch`.
         multiple (`int`, *optional*): `packed_multiple_of`.
@@ -70,29 +69,19 @@ class Cell(NamedTuple):
 
 
 CELLS = [
-    Cell("SFT", "short", "padded"),
     Cell("SFT", "short rows, padded to multiples of 8", "padded", "left", "eager"),
-    Cell("SFT", "short", "padding-free", "right", FLASH, BUDGET),
     Cell("SFT", "texts", "prefix sharing", "left", "sdpa", BUDGET),
-    Cell("SFT", "dft", "prefix sharing", "left", FLASH),
     Cell("SFT", "accumulation", "prefix sharing", "right", FLASH, BUDGET),
     Cell("SFT", "checkpointing", "padding-free", "left", "sdpa", BUDGET),
     Cell("SFT", "lora, checkpointing", "prefix sharing", "right", "eager"),
-    Cell("SFT", "lora", "padding-free", "left", FLASH, BUDGET),
     Cell("SFT", "keep_end", "padding-free", "right"),
     Cell("SFT", "label smoothing", "prefix sharing", "left", "sdpa", BUDGET),
     Cell("SFT", "a loss of one's own", "padding-free", "left"),
     Cell("SFT", "a stream", "prefix sharing", "right"),
     Cell("SFT", "wrapped", "padding-free", "right"),
     Cell("SFT", "short", "padding-free", "left", multiple=32),
-    Cell("DPO", "short", "padded"),
     Cell("DPO", "short", "padded", "left", FLASH),
     Cell("DPO", "absolute positions", "padded", "left"),
-    Cell("DPO", "short", "padding-free", "right", "eager", BUDGET),
-    Cell("DPO", "ipo", "prefix sharing", "left", FLASH),
-    Cell("DPO", "sft+sigmoid", "padding-free", "left"),
-    Cell("DPO", "aot", "prefix sharing", "left", "sdpa", BUDGET),
-    Cell("DPO", "ld_alpha", "padding-free", "right", FLASH, BUDGET),
     Cell("DPO", "reentrant checkpointing", "padding-free", "left"),
     Cell("DPO", "checkpointing", "prefix sharing", "right", FLASH, BUDGET),
     Cell("DPO", "accumulation", "padding-free", "left", "eager", BUDGET),
@@ -103,35 +92,27 @@ CELLS = [
     Cell("DPO", "experts", "prefix sharing", "left"),
     Cell("DPO", "lora, checkpointing", "prefix sharing", "right", multiple=32),
     Cell("DPO", "answers that are equal, or begin alike", "prefix sharing", "right", "sdpa", BUDGET),
-    Cell("Reward", "plain", "padded"),
     Cell("Reward", "accumulation", "padding-free", "left", FLASH, BUDGET),
     Cell("Reward", "checkpointing", "prefix sharing", "right", "eager", BUDGET),
-    Cell("Reward", "lora", "padding-free", "left", "sdpa", BUDGET),
+    Cell("Reward", "lora", "padding-free", "left"),
     Cell("Reward", "margins", "prefix sharing", "right", FLASH, BUDGET, 20),
-    Cell("KTO", "plain", "padded"),
     Cell("KTO", "apo_zero_unpaired", "padding-free", "left", "eager", BUDGET),
     Cell("KTO", "accumulation", "prefix sharing", "left", "sdpa", BUDGET),
     Cell("KTO", "checkpointing", "padding-free", "right", FLASH),
     Cell("KTO", "precomputed reference", "prefix sharing", "right", "eager", BUDGET),
     Cell("KTO", "lora, accumulation", "prefix sharing", "left", FLASH),
-    Cell("GRPO", "plain", "padded"),
-    Cell("GRPO", "two iterations", "padding-free", "", "sdpa", BUDGET),
-    Cell("GRPO", "accumulation", "prefix sharing", "", "sdpa", BUDGET),
     Cell("GRPO", "checkpointing", "padding-free", "", "eager", BUDGET),
     Cell("GRPO", "lora", "prefix sharing", "", "sdpa", BUDGET),
     Cell("GRPO", "two generations of a step", "prefix sharing"),
     Cell("GRPO", "continuous batching", "padding-free"),
     Cell("GRPO", "generation without a cache", "prefix sharing"),
-    Cell("RLOO", "plain", "padded"),
     Cell("RLOO", "accumulation", "padding-free", "", "eager"),
     Cell("RLOO", "lora", "prefix sharing"),
     Cell("RLOO", "normalised advantages", "prefix sharing", "", "sdpa", BUDGET),
     Cell("RLOO", "checkpointing", "padding-free"),
-    Cell("Distillation", "plain", "padded"),
     Cell("Distillation", "checkpointing", "padding-free", "", "eager"),
     Cell("Distillation", "accumulation", "prefix sharing", "", "sdpa", BUDGET),
     Cell("Distillation", "lora", "padding-free"),
-    Cell("Distillation", "forward divergence, colder", "prefix sharing"),
 ]
 
 
@@ -222,8 +203,6 @@ def test_a_training_and_an_evaluation_are_trls(cell, makers, monkeypatch):
     handles = ours.trainer.padding.handles
     if cell.mode == "padded":
         assert not handles
-        if not cell.side:  # nothing of ours is set
-            assert to_the_bit(ours.logs) == to_the_bit(theirs.logs)
         for mode in PACKED:
             with pytest.raises(AssertionError):
                 assert_mode_ran(ours, mode)

@@ -113,27 +113,6 @@ def test_a_trainer_takes_its_model_over_again(first, second, tmp_path, caplog):
     assert "Nothing was packed" not in " ".join(our_warnings(caplog))
 
 
-@pytest.mark.parametrize("first", ["reads padding", "masks padding"])
-def test_each_model_of_model_init_gets_its_own_step_check(first, tmp_path):
-    """The loss changes between the trainings, as an error of one model shows in no check of another."""
-
-    class Squares(padding_free_trainer(Trainer)):
-        reads_padding = first == "reads padding"
-
-        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
-            logits = model(**inputs).logits
-            return logits.pow(2).mean() if self.reads_padding else (logits * inputs["attention_mask"][..., None]).sum()
-
-    trainer = make(tmp_path, Squares, remove_unused_columns=False, max_steps=2)
-    packs = []
-    for _ in range(2):
-        trainer.train()
-        packs.append(bool(trainer.padding.stats.forwards))
-        assert bool(trainer.padding.why_padded) is not packs[-1]
-        Squares.reads_padding = not Squares.reads_padding
-    assert packs == ([False, True] if first == "reads padding" else [True, False])
-
-
 def test_a_restored_trainer_splits_no_steps_and_has_its_own_training_step(tmp_path):
     class OfUser(trl_padfix.DPOTrainer):
         def training_step(self, *args, **kwargs):

@@ -8,7 +8,7 @@ from kit.methods import make_trainer
 from kit.trainer_runs import build_tokenizer
 
 import trl_padfix
-from trl_padfix.trainers.data.columns import ids_outside
+from trl_padfix.trainers.data.columns import ids_outside, lists, rows_of_only
 from trl_padfix.trainers.data.row_checks import validate_rows
 
 
@@ -75,3 +75,17 @@ def test_ids_are_looked_at_as_in_a_loop(rows):
     for ignored in ((), (-100,)):
         found = [(i, x) for i, row in enumerate(rows) for x in row if not 0 <= x < 40 and x not in ignored]
         assert ids_outside(dataset, "a", 40, ignored) == (found[0] if found else None)
+
+
+@given(st.lists(st.lists(st.integers(-1, 1), max_size=3), min_size=1, max_size=12), st.booleans())
+def test_lists_are_read_as_in_a_loop(rows, shuffled):
+    dataset = Dataset.from_list([{"a": row} for row in rows], features=Features({"a": List(Value("int32"))}))
+    if shuffled:
+        rows, dataset = rows[::-1], dataset.select(list(range(len(rows)))[::-1])
+    assert [row.tolist() for row in lists(dataset, "a")] == rows
+    assert rows_of_only(dataset, "a", 1).tolist() == [i for i, row in enumerate(rows) if set(row) <= {1}]
+
+
+def test_more_rows_than_arrow_is_given_at_a_time():
+    dataset = Dataset.from_dict({"a": [[1] * (1 + i % 2) + [i % 3] for i in range(25_000)]})
+    assert rows_of_only(dataset, "a", 1).tolist() == list(range(1, 25_000, 3))

@@ -4,7 +4,6 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import torch
 import trl
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
-from transformers import TrainerCallback
 
 import trl_padfix
 from trl_padfix.trainers.batching.row_order import Batches, group_rows
@@ -75,46 +73,6 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     assert all(len(set(rows)) == 1 for rows in (np.array(first) % 8).reshape(-1, 4).tolist())
     epochs = {tuple(sorted(map(tuple, beginnings(order_of(trainer, epoch))))) for epoch in range(4)}
     assert len(epochs) > 2  # which groups meet
-
-
-def test_a_grouped_run_is_resumed_in_the_middle_of_an_epoch(tmp_path):
-    saved = {"max_steps": 7, "save_strategy": "steps", "save_steps": 6} | ACCUMULATED
-    whole = grouped("DPO", tmp_path, **saved)
-    whole.train()
-    resumed = grouped("DPO", tmp_path, **saved)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    ours, theirs = (figures(trainer.state.log_history, ("num_tokens",)) for trainer in (resumed, whole))
-    assert_same(ours[-1], theirs[-1])
-    assert not torch.allclose(theirs[-1], theirs[-2])
-
-
-class StopsEarly(TrainerCallback):
-    """Ends the first epochs after two steps."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_epoch_stop = state.global_step in (2, 4)
-
-
-@pytest.mark.parametrize("config", [{"max_steps": 6}, {"accelerator_config": {"use_seedable_sampler": False}}])
-def test_rows_under_a_budget_are_trls_and_grouped_ones_a_permutation(config, tmp_path):
-    def rows_of(library, **more):
-        trainer = make(library, "SFT", tmp_path, **config | more | {"train_dataset": build_branching("SFT")})
-        trainer.add_callback(StopsEarly())
-        seen, step = [], trainer.training_step
-
-        def watched(model, inputs, *args, **kwargs):
-            seen.append(sorted(map(tuple, inputs["input_ids"].tolist())))
-            return step(model, inputs, *args, **kwargs)
-
-        trainer.training_step = watched
-        trainer.train()
-        return seen
-
-    theirs, budget = rows_of(trl), {"padding_free": True, "max_tokens_per_batch": 60}
-    assert rows_of(trl_padfix, **budget) == theirs
-    first = rows_of(trl_padfix, **GROUPED)
-    assert len(first) == len(theirs)
-    assert first[:2] != first[2:4]  # the epoch after one that was stopped draws anew
 
 
 def drawn_costs(draw, count):

@@ -164,42 +164,6 @@ def test_nothing_is_left_behind(kind, tmp_path):
     assert ours == theirs
 
 
-def test_rows_alone_decide_where_their_weights_are_known(tmp_path, monkeypatch):
-    """A padded step that is wrong passes no check of a loss that is TRL's, and fails that of a loss that is not."""
-    own, reports = step_parity._Comparison._padded, []
-
-    def wrong(self, batch, *hooks):
-        values = own(self, batch, *hooks)
-        return values._replace(loss=values.loss * 1.1) if len(batch["input_ids"]) > 1 else values
-
-    def kept(*args, **kwargs):
-        reports.append(step_parity.check_step(*args, **kwargs))
-        return reports[-1]
-
-    class Custom(trl_padfix.SFTTrainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    monkeypatch.setattr(step_parity._Comparison, "_padded", wrong)
-    monkeypatch.setattr(parity, "check_step", kept)
-    for trainer_class in (trl_padfix.SFTTrainer, Custom):
-        make(trl_padfix, "SFT", tmp_path, padding_free=True, trainer_class=trainer_class).train()
-    assert [report.arbiter for report in reports] == ["rows alone", "padded"]
-    assert [report.ok for report in reports] == [True, False]
-
-
-@pytest.mark.parametrize("checks", [True, False])
-def test_a_hook_from_before_the_training_leaves_it_packed(checks, tmp_path):
-    trainer, calls = make(trl_padfix, "SFT", tmp_path, padding_free=True, parity_check=checks), []
-    trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
-    trainer.train()
-    assert calls
-    assert trainer.padding.stats.padded_forwards == 0
-    trainer.model.model.layers[0].mlp.register_forward_hook(lambda *args: None)  # the control: after the first step
-    trainer.train()
-    assert trainer.padding.stats.padded_forwards > 0
-
-
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
     """`mask_truncated_completions` leaves rows of the sample, or all of them, without a completion token."""

@@ -1,15 +1,23 @@
 """A forward in sub-batches: its outputs, its gradients and the trajectories of losses that compare rows."""
 
+from __future__ import annotations
+
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import transformers
 import trl
+from kit import budget_runs
+from kit.budget_runs import BUDGETS, build_experts, make, subclass, train_split
 from kit.methods import make_trainer
 from kit.observe import accept_hooks, entered_tokens
+from kit.processes import logged
 from kit.rows import build_prompts
 from kit.tolerance import assert_close
-from kit.trainer_runs import assert_same, build_model, run
+from kit.trainer_runs import assert_same, build_model, our_warnings, run
+from packaging.version import Version
 
 import trl_padfix
 from trl_padfix import remove_padding
@@ -17,6 +25,7 @@ from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.trainers.batching import sub_batches
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches, _merged_loss
 from trl_padfix.trainers.batching.token_budget import TokenBudget
@@ -150,3 +159,171 @@ def test_losses_without_logits_weigh_by_the_labels_that_are_scored():
     labels = torch.tensor([[5, 6, 7], [5, -100, -100]]), torch.tensor([[-100, 7, 8]])  # two scored in each
     merged = _merged_loss([torch.tensor(1.0), torch.tensor(4.0)], [{"labels": x} for x in labels])
     assert merged.item() == 2.5
+
+
+# -- a custom loss may call the model in other ways than TRL: the budget holds, or the log says that it does not
+
+
+def of_decoder(model, ids, mask):
+    return model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state)
+
+
+def of_embeddings(model, ids, mask):
+    return model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask).logits
+
+
+def without_mask(model, ids, mask):
+    return model(input_ids=ids).logits
+
+
+def with_hidden_states(model, ids, mask):
+    output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    return output.logits * (1 + output.hidden_states[1].detach()[..., :1])
+
+
+def with_cache(model, ids, mask):
+    return model(input_ids=ids, attention_mask=mask, use_cache=True).logits
+
+
+CALLS = (of_decoder, of_embeddings, without_mask, with_hidden_states)
+CALLS = {f.__name__: f for f in CALLS}
+CELLS = [  # each call once, the trainers and modes by turns
+    (("SFT", "DPO")[i % 2], call, {"prefix_sharing": True} if i // 2 % 2 else {}) for i, call in enumerate(CALLS)
+]
+
+
+def calling(call):
+    """A loss that takes its logits from `call`, a mean over rows."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        labels = inputs["labels"] if "labels" in inputs else ids.masked_fill(inputs["completion_mask"] == 0, -100)
+        logits = call(model, ids, mask)[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")
+        return (losses.sum(1) / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+    return compute_loss
+
+
+def run_split(name, call, ours, **config):
+    trainer = make(trl_padfix if ours else trl, name, "unused", budget=ours, **config)
+    return train_split(subclass(trainer, compute_loss=calling(call)))
+
+
+@pytest.mark.parametrize(("name", "call", "mode"), CELLS)
+def test_the_budget_holds_for_every_way_to_call_the_model(name, call, mode):
+    ours = run_split(name, CALLS[call], True, **mode)
+    budget_runs.assert_same(ours.figures, run_split(name, CALLS[call], False).figures)
+    assert max(ours.forwards) <= BUDGETS[name]
+
+
+def test_a_call_that_cannot_be_split_is_named_once(caplog):
+    theirs = run_split("SFT", with_cache, False).figures
+    with caplog.at_level("WARNING"):
+        ours = run_split("SFT", with_cache, True)
+    budget_runs.assert_same(ours.figures, theirs)
+    assert not ours.forwards  # which leave out those with a cache
+    (said,) = (message for message in our_warnings(caplog) if "was not applied" in message)
+    assert "Qwen2ForCausalLM" in said
+    assert "`use_cache=True`" in said
+
+
+class Prepared:
+    """A collator whose masks say which token attends to which, `(B, 1, L, L)`."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def __call__(self, examples):
+        batch = dict(self.collator(examples))
+        seen = batch["attention_mask"].bool()[:, None, None, :] | torch.eye(batch["input_ids"].shape[1]).bool()
+        return batch | {"attention_mask": seen.expand(-1, -1, seen.shape[-1], -1).tril()}
+
+
+def test_a_collator_with_a_prepared_mask_has_trls_figures(caplog):
+    def figures(library):
+        trainer = make(library, "SFT", "unused", budget=library is trl_padfix, gradient_accumulation_steps=2)
+        trainer.data_collator = Prepared(trainer.data_collator)
+        return train_split(trainer).figures
+
+    budget_runs.assert_same(figures(trl_padfix), figures(trl))
+    assert any("`attention_mask` is not of shape `(B, L)`" in line for line in our_warnings(caplog))
+
+
+def test_arguments_without_a_row_for_each_row_are_not_cut():
+    """Three rows, and three axes of M-RoPE, three columns to score, three positions in a cache."""
+    ids, mask = torch.arange(12).view(3, 4), torch.ones(3, 4, dtype=torch.int64)
+    axes = torch.arange(36).view(3, 3, 4)
+    columns = torch.arange(3)
+    call = {"input_ids": ids, "attention_mask": mask, "labels": ids, "position_ids": axes}
+    call |= {"logits_to_keep": columns, "cache_position": columns}
+    batch = SubBatches(partial(RowSplitter, 8, sharing=False))._split(ids, mask)
+    assert len(batch.inputs) == 2
+    for rows, of_rows in zip(batch.split.rows, batch.calls(call, None), strict=True):
+        assert torch.equal(of_rows["labels"], ids[rows])
+        assert torch.equal(of_rows["position_ids"], axes[:, rows])
+        assert of_rows["logits_to_keep"] is of_rows["cache_position"] is columns
+
+
+# -- the load-balancing loss of experts under a token budget is that of all rows of a step, gradients too
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_two_processes_have_the_loss_of_their_whole_batches(tmp_path):
+    found = logged("fsdp2", tmp_path, "kit.budget_runs", "experts")
+    for name in ("SFT", "DPO"):
+        whole, split = found[name]
+        steps = [[log for log in run["history"] if "loss" in log] for run in (whole, split)]
+        names = sorted(n for n in steps[0][0] if not n.startswith(("perf/", "padfix/")))
+        assert {"loss", "grad_norm", "aux_loss"} <= set(names)
+        budget_runs.assert_same(*(torch.tensor([[log[n] for n in names] for log in logs]) for logs in steps))
+        assert max(split["forwards"]) <= BUDGETS[name] < max(whole["forwards"])
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("num_items", [None, 40])
+def test_a_loss_without_logits_has_the_balancing_loss_of_all_rows_once(num_items, counts, monkeypatch):
+    """
+    TRL up to 1.15 and Liger compute the loss within the head. TRL's counts tokens beside it, and reads the weight from
+    the configuration under transformers 5.
+    """
+    model = build_experts("mixtral").eval()
+    weights = {"model": 50.0, "config": 20.0}
+    model.router_aux_loss_coef, model.config.router_aux_loss_coef = weights.values()
+    added = weights["config"] - weights["model"] if counts and Version(transformers.__version__).major > 4 else 0.0
+    ids = torch.randint(2, 39, (6, 14), generator=torch.Generator().manual_seed(0))
+    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids > 30, -100)}
+    call |= {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}
+    forward = model.forward
+
+    def head(**given: Any) -> Any:
+        output = forward(**given)
+        hits = output.logits[:, :-1].argmax(-1) == given["labels"][:, 1:]
+        output["loss"] = output.loss + added * output.aux_loss
+        output |= {"num_correct_tokens": hits.sum()} if counts else {}
+        output["logits"] = None
+        return output
+
+    def figures(runner: SubBatches | None) -> torch.Tensor:
+        with remove_padding(model), attach_runner_patch(model), within(runner=runner), torch.no_grad():
+            output = model(**call, use_cache=False, output_router_logits=True)
+        return torch.stack([output.loss, output.num_correct_tokens if counts else ids.new_ones(()), output.aux_loss])
+
+    monkeypatch.setattr(model, "forward", head)
+    split = figures(SubBatches(partial(RowSplitter, 14, False)))
+    assert_close(split, figures(None), terms=64, depth=32)
+    monkeypatch.setattr(sub_batches, "_balancing_term", lambda model, output: 0.0)
+    wrong = figures(SubBatches(partial(RowSplitter, 14, False)))
+    assert abs(wrong[0] - split[0]) > 0.1
+    assert wrong[1] == split[1] > 0
+
+
+def test_a_loss_of_another_kind_is_an_error(monkeypatch):
+    model = build_experts("mixtral").train()
+    monkeypatch.setattr(model.config, "num_experts_per_tok", 1)
+    runner = SubBatches(partial(RowSplitter, 14, False))
+    call = {"input_ids": (ids := torch.arange(2, 34).view(4, 8)), "attention_mask": torch.ones_like(ids)}
+    refused = pytest.raises(ValueError, match=r"load-balancing loss of Mixtral\w+ is .* but their router logits")
+    with remove_padding(model), attach_runner_patch(model), within(runner=runner), refused:
+        model(**call, use_cache=False, output_router_logits=True)

@@ -9,16 +9,21 @@ from types import MethodType
 import pytest
 import torch
 import trl
-from kit.budget_runs import BUDGETS, assert_same, figures_of, make, subclass, train_split
-from kit.trainer_runs import build_model, our_warnings
-from transformers import Qwen2ForCausalLM
+from kit.budget_runs import BUDGETS, assert_same, build_branching, figures_of, make, subclass, train_split
+from kit.trainer_runs import build_model, our_warnings, trained
+from transformers import Qwen2ForCausalLM, TrainerCallback
+from zoo import models
 
 import trl_padfix
+from trl_padfix import ParityError
+from trl_padfix.core.errors import UnpackableCallError
+from trl_padfix.core.handle import PaddingRemoval
 from trl_padfix.core.model.changes import ModuleChanges
 from trl_padfix.experimental.tasks import EXPERIMENTS, classes_of
 from trl_padfix.trainers.batching import token_budget
 from trl_padfix.trainers.checks import user_code
 from trl_padfix.trainers.checks.user_code import LOSS_METHODS, custom_loss_name
+from trl_padfix.trainers.parts import padding_side
 
 
 def longest_row_twice(compute_loss):
@@ -43,6 +48,21 @@ def run(name, place, ours, **config):
         trainer = make(trl_padfix if ours else trl, name, "unused", budget=ours, **config)
         place(trainer, patch)
         return train_split(trainer)
+
+
+def clamped(trainer, patch):
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def stepped(trainer, patch):
+    def step(parameter):
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad / (1e-2 + parameter.grad.norm())
+        parameter.grad = torch.zeros_like(parameter)
+
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
 
 
 theirs = cache(lambda name, place, **config: run(name, place, False, **config).figures)
@@ -187,6 +207,25 @@ def test_computed_in_chunks_it_has_others(monkeypatch):
         assert_same(ours.figures, theirs(name, on_object), factor=10)
 
 
+@pytest.mark.parametrize(("kind", "hook"), [("SFT", clamped), ("KTO", stepped)])
+def test_hooks_act_on_the_gradient_of_a_batch(kind, hook):
+    ours = run(kind, hook, True)
+    assert_same(ours.figures, theirs(kind, hook))
+    assert max(ours.forwards) <= BUDGETS[kind]
+
+
+def test_once_for_each_chunk_hooks_give_other_weights(monkeypatch):
+    monkeypatch.setattr(user_code, "LIBRARIES", user_code.LIBRARIES | {__name__.partition(".")[0]})
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(run("SFT", clamped, True).figures, theirs("SFT", clamped), factor=10)
+
+
+def test_a_layerwise_optimizer_acts_in_the_backward_pass(tmp_path):
+    trainer = make(trl_padfix, "SFT", tmp_path, budget=True)
+    trainer.args.optim = type(trainer.args.optim)("apollo_adamw_layerwise")
+    assert user_code.gradient_hook_name(trainer) == "optim='apollo_adamw_layerwise'"
+
+
 def test_trls_own_trainers_have_none():
     classes = [getattr(trl_padfix, f"{name}Trainer") for name in ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO")]
     classes += [[*classes_of(m).values()][-1] for m in EXPERIMENTS if find_spec(f"trl.experimental.{m}")]
@@ -234,3 +273,61 @@ def test_the_methods_of_trls_loss_are_known(name):
     found = called_in(trainer_class, "compute_loss") - {"compute_loss", "get_tp_size"}
     named = {method for method in LOSS_METHODS - {"compute_loss"} if called_in(trainer_class, method)}
     assert found == named
+
+
+# -- hooks that are registered in the middle of a training: its steps go on padded, with TRL's figures
+
+
+class Hooking(TrainerCallback):
+    """Registers a hook on the embedding after the first step: `change` of its output."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            model.get_input_embeddings().register_forward_hook(lambda module, args, output: self.change(output))
+
+
+def by_column(states):
+    return states * (1 + 0.02 * torch.arange(states.shape[-2]))[:, None]
+
+
+@pytest.fixture
+def train_hooked(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_padfix.core.layout.shared_prefixes.MIN_SAVED_TOKENS", 1)
+
+    def train(name, change, ours, **given):
+        given = {"max_steps": 3} | given
+        data = build_branching(name)
+        given = {"train_dataset": data, "eval_dataset": data.select(range(4))} | given
+        trainer = make(trl_padfix if ours else trl, name, tmp_path, budget=ours, callbacks=[Hooking(change)], **given)
+        return trained(trainer), trainer
+
+    return train
+
+
+@pytest.mark.parametrize("name", ["SFT", "KTO"])
+def test_chunks_that_share_prefixes_go_on_padded_and_so_does_the_evaluation(name, train_hooked, monkeypatch, caplog):
+    expected, _ = train_hooked(name, by_column, False)
+    figures, trainer = train_hooked(name, by_column, True, prefix_sharing=True)
+    assert_same(figures, expected)
+    assert trainer.padding.stats.packed_tokens > 0  # those of the first step
+    assert trainer.padding.stats.padded_forwards > 0
+    assert any("was registered as a hook of a Embedding" in text for text in our_warnings(caplog))
+    monkeypatch.setattr(PaddingRemoval, "has_changed", False)
+    with pytest.raises((UnpackableCallError, ParityError), match=r"was registered as a hook|parity FAILED"):
+        train_hooked(name, by_column, True, prefix_sharing=True, parity_check=True)
+
+
+def test_padded_on_the_left_they_are_numbered_as_packed_ones(train_hooked, monkeypatch):
+    """GPT-2 itself numbers the columns of a batch."""
+    build = lambda: {"model": models.build("gpt2").train(), "ref_model": models.build("gpt2", seed=1)}  # noqa: E731
+    expected, _ = train_hooked("DPO", lambda states: states * 1.1, False, **build())
+    mode = {"padding_side": "left", "max_tokens_per_batch": None}
+    figures, trainer = train_hooked("DPO", lambda states: states * 1.1, True, **mode, **build())
+    assert_same(figures, expected)
+    assert trainer.padding.stats.padded_forwards > 0
+    monkeypatch.setattr(padding_side, "number_padded_rows", lambda model: None)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same(train_hooked("DPO", lambda states: states * 1.1, True, **mode, **build())[0], expected)

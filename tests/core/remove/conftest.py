@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
-from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from zoo.model_numbers import logits_of
 from zoo.models import batch, build
 
@@ -27,6 +26,5 @@ def mixed() -> Case:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _flash_attention():
-    with flash_attention_stand_in():
-        yield
+def _flash_attention(flash):
+    """In every test here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from contextlib import contextmanager
 from importlib import metadata
@@ -22,13 +23,15 @@ if not (_installed("trl").startswith("0.17.") and _installed("transformers").sta
     pytest.skip("needs TRL 0.17 and transformers 4.52: `nox -s stories`", allow_module_level=True)
 
 import torch
+from datasets import Dataset
 from kit.observe import each_row_alone
-from kit.story_data import examples, tokenizer
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     modeling_flash_attention_utils,
@@ -46,6 +49,21 @@ STORIES = {
     title: re.findall(r"```python\n(.*?)```", body, re.DOTALL)
     for title, body in re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 }
+
+
+WORDS = {"<bos>": 0, "<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, 39)}
+
+
+def build_tokenizer():
+    words = Tokenizer(models.WordLevel(WORDS))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def build_pairs():
+    draw = random.Random(0)
+    words = lambda low: "".join(f"w{draw.randint(2, 38)} " for _ in range(draw.randint(low, 9)))  # noqa: E731
+    return Dataset.from_list([{"prompt": words(2), "chosen": words(1), "rejected": words(1)} for _ in range(8)])
 
 
 class FromPretrained:
@@ -119,13 +137,13 @@ def names(tmp_path):
             "attention_mask": (sequences != PAD).long(),
             "images": PIXELS,
             "model": build("qwen2", "flash_attention_2"),
-            "pairs": examples("dpo"),
+            "pairs": build_pairs(),
             "path": "a model",
             "processor": process,
             "prompts": PROMPTS,
             "remove_padding": remove_padding,
             "sequences": sequences,
-            "tokenizer": tokenizer(),
+            "tokenizer": build_tokenizer(),
             "torch": torch,
             "vision_model": build_vision_model(),
         }

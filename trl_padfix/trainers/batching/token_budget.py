@@ -359,15 +359,29 @@ class TokenBudget(Part):
 
     @contextlib.contextmanager
     def around_training_step(self) -> Iterator[None]:
-        """A block with the forwards and backwards of a batch."""
+        """
+        A block with the forwards and backwards of a batch. If it raises, gradients are restored.
+
+        When a chunk fails, the chunks before it have had their backward. A user's `training_step` that skips a batch
+        too large for memory would otherwise update the weights by a part of the batch.
+        """
         if self.budget is None:
             yield
             return
         for handle in self.trainer.padding.handles:
             handle.token_budget = self.budget  # `auto_find_batch_size` may have lowered it
         self._gradient_hook = gradient_hook_name(self.trainer)  # a callback may have registered one
-        with temporarily_set(self, _is_in_step=True):
-            yield
+        # Copies, because backward adds to gradients in place; only where user code may catch the error.
+        catches = custom_step_name(self.trainer, everywhere=True) is not None
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad] if catches else []
+        saved = {p: p.grad.clone() for p in parameters if p.grad is not None}
+        try:
+            with temporarily_set(self, _is_in_step=True):
+                yield
+        except BaseException:
+            for parameter in parameters:
+                parameter.grad = saved.get(parameter)
+            raise
 
 
 def _weighted(compute: Callable, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

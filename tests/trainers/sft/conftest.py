@@ -1,8 +1,0 @@
-"""Trainers of SFT; `make.theirs` computes each run of TRL's once."""
-
-import pytest
-
-
-@pytest.fixture(scope="package")
-def make(makers):
-    return makers("SFT")
