@@ -76,7 +76,6 @@ CASES = {
     "SFT, other experts": Case("SFT", COEFFICIENT, experts("qwen3_moe"), is_sum=False),
     "SFT, adapters": Case("SFT", given=lambda: {"peft_config": lora(task_type="CAUSAL_LM")}),  # once refused
     "SFT, wrapped": Case("SFT", {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
-    "SFT, packed": Case("SFT", {"packing": True, "max_length": 28, "per_device_train_batch_size": 3}),
     **{f"DPO, {loss}": Case("DPO", {"loss_type": [loss]} | SMOOTHED) for loss in DPO_LOSSES},
     **{f"DPO, {loss}": Case("DPO", {"loss_type": [loss]}, is_sum=False) for loss in ("aot", "aot_unpaired", "sft")},
     "DPO, mixed": Case("DPO", {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2]}),
@@ -110,7 +109,7 @@ CASES = {
     "Distillation, forward": Case("Distillation", {"beta": 0.0, "temperature": 0.7}),
 }
 PUSHED = (
-    *("SFT", "SFT, adapters", "SFT, packed", "SFT, experts", "DPO, sigmoid", "DPO, aot", "Reward", "KTO"),
+    *("SFT", "SFT, adapters", "SFT, experts", "DPO, sigmoid", "DPO, aot", "Reward", "KTO"),
     *("GRPO, bnpo", "GRPO, high entropy", "RLOO"),
 )
 """Cases of every push; the others run at night."""

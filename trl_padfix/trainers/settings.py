@@ -269,10 +269,10 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
-    if getattr(config, "packing", False):
+    if getattr(config, "packing", False) and config.packing_strategy != "wrapped":
         raise ValueError(
-            "`packing=True` fills every row up to `max_length`, so a forward has `per_device_train_batch_size * "
-            "max_length` tokens already, and `max_tokens_per_batch` has nothing to split. Leave one of them out."
+            "`packing=True` joins the rows of a batch, which `max_tokens_per_batch` cannot split. Lower "
+            "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead: the step is the same."
         )
     for name in ("max_completion_length", "max_new_tokens"):
         longest = getattr(config, name, None)
