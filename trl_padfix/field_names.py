@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -45,6 +46,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 
     ```
     """
-    close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1)]
+    known = {*known}
+    close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     remark = GONE.get(name) or "".join(close)
-    return f" ({remark})" if remark else ""
+    field = re.match(r"(?:in TRL )?it is `(\w+)", remark)
+    return f" ({remark})" if remark and (field is None or field[1] in known) else ""

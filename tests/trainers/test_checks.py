@@ -245,7 +245,9 @@ BAD = {
         "`neftune_noise_alpha=5` adds noise",
     ),
     "a budget of packed rows": Bad(
-        "SFT", lambda: FREE | {"packing": True, "max_tokens_per_batch": 60}, "joins the rows of a batch, which `max_tokens"
+        "SFT",
+        lambda: FREE | {"packing": True, "max_tokens_per_batch": 60},
+        "joins the rows of a batch, which",
     ),
     "a side of packed rows": Bad(
         "SFT", lambda: {"packing": True, "padding_side": "left"}, "`packing=True` leaves nothing to pad on the left"

@@ -52,6 +52,8 @@ class Given:
 
     values: dict[str, Any]
     places: dict[str, str]
+    bare: set[str]
+    """Flags without a value."""
 
 
 def name_of(flag: str) -> str:
@@ -68,12 +70,13 @@ def read_given(args: Sequence[str]) -> Given:
     """
     if args[-1] == "--config":
         raise ValueError("`--config` needs the path of a YAML after it.")
-    given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
+    given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {}, set())
     for word, following in zip(args, [*args[1:], "--"], strict=True):
         if word.startswith("--"):
             flag, has_value, value = word.partition("=")
             bare = "true" if following.startswith("--") else following
             given.values[name_of(flag)] = value if has_value else bare
+            given.bare.update([name_of(flag)] if following.startswith("--") and not has_value else [])
             given.places[name_of(flag)] = flag
     return given
 
@@ -92,7 +95,7 @@ def _read_yaml(path: str) -> Given:
         if node.value in lines:
             raise ValueError(f"{path}: the key `{node.value}` appears in lines {lines[node.value]} and {line}.")
         lines[node.value] = line
-    return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()})
+    return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()}, set())
 
 
 def check_given(method: str, given: Given) -> str | bool | None:
@@ -107,6 +110,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     fields = declared_fields(method)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, given, fields)
+    if no_value := next((name for name in given.bare if fields.get(name) in ({"str"}, {"str | None"})), None):
+        raise ValueError(f"{given.places[no_value]} needs a value after it.")
     _check_numbers(given, fields)
     _check_choices(given, fields)
     values = {_whole(name, fields): value for name, value in given.values.items()}
@@ -116,6 +121,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
+    if str(values.get("eval_on_start")).lower() == "true" and str(values.get("eval_strategy") or "no") == "no":
+        raise ValueError("`eval_on_start` evaluates, and `eval_strategy` is 'no'. Leave one of them out.")
     if not (values.get("dataset_name") or values.get("datasets")):
         raise ValueError(
             "no data is given: set `--dataset_name` to a folder or a Hub id, or `datasets` in a YAML (`--config`)."

@@ -161,7 +161,8 @@ def main(method: str, args: Sequence[str]) -> None:
             field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
             if field is None:
                 raise
-            raise ValueError(f"the data has no split {error}, which `dataset_{field}_split` names.") from error
+            remedy = " `datasets` loads one split: set `test_split_size`." if data.datasets and field == "test" else ""
+            raise ValueError(f"the data has no split {error}, which `dataset_{field}_split` names.{remedy}") from error
 
 
 def _tiny_model(shape: str, script: Any, directory: Path, model: Any, data: Any) -> str:
