@@ -75,6 +75,8 @@ def _message(error: Exception) -> str | None:
     """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
     if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # the cause has the reason
         return f"{error} ({error.__cause__})"
+    if isinstance(error, StopIteration):  # of `datasets`
+        return "a data file has no row."
     if type(error).__name__ == "SafetensorError":  # its text does not name the file
         return f"a .safetensors file of the model or adapter is cut off or damaged: copy it again ({error})."
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -34,7 +34,7 @@ def trainer_of(columns: Iterable[str]) -> str:
     found = next((t for t, sets in COLUMNS.items() if any(names <= {*columns} for names in sets)), None)
     if found is None:
         taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in COLUMNS)
-        raise ValueError(f"The data has the columns {', '.join(columns)}. Trainers take {taken}. Rename them.")
+        raise ValueError(f"The data has the columns {', '.join(columns)}. This command counts {taken}.")
     return found
 
 
