@@ -50,7 +50,7 @@ In evaluation each name begins with `eval_`.
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | padding / tokens of the padded batches |
+| `padfix/pad_fraction` | padding / tokens of the padded batches (or budget parts) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |

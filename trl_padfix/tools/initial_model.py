@@ -69,11 +69,11 @@ def _check(directory: Path, built_from: dict[str, Any]) -> None:
         return
     reason = "an earlier version or another program wrote it"
     if recorded is not None:
-        values = {name: (recorded.get(name), built_from.get(name)) for name in {**recorded, **built_from}}
-        differences = (f"`{n}` {a!r} there and {b!r} now" for n, (a, b) in values.items() if a != b)
-        reason = f"it was built for another training: {', '.join(differences)}"
+        names = [name for name in {**recorded, **built_from} if recorded.get(name) != built_from.get(name)]
+        values = (f"`{n}` {recorded.get(n)!r} there and {built_from.get(n)!r} now" for n in names if n != "texts")
+        reason = f"it was built for another training: {', '.join([*values, *['other data'] * ('texts' in names)])}"
     raise ValueError(
-        f"{str(directory)!r} exists, and {reason}. Delete it to build it again, or choose another `output_dir`."
+        f"{str(directory)!r} exists, and {reason}. Delete it to build it again, or choose another folder."
     )
 
 

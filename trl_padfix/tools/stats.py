@@ -46,12 +46,15 @@ class Lengths:
         by_prefix (`tuple[np.ndarray, np.ndarray]`):
             Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
             both `(n,)`: the result of [`~trl_padfix.trainers.batching.token_costs.sort_by_prefix`].
+        untrained (`np.ndarray`):
+            Tokens at the beginning of each row that are not trained on, `(n,)`: its prompt.
         max_length (`int`, *optional*):
             Truncation that applies to these rows, see [`truncated`].
     """
 
     columns: dict[str, np.ndarray]
     by_prefix: tuple[np.ndarray, np.ndarray]
+    untrained: np.ndarray
     max_length: int | None = None
 
     @classmethod
@@ -59,13 +62,15 @@ class Lengths:
         """Lengths of the rows of [`token_rows`], whose ids are dropped one by one."""
         lengths: dict[str, list[int]] = {}
         first: list[np.ndarray] = []
+        untrained: list[int] = []
         for row in rows:
+            untrained.append(row["prompt"] if "prompt" in row else len(row.get("prompt_ids", [])))
             ids = {n.removesuffix("_ids").replace("input", "text"): v for n, v in row.items() if n.endswith("_ids")}
             for name, tokens in ids.items():
                 lengths.setdefault(name, []).append(len(tokens))
             first.append(np.array(sequences_of(row)[0], dtype=np.uint32))  # a quarter of a list of integers
         columns = {name: np.array(tokens, dtype=np.int64) for name, tokens in lengths.items()}
-        return cls(columns, sort_by_prefix(first))
+        return cls(columns, sort_by_prefix(first), np.array(untrained, dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -89,14 +94,14 @@ class Lengths:
     def truncated(self, max_length: int | None) -> Lengths:
         """The rows that TRL trains on with this truncation: it drops those whose prompt alone fills `max_length`."""
         limited = replace(self, max_length=max_length)
-        if "prompt" not in self.columns or max_length is None:
+        if max_length is None:
             return limited
-        keep = self.prompts < max_length
+        keep = self.untrained < max_length
         # A subset of sorted rows shares with its neighbors the minimum over the dropped rows in between, which
         # `RowCosts` computes; its tokens do not matter here.
         costs = RowCosts(self.prompts, *self.by_prefix)[keep]
         columns = {name: tokens[keep] for name, tokens in self.columns.items()}
-        return replace(limited, columns=columns, by_prefix=(costs.order, costs.shared))
+        return replace(limited, columns=columns, by_prefix=(costs.order, costs.shared), untrained=self.untrained[keep])
 
     def costs(self, sharing: bool = True) -> RowCosts:
         """Tokens of the rows in the decoder without padding; with `sharing`, shared prefixes are computed once."""

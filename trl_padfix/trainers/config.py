@@ -89,6 +89,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Example:
 
     ```python
+    >>> from trl_padfix import DPOConfig
+
     >>> args = DPOConfig("runs/dpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
 
     ```
@@ -119,6 +121,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
     Example:
 
     ```python
+    >>> from trl_padfix import RewardConfig
+
     >>> args = RewardConfig("runs/reward", padding_free=True, pool_last_token=True, use_cpu=True, bf16=False)
 
     ```
@@ -147,6 +151,8 @@ class KTOConfig(ReferenceAttentionConfig, BudgetConfig, PaddingConfig, trl.KTOCo
     Example:
 
     ```python
+    >>> from trl_padfix import KTOConfig
+
     >>> args = KTOConfig("runs/kto", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
 
     ```
@@ -180,6 +186,8 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     Example:
 
     ```python
+    >>> from trl_padfix import GRPOConfig
+
     >>> args = GRPOConfig("runs/grpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
 
     ```
@@ -206,6 +214,8 @@ class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     Example:
 
     ```python
+    >>> from trl_padfix import RLOOConfig
+
     >>> args = RLOOConfig("runs/rloo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
 
     ```
@@ -237,6 +247,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     Example:
 
     ```python
+    >>> from trl_padfix import SFTConfig
+
     >>> args = SFTConfig("runs/sft", padding_free=True, expand_turns=True, use_cpu=True, bf16=False)
 
     ```

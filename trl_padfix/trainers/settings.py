@@ -292,8 +292,8 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
         return
     if not settings.prefix_sharing:
         raise ValueError(
-            "`group_by_prefix=True` needs `prefix_sharing=True`: without it each row still computes its prefix, "
-            "even next to rows that share it. Set both, or neither."
+            "`group_by_prefix=True` needs `prefix_sharing=True` or 'auto': without it each row still computes its "
+            "prefix, even next to rows that share it. Set both, or neither."
         )
     if getattr(config, "packing", False):
         raise ValueError(

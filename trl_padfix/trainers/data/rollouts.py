@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from ..messages import counted
 from .chat_templates import renderer
 from .row_checks import validate_rows
 from .tokenizers import tokenizer_of
@@ -99,7 +100,7 @@ class RecordedRollouts:
                 f"`RecordedRollouts` finds nothing to compare: {summary}. A task needs two trials or more with "
                 f"different values of `{reward}`; check the columns, or sample more trials."
             )
-        logger.warning(f"`RecordedRollouts` trains on {len(compared)} tasks: {summary}.")
+        logger.warning(f"`RecordedRollouts` trains on {counted(len(compared), 'task')}: {summary}.")
         self.trials = most
         self.prompts = Dataset.from_dict({"prompt": list(compared)})
         self._tokens = {

@@ -87,6 +87,7 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     Example:
 
     ```python
+    >>> from trl_padfix import DataCollatorForVisionLanguageModeling
     >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
 
     >>> _, processor = build_llava(train_tokenizer(["What is it? A cat."] * 4, vocab_size=400))

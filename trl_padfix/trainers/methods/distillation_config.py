@@ -36,6 +36,8 @@ class DistillationConfig(TeacherAttentionConfig, ForwardBudgetConfig, PackingCon
     Example:
 
     ```python
+    >>> from trl_padfix import DistillationConfig
+
     >>> args = DistillationConfig("runs/distillation", padding_free=True, use_cpu=True, bf16=False)
 
     ```
