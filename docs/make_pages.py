@@ -61,7 +61,8 @@ The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
 micro-batch. The optimizer step is unchanged, but means over micro-batches (`entropy`, `kl`, `clip_ratio/*`,
-`cispo_clip_ratio`) differ from TRL's. This does not happen with a token budget or a custom loss.
+`cispo_clip_ratio`) differ from TRL's. This does not happen with a
+token budget, with a loss that is not a sum over rows (`bnpo`, entropy terms), or with a loss or hooks of your own.
 
 ## Flags and environment
 
