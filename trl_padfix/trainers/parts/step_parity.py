@@ -336,7 +336,7 @@ def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
 
 def has_padding(batches: list[dict[str, torch.Tensor]]) -> bool:
     """Whether any row of these batches has padding, by its mask."""
-    masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
+    masks = [mask for batch in batches if isinstance(mask := batch.get("attention_mask"), torch.Tensor)]
     return any(not mask.bool().all() for mask in on_host(*masks))
 
 
