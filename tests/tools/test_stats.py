@@ -7,6 +7,7 @@ import pytest
 import trl
 from datasets import Dataset
 from kit.commands import trl_padfix_command
+from kit.methods import make_trainer
 from kit.trainer_runs import SETTINGS, build_model
 
 from trl_padfix.tools.data import load_rows, texts_of
@@ -83,6 +84,14 @@ def test_rows_without_their_own_template_settings_and_tokenizers_without_an_end_
     endless.eos_token = None
     text = Dataset.from_list([{"text": "alpha"}])
     assert measure(text, endless).sequences == measure(text, tokenizer).sequences - 1
+
+
+def test_rows_without_a_token_to_train_on_are_dropped_as_in_trl(tmp_path):
+    rows = Dataset.from_list([{"prompt": "w1" + " w2" * n, "completion": " w3 w4"} for n in range(12)])
+    trainer = make_trainer(trl, "SFT", tmp_path, train_dataset=rows, max_length=6)
+    lengths = measure(rows, trainer.processing_class)
+    assert len(lengths.truncated(6)) == len(trainer.train_dataset) == 5
+    assert len(lengths.truncated(None)) == 12
 
 
 SYSTEM = "Question: alpha beta gamma delta "
