@@ -201,6 +201,13 @@ def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
     trainer, before = SimpleNamespace(accelerator=accelerator, model=build_model()), torch.backends.fp32_precision
     try:
         torch.backends.fp32_precision = setting  # as `tf32=True` does
-        assert step_parity._precision(trainer) == dtype
+        assert step_parity.precision_of(trainer) == dtype
     finally:
         torch.backends.fp32_precision = before
+
+
+@pytest.mark.parametrize(("largest", "precision"), [(0, DEFAULTS), (0, {}), (10**9, DEFAULTS)])
+def test_a_comparison_that_takes_long_is_announced(largest, precision, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parity, "LARGE_ON_CPU", largest)
+    make(trl_padfix, "SFT", tmp_path, padding_free=True, max_steps=1, **precision).train()
+    assert ("takes much longer than a step" in capsys.readouterr().out) == (largest == 0 and precision == DEFAULTS)

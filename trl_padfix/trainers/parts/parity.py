@@ -27,7 +27,7 @@ from ...core.remove import attachment_of
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
-from .step_parity import check_step, has_padding
+from .step_parity import check_step, has_padding, precision_of
 
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 
 LONG_ROW_AFTER = 10
 """Optimizer steps after which the longest row so far is compared."""
+
+LARGE_ON_CPU = 50_000_000
+"""Parameters above which the first comparison is announced, where a CPU computes it in half precision."""
 
 
 class Parity(Part):
@@ -163,6 +166,8 @@ class Parity(Part):
         if not self._is_due(step.mode):
             yield
         elif step.batches:
+            if not padding.parity:
+                self._announce()
             failed = self._compare_batches(step)
             yield
             if failed is not None:
@@ -172,6 +177,17 @@ class Parity(Part):
                 handle.accept_hooks()  # the comparison after these forwards checks them
             with self._compared_on_first_call(step.mode, step.model):
                 yield
+
+    def _announce(self) -> None:
+        """Say before a comparison that it takes long, where it does."""
+        accelerator = self.trainer.accelerator
+        is_large = sum(p.numel() for p in self.trainer.model.parameters()) > LARGE_ON_CPU
+        is_slow = accelerator.device.type == "cpu" and precision_of(self.trainer).itemsize < 4 and is_large
+        if is_slow and accelerator.is_local_main_process:
+            say(
+                "Comparing packed with padded on the first batch. In half precision on a CPU this takes much longer "
+                "than a step; `parity_check=False` leaves it out."
+            )
 
     @contextlib.contextmanager
     def _with_own_loss(self, step: Step) -> Iterator[None]:

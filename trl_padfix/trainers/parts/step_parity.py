@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step", "dtype_of_weights", "has_padding", "limits_of", "other_padding"]
+__all__ = ["StepReport", "check_step", "dtype_of_weights", "has_padding", "limits_of", "other_padding", "precision_of"]
 
 logger = get_logger(__name__)
 
@@ -198,7 +198,7 @@ class _Comparison:
         self.trainer, self.step, self.gradients = trainer, step, gradients
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
         self.num_items = step.arguments.get("num_items_in_batch")
-        self.dtype = _precision(trainer)
+        self.dtype = precision_of(trainer)
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
@@ -316,7 +316,7 @@ class _Comparison:
         return torch.cat(entries)
 
 
-def _precision(trainer: PaddingFreeTrainer) -> torch.dtype:
+def precision_of(trainer: PaddingFreeTrainer) -> torch.dtype:
     """The lowest precision of the forwards of a trainer."""
     precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
     if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
