@@ -110,7 +110,7 @@ class TokenCounts(Part):
         handle = padding.handle
         if self._warned or handle is None or not self.settings.padding_free:
             return
-        # Of packed rows a budget makes single sequences, which have no padding and are not packed again.
+        # A packed row of a single sequence has no padding and is not packed again.
         is_unpacked = not handle.stats.forwards and (handle.stats.padded_forwards or not padding.task.packs_rows())
         if handle.is_removed or is_unpacked:
             self._warned = True
