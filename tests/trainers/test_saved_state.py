@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -61,3 +61,16 @@ def test_a_step_that_only_compares_leaves_a_trainer_as_it_was(error):
     assert metrics["train"] is trainer.same_metrics
     write(trainer)  # the control
     assert state(trainer) != before
+
+
+def test_contents_are_read_without_the_init_of_a_users_container():
+    class Counts(Counter):
+        def __init__(self, owner):
+            super().__init__()
+
+    trainer = build()
+    trainer.counts = Counts("mine")
+    trainer.counts["rows"] = 1
+    with saved_state(trainer):
+        trainer.counts["rows"] += 1
+    assert dict(trainer.counts) == {"rows": 1}

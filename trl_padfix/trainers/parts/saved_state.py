@@ -53,7 +53,8 @@ def _put_back_contents(value: Any, stack: contextlib.ExitStack) -> None:
     if isinstance(value, torch.Tensor):
         stack.callback(value.detach().copy_, value.detach().clone())
     elif isinstance(value, dict | list | deque | set):
-        stack.callback(value.extend if isinstance(value, list | deque) else value.update, value.copy())
+        contents = dict(value) if isinstance(value, dict) else list(value)  # `copy` would call a user's `__init__`
+        stack.callback(value.extend if isinstance(value, list | deque) else value.update, contents)
         stack.callback(value.clear)  # runs first: a stack is closed from its end
         for x in value.values() if isinstance(value, dict) else value:
             _put_back_contents(x, stack)
