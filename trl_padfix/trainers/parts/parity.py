@@ -185,8 +185,8 @@ class Parity(Part):
         is_slow = accelerator.device.type == "cpu" and precision_of(self.trainer).itemsize < 4 and is_large
         if is_slow and accelerator.is_local_main_process:
             say(
-                "Comparing packed with padded on the first batch. In half precision on a CPU this takes much longer "
-                "than a step; `parity_check=False` leaves it out."
+                "Comparing packed with padded on the first batch. Many CPUs compute half precision slowly: "
+                "`bf16=False` trains in float32, and `parity_check=False` leaves the comparison out."
             )
 
     @contextlib.contextmanager
