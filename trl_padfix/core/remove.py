@@ -25,7 +25,7 @@ from .model.find import find_decoder, find_pretrained
 from .model.implementation import restore_attention, set_attention
 from .model.inspection import parameters_of, takes
 from .model.patching import Attachment, ForwardPatch, patches_on
-from .model.pipelines import ENCODERS, padding_reader, pipeline_in
+from .model.pipelines import ENCODERS, pipeline_in, scores_added_tokens
 from .model.positions import Numbering
 from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
@@ -165,11 +165,10 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
             f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reason}. "
             f"{remedy if pipeline_in(model) is None else f'Leave it padded; {ENCODERS}.'}"
         )
-    if (reader := padding_reader(model)) is not None:
+    if scores_added_tokens(model):
         raise PaddingRemovalError(
-            f"Padding cannot be removed from {type(anatomy.pretrained).__name__}: {reader}. A packed forward does not "
-            "compute these states, and embeddings would depend on the padding of a batch. "
-            "Pool the tokens of the attention mask (`Pooling(..., 'lasttoken')` or `'mean'`), or leave it padded."
+            "Padding cannot be removed from this model: `query_expansion` scores tokens outside of the attention "
+            "mask, which a packed forward does not compute. Set its `attend`, or leave the model padded."
         )
     if pool_last_token and not anatomy.pools_by_token_id:
         raise ValueError(

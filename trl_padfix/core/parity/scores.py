@@ -30,12 +30,13 @@ def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) ->
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits of a model's output; without any its largest tensor, such as the states of an embedding model."""
+    """A model's logits, or a pipeline's embeddings of rows; without both the largest tensor, such as hidden states."""
     if isinstance(output, torch.Tensor):
         return output
     values = output if isinstance(output, Mapping) else vars(output) if hasattr(output, "logits") else None
-    if values is not None and isinstance(values.get("logits"), torch.Tensor):
-        return values["logits"]
+    for name in ("logits", "sentence_embedding"):
+        if values is not None and isinstance(values.get(name), torch.Tensor):
+            return values[name]
     # Not the loss, which is one number: a difference in one token hardly shows in it.
     tensors = [x for x in (output if values is None else values.values()) if isinstance(x, torch.Tensor)]
     return max((x for x in tensors if x.is_floating_point()), key=torch.Tensor.numel)
