@@ -51,13 +51,6 @@ def test_an_unknown_field_is_answered_with_the_one_of_today():
     assert "padding_free" in inspect.signature(DPOConfig).parameters
 
 
-def test_the_parity_check_may_leave_gradients_out(tmp_path):
-    assert DPOConfig(parity_check="forward", **ON_CPU).parity_check == "forward"
-    assert DPOConfig(parity_check="short", **ON_CPU).parity_check == "short"
-    found = [parse("--parity_check", *value).parity_check for value in (["Forward"], ["true"], ["false"], [])]
-    assert found == ["forward", True, False, True]
-
-
 PARTS = {"text_config": "flash_attention_2", "vision_config": "sdpa"}
 
 

@@ -37,7 +37,6 @@ BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 
 WORDS = {
     "prefix_sharing": ["auto", *BOOLEANS],
-    "parity_check": ["forward", "short", *BOOLEANS],
     "tiny_model": ["tiny", "small"],
 }
 """Words that our fields take."""

@@ -45,11 +45,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
-        parity_check (`bool`, `"forward"` or `"short"`, *optional*, defaults to `True`):
+        parity_check (`bool`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded, in log-probabilities and gradients, on a few short rows of
             the first batches. If the packed result is wrong, the run stops. After ten steps, compare the longest row
-            so far with that row alone. To save memory, `'forward'` leaves out gradients and `'short'` the longest row.
-            `False`: no check; use it to measure time.
+            so far with that row alone. `False`: no check; use it to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
             default such calls and steps run padded, with a warning.

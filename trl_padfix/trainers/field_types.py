@@ -18,7 +18,6 @@ from ..field_names import hint
 
 if TYPE_CHECKING:
     Sharing = bool | Literal["auto"]
-    ParityCheck = bool | Literal["forward", "short"]
     Lengths = int | list[int]
 else:
     Lengths = list[int]  # a flag with one value or several; a configuration may have the number itself
@@ -26,25 +25,17 @@ else:
     class Sharing:
         """Type of `prefix_sharing`: argparse calls it with the string of the flag."""
 
-        words: tuple[str, ...] = ("auto",)
-
         def __new__(cls, value: str) -> bool | str:
-            if (word := value.strip().lower()) in cls.words:
+            if (word := value.strip().lower()) == "auto":
                 return word
             try:
                 return string_to_bool(value)
             except ArgumentTypeError:
-                raise ArgumentTypeError(f"expected true, false or {' or '.join(cls.words)}, got {value!r}.") from None
-
-    class ParityCheck(Sharing):
-        """Type of `parity_check`, which accepts other words."""
-
-        words = ("forward", "short")
+                raise ArgumentTypeError(f"expected true, false or auto, got {value!r}.") from None
 
 
 __all__ = [
-    "Implementation", "Lengths", "ParityCheck", "Sharing", "answer_unknown_fields", "help_from_docstring",
-    "parse_implementation",
+    "Implementation", "Lengths", "Sharing", "answer_unknown_fields", "help_from_docstring", "parse_implementation",
 ]  # fmt: skip
 
 Configuration = TypeVar("Configuration", bound=type)

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..core.switch import is_off
-from .field_types import Implementation, Lengths, ParityCheck, Sharing, parse_implementation
+from .field_types import Implementation, Lengths, Sharing, parse_implementation
 
 
 __all__ = [
@@ -90,7 +90,7 @@ class PackingConfig:
 
     padding_free: bool = False
     prefix_sharing: Sharing = field(default=False, metadata={"nargs": "?", "const": True})
-    parity_check: ParityCheck = field(default=True, metadata={"nargs": "?", "const": True})
+    parity_check: bool = True
     strict: bool = False
     packed_multiple_of: Lengths | None = None
 
@@ -239,11 +239,6 @@ def check_packing(settings: Settings) -> None:
     from ..core.handle import check_multiple, check_prefix_sharing
     from ..core.layout.layout import packed_length
 
-    if not isinstance(settings.parity_check, bool) and settings.parity_check not in ("forward", "short"):
-        raise ValueError(
-            "`parity_check` is True, False, 'forward' (log-probabilities without their gradient) or 'short' (without "
-            f"the longest row), got {settings.parity_check!r}."
-        )
     check_prefix_sharing(settings.prefix_sharing)
     check_multiple(multiple := settings.packed_multiple_of)
     for name, reason in NEEDS_PADDING_FREE.items():

@@ -79,7 +79,7 @@ class Parity(Part):
         """The number of the first step of each mode."""
         self._widest: dict[str, Any] = {}
         """The widest training batch so far: it has the longest row, and its width is known without the device."""
-        self._watches_length = self.settings.parity_check in (True, "forward")
+        self._watches_length = self.settings.parity_check
         self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
         """Modes of which no step with padding was compared as a whole."""
         self._compared_unpadded: set[str] = set()
@@ -154,8 +154,8 @@ class Parity(Part):
         )
         if not distance.ok:
             raise ParityError(
-                f"Parity FAILED: {said} {distance}. Shorter rows of this model pass. Use `padding_free=False`; "
-                "`parity_check='short'` leaves this comparison out. Please report the model and these figures."
+                f"Parity FAILED: {said} {distance}. Shorter rows of this model pass. Use `padding_free=False`, and "
+                "please report the model and these figures. (`parity_check=False`: no comparison.)"
             )
         if self.trainer.accelerator.is_local_main_process:
             say(f"parity ok, {said} {distance}; {time.perf_counter() - begin:.1f} s")
@@ -216,7 +216,7 @@ class Parity(Part):
         """Compare the step of a trainer; returns why its loss changes without padding, or `None`."""
         trainer = self.trainer
         begin = time.perf_counter()
-        gradients = step.mode == "train" and self.settings.parity_check != "forward" and torch.is_grad_enabled()
+        gradients = step.mode == "train" and torch.is_grad_enabled()
         report = check_step(trainer, step, gradients=gradients)
         if report is None:
             return None
@@ -290,9 +290,8 @@ class Parity(Part):
         """
         trainer = self.trainer
         reports = trainer.padding.parity.setdefault(mode, [])
-        trains = mode == "train" and self.settings.parity_check != "forward"
         try:
-            compare(trainer, [model, *models_of(trainer)[1:]], inputs, reports, gradients=trains)
+            compare(trainer, [model, *models_of(trainer)[1:]], inputs, reports, gradients=mode == "train")
         except UnpackableCallError:  # as in `will_pack`: the model around the decoder may not pack, either
             if self.settings.strict or is_sharded(trainer):  # processes that shard a model meet in each forward
                 raise
