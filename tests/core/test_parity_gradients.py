@@ -8,11 +8,13 @@ import pytest
 import torch
 from kit.tolerance import tolerance
 from torch import nn
+from zoo.families import build as build_family
 from zoo.models import build, inputs
 
 import trl_padfix.core.attention.attention
 import trl_padfix.core.attention.segments
 from trl_padfix import ParityError, check_parity
+from trl_padfix.core.mixers.row_buckets import RowBuckets
 from trl_padfix.core.model.find import find_decoder, find_pretrained
 
 
@@ -50,6 +52,19 @@ def test_right_outputs_with_wrong_gradients_fail(break_it, dtype, monkeypatch):
     with pytest.raises(ParityError, match=rf"gradient off by {wrong.gradient:.2e} of its norm .*The packed backward"):
         wrong.raise_if_failed()
     assert check_parity(model, inputs(), prefix_sharing=True, gradients=False).ok
+
+
+def test_gradients_of_mixers_on_rows_are_compared(monkeypatch):
+    model = build_family("bloom")
+    right = check_parity(model, inputs())
+    assert right.ok and right.gradient is not None and not right.not_compared
+    scatter = RowBuckets.scatter
+
+    def detached_once(rows, outputs):
+        return scatter(rows, [x / 2 + x.detach() / 2 for x in outputs])
+
+    monkeypatch.setattr(RowBuckets, "scatter", detached_once)
+    assert check_parity(model, inputs()).gradient > 10 * right.gradient_tolerance
 
 
 def adapted(model: Any) -> nn.Module:

@@ -53,7 +53,10 @@ def with_gradient(
 
     with model.get_input_embeddings().register_forward_hook(keep, with_kwargs=True), torch.enable_grad():
         scores = score()
-        gradients = torch.autograd.grad(scores.sum(), [leaf for _, leaf in embedded])
+        # A dry run of the decoder calls its embedding too, and its output is not used.
+        gradients = torch.autograd.grad(
+            scores.sum(), [leaf for _, leaf in embedded], allow_unused=True, materialize_grads=True
+        )
     distinct = ids.unique()  # sorted
     dtype = torch.promote_types(scores.dtype, torch.float32)
     total = distinct.new_zeros(len(distinct), gradients[0].shape[-1], dtype=dtype)
