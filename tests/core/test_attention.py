@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from itertools import product
+from itertools import pairwise, product
 from types import ModuleType
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from kit.tolerance import assert_close
 from simulated_gpu.flash_stand_in import flash_attention_stand_in
 from simulated_gpu.simulated_cuda import to_simulated
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zoo.models import COLUMNS, batch, build
 
@@ -289,3 +290,33 @@ def test_flash_attention_refuses_chunks_that_a_row_exceeds():
     with pytest.raises(PaddingRemovalError, match=r"in chunks of 13 tokens and a row of the batch spans 14;.*'sdpa'"):
         attend(module, random_states(layout), layout, PackedMask(chunk=13))
     assert_attends_like_dense(module, layout, mask, PackedMask(chunk=14))
+
+
+def own_function(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None, **_):
+    """An attention function of a user's: a loop over segments."""
+    q, k, v = query, *(x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    ends_q, ends_k = ([*x.tolist()] for x in (cu_seq_lens_q, cu_seq_lens_k))
+    rows = []
+    for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        rows.append(scaled_dot_product_attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], mask, scale=scaling))
+    return torch.cat(rows, dim=2).transpose(1, 2), None
+
+
+def test_a_registered_function_that_takes_segments_attends(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", own_function)
+    module = attention_module()
+    module.config._attn_implementation = "own"
+    for side, sharing in product(("left", "right"), (False, True)):
+        assert_attends_like_dense(module, *layout_of(side, sharing))
+    layout, mask = layout_of("right", sharing=False)
+
+    def one_segment(*args, cu_seq_lens_q, cu_seq_lens_k, **kwargs):
+        ends = {"cu_seq_lens_q": cu_seq_lens_q[[0, -1]], "cu_seq_lens_k": cu_seq_lens_k[[0, -1]]}
+        return own_function(*args, **ends, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "own", one_segment)
+    with pytest.raises(AssertionError, match="rounding explains"):
+        assert_attends_like_dense(module, layout, mask)
+    with pytest.raises(PaddingRemovalError, match="has a window, and 'own' has no parameter `sliding_window`"):
+        attend(module, random_states(layout), layout, sliding_window=3)

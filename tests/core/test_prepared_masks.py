@@ -103,7 +103,7 @@ def test_parity_in_half_precision_compares_with_masks_for_the_other_attention():
 
 def test_an_attention_that_knows_no_such_mask_is_refused(monkeypatch):
     vision = build_vision("gemma3")
-    monkeypatch.setattr("trl_padfix.core.attention.attention._is_flash", lambda name: True)
+    monkeypatch.setattr("trl_padfix.core.attention.attention.takes_segments", lambda name: True)
     with remove_padding(vision.model), pytest.raises(PaddingRemovalError, match=r"prepared mask.*'sdpa'"):
         vision.model(**collate(vision, ROWS).call())
 

@@ -5,8 +5,8 @@ In a packed forward the attention modules of a decoder run on views whose config
 computes each segment of the layout with the function that the model is configured for, so scaling, softcap, sinks and
 grouped heads are the model's own:
 
-- FlashAttention (`flash_attention_2/3/4`, Hub kernels): one variable-length call, `cu_seqlens` from the layout, keys
-  gathered per segment;
+- FlashAttention (`flash_attention_2/3/4`, Hub kernels), and functions of yours that take segments
+  ([`takes_segments`]): one variable-length call, `cu_seqlens` from the layout, keys gathered per segment;
 - `sdpa`: on CUDA in half precision torch's variable-length FlashAttention, which needs no package; else
   scaled-dot-product attention, segment by segment;
 - `eager`: the model's eager function, segment by segment.
@@ -41,7 +41,7 @@ from .varlen import attend_torch_varlen, attend_varlen, torch_varlen_applies
 
 __all__ = [
     "ViewPatch", "attends_within_tokens", "implementation_obstacle", "is_causal", "names_attention",
-    "packed_attention", "register_packed_attention", "uses_attention_interface",
+    "packed_attention", "register_packed_attention", "takes_segments", "uses_attention_interface",
 ]  # fmt: skip
 
 
@@ -94,9 +94,31 @@ def names_attention(module: nn.Module) -> bool:
     return uses_attention_interface(module) or any(n.startswith("create_") and "mask" in n for n in names)
 
 
+def takes_segments(implementation: str) -> bool:
+    """
+    Whether an attention function takes all segments in one call, by `cu_seq_lens_q` and `cu_seq_lens_k`.
+
+    FlashAttention does, and a function of yours with these two parameters, registered with transformers. It gets the
+    queries `(1, N, T, D)` of all segments and their keys, gathered for each segment; a query sees the keys up to its
+    own, of which the last belongs to the last query. It reads `sliding_window`, too.
+    """
+    if implementation in ("eager", "sdpa"):
+        return False
+    return _is_flash(implementation) or {"cu_seq_lens_q", "cu_seq_lens_k"} <= _parameters_of(implementation)
+
+
+def _is_flash(implementation: str) -> bool:
+    return implementation.startswith("flash_attention") or ("/" in implementation and "flash" in implementation)
+
+
+def _parameters_of(implementation: str) -> set[str]:
+    function = ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return set() if function is None else {*parameters_of(function)}
+
+
 def implementation_obstacle(implementation: str) -> str | None:
     """Why `implementation` cannot attend over a layout, or `None` if it can."""
-    if implementation in ("eager", "sdpa") or _is_flash(implementation):
+    if implementation in ("eager", "sdpa") or takes_segments(implementation):
         return None
     if implementation == "flex_attention":
         return (
@@ -105,7 +127,8 @@ def implementation_obstacle(implementation: str) -> str | None:
         )
     return (
         f"`attn_implementation={implementation!r}` is not known to attend over variable-length segments. Use 'sdpa', "
-        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4' or a Hub flash-attention kernel; "
+        "'eager', 'flash_attention_2', 'flash_attention_3', 'flash_attention_4', a Hub flash-attention kernel, or "
+        "register a function with the parameters `cu_seq_lens_q` and `cu_seq_lens_k`; "
         "`remove_padding(model, attn_implementation=...)` exchanges that of a loaded model"
     )
 
@@ -164,9 +187,11 @@ def packed_attention(
         raise _unpackable(
             f"{_name(module)} passes {unknown} to its attention function, and it is unknown how to pack that"
         )
-    # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
-    if not _is_flash(call.implementation):
+    # A function that takes segments gets its window from the module. The others have windows and chunks in masks.
+    if not takes_segments(name := call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
+    elif kwargs.get("sliding_window") and not (_is_flash(name) or "sliding_window" in _parameters_of(name)):
+        raise _unpackable(f"{_name(module)} has a window, and {name!r} has no parameter `sliding_window`")
 
     return call.tokens.attend(partial(_attend, call, masks), module, query, key, value, kwargs), None
 
@@ -189,15 +214,15 @@ def _attend(
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-    is_flash, row = _is_flash(implementation), (key, value)
-    if not is_flash and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
+    is_varlen, row = takes_segments(implementation), (key, value)
+    if not is_varlen and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
         query, key, value = map(by_token, (query, key, value))
         gathered = gather_tokens(layout, key, value)
         with gathered_again(layout, row, gathered):
             return attend_torch_varlen(query, *gathered, layout, kwargs)
     gathered = gather_keys(layout, key, value)
     with gathered_again(layout, row, gathered):
-        if is_flash:
+        if is_varlen:
             return attend_varlen(attend, module, query, *gathered, layout, kwargs)
         options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
         return attend_by_segment(attend, module, query, *gathered, layout, kwargs, **options)
@@ -217,7 +242,7 @@ def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall
     if (prepared := call.prepared) is None:
         return None
     kind = mask.kind if isinstance(mask, PackedMask) else None
-    if _is_flash(call.implementation) or not {None, kind} & prepared.masks.keys():
+    if takes_segments(call.implementation) or not {None, kind} & prepared.masks.keys():
         raise PaddingRemovalError(
             f"{_name(module)} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
@@ -242,16 +267,12 @@ def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: di
             f"{_name(module)} attends in both directions, and a packed batch is attended causally. Padding can only "
             "be removed from causal decoders; use `padding_free=False`."
         )
-    if mask_spec.chunk is not None and mask_spec.chunk < span and _is_flash(call.implementation):
+    if mask_spec.chunk is not None and mask_spec.chunk < span and takes_segments(call.implementation):
         raise PaddingRemovalError(
             f"{_name(module)} attends in chunks of {mask_spec.chunk} tokens and a row of the batch spans {span}; "
             "FlashAttention cannot keep chunks apart. Load the model with `attn_implementation='sdpa'`."
         )
     return mask_spec
-
-
-def _is_flash(implementation: str) -> bool:
-    return implementation.startswith("flash_attention") or ("/" in implementation and "flash" in implementation)
 
 
 def _function_of(module: nn.Module, implementation: str) -> Callable:

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from ..model.inspection import parameters_of
+from ..model.inspection import package_of, parameters_of
 from ..model.older import flash_arguments
 from .segments import in_attention_dtype
 
@@ -34,7 +34,7 @@ def attend_varlen(
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """
-    One call of a FlashAttention function of transformers: `(1, N, T, D)` to `(1, T, N, D)`.
+    One call of a function that takes segments, such as FlashAttention: `(1, N, T, D)` to `(1, T, N, D)`.
 
     Raises:
         PaddingRemovalError: If the kernel does not support an argument of the module, or this precision or device.
@@ -65,7 +65,8 @@ def attend_varlen(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         dtype = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
         is_half_on_gpu = query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16)
-        if is_half_on_gpu or isinstance(error, torch.OutOfMemoryError):
+        is_own = package_of(attend) != "transformers"
+        if is_half_on_gpu or is_own or isinstance(error, torch.OutOfMemoryError):
             raise  # not a matter of precision or device
         raise PaddingRemovalError(
             f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
