@@ -222,7 +222,8 @@ class NodeTree:
         Run a recurrence over the nodes, level by level, from inputs `(1, T, ...)` to an output `(1, T, ...)`.
 
         `kernel(chunks, initial_states, with_states, cu_seqlens)` computes the nodes of a block: `chunks` are the
-        inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. With `is_varlen` they are
+        inputs of its tokens, `(n, l, ...)` with zeros beyond the ends of nodes. Zeros must leave the state unchanged:
+        pass the logarithm of a decay, not the decay, which would erase the state. With `is_varlen` they are
         `(1, t, ...)`, and `cu_seqlens` says where nodes begin and end. The kernel returns outputs for these tokens
         and, `with_states`, a final state for each node. `key` names the call: under it, states are recorded for other
         forwards, and the states of other forwards are read.

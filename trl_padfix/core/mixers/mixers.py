@@ -40,7 +40,7 @@ _MIXING = {
     "alibi", "attention_mask", "attn_mask", "cache", "cache_params", "cache_position", "conv_mask", "layer_past",
     "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings", "state",
 }  # fmt: skip
-"""Names of arguments by which a module is known to be a mixer."""
+"""Names of arguments that mark a module as a mixer; another sign is a function that `primitives.py` knows."""
 
 _TOWERS = ("vision", "visual", "image", "audio", "embed_tokens_extend")
 """Parts of module names: such modules compute features of images or audio, and are not layers of the decoder."""
@@ -160,7 +160,7 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def _mixes(module: nn.Module) -> bool:
-    return bool(_parameters(module) & _MIXING)
+    return bool(_parameters(module) & _MIXING or primitives_of(module))
 
 
 def _parameters(module: nn.Module) -> set[str]:

@@ -13,6 +13,7 @@ with globals of its own. The replacements call the original function, on the seg
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from types import MethodType
@@ -23,7 +24,15 @@ from torch import nn
 
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, call_of, running
-from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
+from ..model.inspection import (
+    forward_of,
+    global_in,
+    kernel_parameters,
+    loaded_globals,
+    parameters_of,
+    variables_in,
+    with_globals,
+)
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
@@ -49,6 +58,8 @@ def primitives_of(module: nn.Module) -> set[str]:
 
     They are read from the code of its forward, so that code on the Hub is recognized too.
     """
+    if not inspect.isfunction(forward_of(module)):  # a scripted module
+        return set()
     # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
     names = _REPLACEMENTS.keys() & loaded_globals(module)
     has_attention = uses_attention_interface(module) or "attention_interface" in variables_in(type(module).forward)
@@ -228,10 +239,10 @@ _REPLACEMENTS: dict[str, Replace] = {
 }
 """Names under which mixers call functions, each with the function that makes its replacement."""
 
-_CHUNKED = {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"}
 LEFT_OUT = {name for name, replace in _REPLACEMENTS.items() if replace is _left_out}
 """Fused kernels of a whole mixer, which runs without them."""
-_RECURRENCES = _REPLACEMENTS.keys() - {"causal_conv1d_fn", *LEFT_OUT}
+_CHUNKED = {name for name, replace in _REPLACEMENTS.items() if replace in (_delta_rule, _state_space)}
+_RECURRENCES = _CHUNKED | {name for name, replace in _REPLACEMENTS.items() if replace is _scan_on_rows}
 _DECAYS = {"A_log", "dt_bias"}
 """
 Parameters that only recurrences have. A recurrence whose forward calls none of `_RECURRENCES` as a global runs on
