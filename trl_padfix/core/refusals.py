@@ -7,24 +7,19 @@ foresees. A function `*_obstacle` returns the reason, or `None` if there is none
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .errors import PaddingRemovalError, UnpackableCallError
-from .generation import evaluating
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
-from .model.inspection import forward_of, names_in, parameters_of, takes_any_argument
-from .model.saved_state import saved_modules
-from .model.sharded import gathers_in_parts
+from .model.inspection import forward_of, names_in, parameters_of
 from .model.views import config_of
+from .probes import change_of_earlier_states
 
 
 if TYPE_CHECKING:
@@ -33,20 +28,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["batch_obstacle", "check_call", "refusal"]
-
-logger = logging.getLogger(__name__)
-
-PROBE_TOKENS = 4
-"""Tokens of the two rows on which a decoder is probed: few, so that the forward costs next to nothing."""
-
-ROUNDING_STEPS = 512
-"""
-Changes up to this many machine epsilons are rounding: another last token may change the order of a sum, and 32 blocks
-of xLSTM reach 75 epsilons on some CPUs. In a tiny BERT, whose tokens see later ones, the change is 20,000 epsilons.
-"""
-
-LARGEST_ROUNDING = 0.02
-"""Upper limit of these: 512 epsilons of bfloat16 are 4, and would hide a real dependency on the last token."""
 
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 """Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
@@ -131,53 +112,6 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
     if change := change_of_earlier_states(decoder):
         return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"
     return None
-
-
-def change_of_earlier_states(decoder: Any) -> float:
-    """
-    Measure how far the states of a few tokens change when the token after them is replaced by another one.
-
-    Runs one forward in evaluation mode, and does not change the random state. Returns the largest change of a state
-    before the last one, divided by the change of the last state.
-
-    Returns 0 for a change within rounding, as in a causal decoder. Returns 0 as well if the decoder cannot run: its
-    weights are not in this process (on the meta device, offloaded, or sharded), or it takes more than token ids.
-    """
-    if not _is_whole(decoder):
-        return 0.0
-    device = next(decoder.parameters()).device
-    try:
-        vocabulary = decoder.get_input_embeddings().weight.shape[0]
-        # From the middle of the vocabulary: special tokens, one of them padding, have ids at its ends.
-        ids = (vocabulary // 2 + torch.arange(PROBE_TOKENS, device=device).repeat(2, 1)) % vocabulary
-        ids[1, -1] = (ids[0, -1] + 1) % vocabulary
-        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
-        parameters = parameters_of(decoder.forward)
-        if not takes_any_argument(decoder):
-            arguments = {k: v for k, v in arguments.items() if k in parameters}
-        if "is_decoder" in parameters:  # BLIP passes it in every call of its text model
-            arguments["is_decoder"] = decoder.config.is_decoder
-        devices = [device] if device.type == "cuda" else []
-        unchanged = saved_modules(decoder.modules())
-        with torch.no_grad(), unchanged, evaluating(decoder), torch.random.fork_rng(devices):
-            states = decoder(**arguments)[0]
-    except Exception as error:
-        logger.info(f"Whether {type(decoder).__name__} is causal was not probed ({type(error).__name__}: {error}).")
-        return 0.0
-    if states.shape[:2] != ids.shape:
-        return 0.0
-    change = (states[0] - states[1]).abs().float().flatten(1).amax(1)
-    relative = (change[:-1].max() / change[-1]).item()
-    # A masked key has exactly zero weight, so states of a causal decoder change by at most the order of some sum.
-    return relative if relative > min(ROUNDING_STEPS * torch.finfo(states.dtype).eps, LARGEST_ROUNDING) else 0.0
-
-
-def _is_whole(decoder: nn.Module) -> bool:
-    """Whether all weights of a decoder are unsharded and on one device of this process."""
-    parameters = list(decoder.parameters())
-    if any(p.is_meta or isinstance(p, DTensor) for p in parameters) or gathers_in_parts(decoder):
-        return False
-    return len({p.device for p in parameters}) == 1
 
 
 _CAUSAL = {"causal": True, "is_decoder": True, "use_bidirectional_attention": False}

@@ -31,6 +31,7 @@ from .patches.decoder import DecoderPatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
 from .patches.positions import NumberingPatch, PositionPatch, RopePatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
+from .probes import change_beside_another_row
 from .refusals import refusal
 from .switch import OFF, is_off
 
@@ -147,6 +148,8 @@ def remove_padding(
             return handle.attach(())
         register_packed_attention()
         handle.attach(_patches(anatomy, handle))
+        on_error.callback(handle.remove)
+        _probe(handle)
         on_error.pop_all()
     handle.attention_before = exchanged
     return handle
@@ -179,6 +182,18 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
         raise PaddingRemovalError(
             f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row "
             "whose length could be a multiple of `packed_multiple_of`. Leave it out."
+        )
+
+
+def _probe(handle: PaddingRemoval) -> None:
+    """Raise a [`PaddingRemovalError`] if a row of a packed batch depends on the row in front of it."""
+    change, classes = change_beside_another_row(handle)
+    if change:
+        raise PaddingRemovalError(
+            f"Padding cannot be removed from {type(handle.anatomy.pretrained).__name__}: packed, the states of a row "
+            f"change by {change:.0e} with the row in front of it. One of its modules mixes tokens and looks as if it "
+            f"did not, among {', '.join(classes[:5])}. If the forward of that module takes `attention_mask`, it runs "
+            "row by row; or leave the model padded."
         )
 
 

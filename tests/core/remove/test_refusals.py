@@ -29,12 +29,13 @@ from zoo.families import build_type
 from zoo.family_outcomes import leaking_layouts
 from zoo.gpu_models import build as build_for_gpu
 from zoo.model_numbers import DISTINCT, REAL, TINY, attached_parts, gradients
-from zoo.models import batch, build, real_logps
+from zoo.models import batch, build, inputs, real_logps
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
-from trl_padfix.core import refusals
+from trl_padfix.core import refusals, remove
 from trl_padfix.core.model.find import find_decoder
-from trl_padfix.core.refusals import change_of_earlier_states
+from trl_padfix.core.model.patching import patches_on
+from trl_padfix.core.probes import change_of_earlier_states
 
 
 def test_masks_that_cannot_be_read_are_refused_by_a_strict_handle():
@@ -300,3 +301,46 @@ def test_what_cannot_be_run_is_not_tried():
     model = build_type("layoutlm", {}, auto=AutoModel)
     model.forward = lambda *args, **kwargs: 1 / 0
     assert change_of_earlier_states(model) == 0
+
+
+class Shift(torch.nn.Module):
+    """A module of a user's that adds half of the token before, and takes no mask."""
+
+    def __init__(self, inner, past=0.5):
+        super().__init__()
+        self.inner, self.past = inner, past
+
+    def forward(self, states, **kwargs):
+        before = torch.nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
+        return self.inner(states + self.past * before)
+
+
+class ShiftOnRows(Shift):
+    def forward(self, states, attention_mask=None, **kwargs):
+        return super().forward(states)
+
+
+def test_a_module_that_mixes_tokens_in_disguise_is_refused(monkeypatch):
+    def shifted(kind, past):
+        model = build("qwen2")
+        model.model.layers[1].mlp = kind(model.model.layers[1].mlp, past)
+        return model
+
+    arguments = inputs()
+    real = arguments["attention_mask"].bool()
+    for kind, past in ((Shift, 0.0), (ShiftOnRows, 0.5)):
+        model = shifted(kind, past)
+        expected = model(**arguments).logits[real]
+        with remove_padding(model) as handle:
+            found = model(**arguments).logits[real]
+            assert handle.stats.packed_tokens == real.sum()
+        assert_close(found, expected, terms=64, depth=16)
+    model = shifted(Shift, 0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(PaddingRemovalError, match=r"the row in front of it\. .* among Shift\. If the forward of"):
+            remove_padding(model.to(dtype))
+    assert not patches_on(find_decoder(model))
+    monkeypatch.setattr(remove, "change_beside_another_row", lambda handle: (0.0, []))
+    with remove_padding(model.float()):
+        leaked = model(**arguments).logits[real]
+    assert_close(leaked, leaked, terms=64, depth=16, control=model(**arguments).logits[real])

@@ -13,7 +13,6 @@ with globals of its own. The replacements call the original function, on the seg
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from itertools import count, repeat
 from types import MethodType
@@ -24,15 +23,7 @@ from torch import nn
 
 from ..attention.attention import uses_attention_interface
 from ..call.calls import LAYOUT, PackedCall, call_of, running
-from ..model.inspection import (
-    forward_of,
-    global_in,
-    kernel_parameters,
-    loaded_globals,
-    parameters_of,
-    variables_in,
-    with_globals,
-)
+from ..model.inspection import global_in, kernel_parameters, loaded_globals, parameters_of, variables_in, with_globals
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
@@ -58,10 +49,9 @@ def primitives_of(module: nn.Module) -> set[str]:
 
     They are read from the code of its forward, so that code on the Hub is recognized too.
     """
-    if not inspect.isfunction(forward_of(module)):  # a scripted module
-        return set()
     # Only globals can be replaced by a copy of the forward. Older mixers keep their functions as attributes.
-    names = _REPLACEMENTS.keys() & loaded_globals(module)
+    if not (names := _REPLACEMENTS.keys() & loaded_globals(module)):
+        return set()
     has_attention = uses_attention_interface(module) or "attention_interface" in variables_in(type(module).forward)
     has_convolution = any(isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children())
     has_recurrence = any(name in _DECAYS for name, _ in module.named_parameters(recurse=False))

@@ -99,7 +99,10 @@ def globals_of(module: nn.Module) -> dict[str, Any]:
 
 def loaded_globals(module: nn.Module) -> set[str]:
     """Names of the globals that the forward of a module loads, without the globals of its attributes' functions."""
-    return {argument for name, argument in _instructions(forward_of(module)) if name == "LOAD_GLOBAL"}
+    forward = forward_of(module)
+    if not inspect.isfunction(forward):  # a scripted module
+        return set()
+    return {argument for name, argument in _instructions(forward) if name == "LOAD_GLOBAL"}
 
 
 @cache
