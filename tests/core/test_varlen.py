@@ -104,12 +104,13 @@ def test_a_slow_path_in_half_precision_is_said_once(gpu, config, reason, caplog,
 # -- errors keep their names
 
 
-def raised(error: Exception, autocast: bool) -> Exception:
-    """What is raised where FlashAttention raises an error."""
+def raised(error: Exception, autocast: bool, package: str = "transformers") -> Exception:
+    """What is raised where an attention function of a package raises an error."""
 
     def attend(*args: Any, **kwargs: Any) -> Any:
         raise error
 
+    attend.__module__ = package
     layout = padding_free_layout(to_simulated(torch.ones(1, 3, dtype=torch.int64)))
     states = [to_simulated(torch.zeros(1, 2, 3, 8)) for _ in range(3)]
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast), pytest.raises(Exception) as caught:  # noqa: PT011
@@ -130,3 +131,4 @@ def test_an_error_of_flash_attention_keeps_its_name(gpu):
         found = raised(error, autocast)
         assert type(found) is expected
         assert expected is not PaddingRemovalError or "bfloat16" in str(found)  # the remedy
+    assert type(raised(RuntimeError("of a user's function"), False, "own")) is RuntimeError
