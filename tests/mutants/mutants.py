@@ -240,28 +240,28 @@ MUTANTS = [
     ),
     # -- mixers
     Mutant(
-        "core/mixers/forks.py",
+        "core/mixers/node_tree.py",
         "begin = parent.number - starts[segment] + 1\n",
         "begin = parent.number - starts[segment]\n",
         "a convolution that forks sees its context one token early",
         ("core/test_mixers.py",),
     ),
     Mutant(
-        "core/mixers/forks.py",
+        "core/mixers/node_tree.py",
         "if begin <= f < last}",
         "if begin < f < last}",
         "a fork behind the first token of a segment is missed",
         ("core/test_mixers.py",),
     ),
     Mutant(
-        "core/mixers/forks.py",
+        "core/mixers/node_tree.py",
         "x.new_zeros(1, *x.shape[1:])])",
         "x.new_ones(1, *x.shape[1:])])",
         "a recurrence goes on beyond the end of a node",
         ("core/test_mixers.py",),
     ),
     Mutant(
-        "core/mixers/forks.py",
+        "core/mixers/node_tree.py",
         "torch.zeros_like(prefix_states[:1])]",
         "prefix_states[:1]]",
         "the state of a prefix is carried into a row that begins without it",

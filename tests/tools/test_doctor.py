@@ -11,7 +11,7 @@ from zoo.models import CONFIGS
 
 import trl_padfix
 from trl_padfix import remove_padding, versions
-from trl_padfix.core.attention.backends import FLASH_PACKAGES, HUB_KERNELS, Machine
+from trl_padfix.core.attention.availability import FLASH_PACKAGES, HUB_KERNELS, Machine
 from trl_padfix.tools.doctor import diagnose
 
 

@@ -27,7 +27,7 @@ from zoo.vision_families import build_vision
 
 import trl_padfix
 from trl_padfix import DPOConfig
-from trl_padfix.core.attention.backends import Backend
+from trl_padfix.core.attention.availability import Backend
 from trl_padfix.core.model.implementation import restore_attention, set_attention
 from trl_padfix.trainers.parts.attention_choice import _workload
 
@@ -76,7 +76,7 @@ def ran(monkeypatch):
 @pytest.fixture
 def flash(monkeypatch):
     """FlashAttention 2 runs on this CPU, as far as transformers and the package can tell."""
-    monkeypatch.setattr("trl_padfix.core.attention.backends._flash_package", lambda name, workload: Backend(name))
+    monkeypatch.setattr("trl_padfix.core.attention.availability._flash_package", lambda name, workload: Backend(name))
     with flash_attention_stand_in():
         yield
 

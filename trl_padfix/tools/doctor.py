@@ -18,7 +18,7 @@ from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..core.anatomy import Anatomy
-from ..core.attention.backends import (
+from ..core.attention.availability import (
     FLASH_PACKAGES,
     Backend,
     Machine,

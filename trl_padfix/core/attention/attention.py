@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..call.calls import LAYOUT, PackedCall, call_of, running
-from ..call.layers import layer_call
+from ..call.layer_call import layer_call
 from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout

@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..call.calls import LAYOUT, PackedCall, call_of, running
-from ..call.layers import is_checkpointed
+from ..call.layer_call import is_checkpointed
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
 from ..model.masks import PackedMask, describe_mask

@@ -6,7 +6,7 @@ A layer consists of modules that compute each token by itself, and of *mixers*: 
 
 - `packed`: attention through transformers' attention interface, which receives the layout (`attention/`);
 - `forked`: linear attention, state-space scans, short convolutions, run per segment or node from the state of its
-  prefix (`primitives.py`, `forks.py`);
+  prefix (`primitives.py`, `node_tree.py`);
 - `rows`: all other causal mixers, on buckets of rows (`row_buckets.py`).
 
 A decoder that is more than a stack of such layers runs on `whole rows` itself ([`over_whole_rows`] in
@@ -25,7 +25,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.attention import ViewPatch, names_attention, uses_attention_interface
-from ..call.layers import LayerPatch
+from ..call.layer_call import LayerPatch
 from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
 from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of

@@ -27,7 +27,7 @@ from ..model.inspection import global_in, kernel_parameters, loaded_globals, par
 from ..model.masks import PackedMask
 from ..model.patching import Attachment, ForwardPatch
 from ..model.views import viewed_module
-from .forks import tree_of
+from .node_tree import tree_of
 from .row_buckets import row_buckets
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_is_leaf, tree_map
 from transformers.utils import ModelOutput
 
 from ..call.calls import LAYOUT, PackedCall, call_of
-from ..call.layers import LayerCall, layer_call
+from ..call.layer_call import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout

@@ -27,7 +27,7 @@ from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
 from ..errors import UnpackableCallError
 from ..layout.shared_prefixes import PrefixedLayout
-from ..mixers.dry_run import DryRun
+from ..mixers.layer_arguments import DryRun
 from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers, over_whole_rows
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument

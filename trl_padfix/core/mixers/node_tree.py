@@ -8,9 +8,6 @@ convolution needs no states, only the few tokens before each segment on its path
 Example: the rows `1 2 3 4`, `1 2 5` and `1 6` share prefixes and pack into `1 2 3 4 | 5 | 6` (tokens 0 to 5). Node
 `[0]` is the root. Nodes `[1]` and `[5]` form level 1; their parent is `[0]`. Nodes `[4]` and `[2, 3]` form level 2;
 their parent is `[1]`.
-
-On a GPU a level costs the launches of its kernels, in each layer, however few tokens it has. A level of short nodes is
-therefore merged into the next one: each child begins with a copy of its parent's tokens, and so needs no state of it.
 """
 
 from __future__ import annotations
@@ -88,9 +85,8 @@ class Scan(NamedTuple):
     def of(cls, levels: list[list[NodeBlock]], T: int, device: torch.device) -> Scan:
         """The scan of these blocks on `device`, for a packed row of `T` tokens."""
         tokens = torch.cat([block.tokens.flatten() for level in levels for block in level])
-        # The first place of each token: its copies have the same outputs. Index `T` collects the fillers; cut it off.
-        places = torch.full((T + 1,), len(tokens)).scatter_reduce(0, tokens, torch.arange(len(tokens)), "amin")
-        return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, places[:T]))
+        # The inverse permutation; the fillers, numbered `T`, come last.
+        return tree_map_only(torch.Tensor, lambda x: x.to(device), cls(levels, tokens.argsort()[:T]))
 
 
 class NodeTree:

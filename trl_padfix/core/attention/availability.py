@@ -165,7 +165,7 @@ def list_backends(workload: Workload) -> list[Backend]:
 
     ```python
     >>> import torch
-    >>> from trl_padfix.core.attention.backends import Machine, Workload, list_backends
+    >>> from trl_padfix.core.attention.availability import Machine, Workload, list_backends
 
     >>> backends = {backend.name: backend for backend in list_backends(Workload(Machine("cpu"), torch.float32))}
     >>> backends["sdpa"].usable, backends["flash_attention_2"].usable

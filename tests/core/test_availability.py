@@ -7,9 +7,9 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 from zoo.models import CONFIGS
 
-from trl_padfix.core.attention import backends
+from trl_padfix.core.attention import availability
 from trl_padfix.core.attention import varlen as kernels
-from trl_padfix.core.attention.backends import (
+from trl_padfix.core.attention.availability import (
     Machine,
     Workload,
     assess,
@@ -23,7 +23,7 @@ CPU, T4, A100, H100, B200 = (
     Machine(),
     *(Machine("cuda", n, c) for n, c in {"T4": (7, 5), "A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}.items()),
 )
-_import_obstacle = backends._import_obstacle
+_import_obstacle = availability._import_obstacle
 FLASH = ["flash_attention_2", "flash_attention_3", "flash_attention_4"]
 
 
@@ -41,8 +41,8 @@ def installed(monkeypatch):
 
         monkeypatch.setattr(metadata, "version", version)
 
-    monkeypatch.setattr(backends, "_import_obstacle", lambda module: None)
-    monkeypatch.setattr(backends, "torch_varlen_is_complete", lambda: True)
+    monkeypatch.setattr(availability, "_import_obstacle", lambda module: None)
+    monkeypatch.setattr(availability, "torch_varlen_is_complete", lambda: True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     install()
     return install
@@ -108,7 +108,7 @@ def test_a_package_that_cannot_be_imported_is_not_usable(installed, monkeypatch)
 
     installed(flash_attn="2.8.3")
     monkeypatch.setattr("importlib.import_module", fail)
-    monkeypatch.setattr(backends, "_import_obstacle", _import_obstacle.__wrapped__)
+    monkeypatch.setattr(availability, "_import_obstacle", _import_obstacle.__wrapped__)
     backend = assess("flash_attention_2", half(H100))
     assert "cannot be imported (flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14So" in backend.reason
     assert backend.install.startswith("pip install flash-attn --no-build-isolation --force-reinstall")
