@@ -4,7 +4,7 @@ Buckets of rows, for the modules that cannot run on a packed row.
 Modules that compute each token by itself stay packed. A module that cannot run on a packed row (attention written out,
 ALiBi, an indexer, a recurrence of its own) runs on rows: its packed inputs are gathered into buckets of rows of about
 equal length, and its outputs are packed again. The other arguments of its layer (masks, biases, positions) are those
-that the decoder makes for these rows; the dry run records them (`dry_run.py`).
+that the decoder makes for these rows; the dry run records them (`layer_arguments.py`).
 
 A row of a bucket is the whole path of a segment. Where rows share a prefix, each row computes it, and the output of a
 shared token is taken from the row of the segment that holds the token.
