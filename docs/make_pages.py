@@ -67,7 +67,7 @@ token budget, with a loss that is not a sum over rows (`bnpo`, entropy terms), o
 ## Flags and environment
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
-  `--resume_from_checkpoint` takes `latest` or a folder ([resume](recipes.md#resume)). `--accelerate_config` takes a
+  `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)). `--accelerate_config` takes a
   file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a random model.
 - **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
 - **`trl-padfix COMMAND --help`** lists all flags, also of `stats` and `doctor`. `trl-padfix --debug COMMAND` (or
