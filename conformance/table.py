@@ -23,7 +23,7 @@ MARKED = re.compile(r"(<!-- adapters: ([^>]*) -->\n).*?(<!-- end -->)", re.DOTAL
 """A comment with patterns of names of adapters, and what is written from their reports."""
 
 EVERYWHERE = {"dynamic RoPE", "long RoPE"}
-"""Cases in which each stack on transformers leaks, or stops: the page has them above its table."""
+"""Cases in which each stack on transformers is wrong, or raises an error: the page has them below its table."""
 
 FIGURES = {"loss", "gradient", "allowed"}
 
@@ -36,20 +36,20 @@ def figure(row: dict[str, Any]) -> str:
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """Adapters in rows, those of equal results in one: how many cases are ok, which leak, and which stop."""
+    """Adapters in rows, those of equal results in one: how many cases are ok, which are wrong, which are errors."""
     names: dict[tuple[str, ...], list[str]] = {}
     for report in reports:
         cases = [row for row in report["cases"] if row["case"] not in EVERYWHERE]
         of = {kind: [row for row in cases if row["outcome"] == kind] for kind in ("ok", "LEAK", "error")}
         computed = sum(map(len, of.values()))
-        leaks = [f"{row['case']} **{figure(row)}**" for row in of["LEAK"]]
-        if leaks and not of["ok"]:
+        errors = [row["case"] for row in of["error"]]
+        wrong = [f"{row['case']} **{figure(row)}**" for row in of["LEAK"]]
+        if wrong and not of["ok"]:
             low, high = (bound(row["loss"] for row in of["LEAK"]) for bound in (min, max))
-            leaks = [f"every case that does not stop, **{low:.2g}** to **{high:.2g}**"]
-        stops = [row["case"] for row in of["error"]]
-        cells = f"{len(of['ok'])} of {computed}", "; ".join(leaks), "; ".join(stops)
+            wrong = [f"every {'other ' if errors else ''}case, **{low:.2g}** to **{high:.2g}**"]
+        cells = f"{len(of['ok'])} of {computed}", "; ".join(wrong), "; ".join(errors)
         names.setdefault(cells, []).append(f"`{report['adapter']}`")
-    lines = [("adapter", "ok", "leaks", "stops"), ("---",) * 4]
+    lines = [("adapter", "ok", "wrong", "error"), ("---",) * 4]
     lines += [(", ".join(adapters), *cells) for cells, adapters in names.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,12 +1,16 @@
 """
-Writes the pages of the site whose text lies elsewhere in the repository; git ignores them.
+Writes the sources of the site into `build/pages`: the pages of `docs/`, and those whose text lies elsewhere.
 
     python docs/copied_pages.py && zensical build --strict
+
+In the repository, links lead to files of the repository. In the copies they lead to pages of the site.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 
 
@@ -19,23 +23,45 @@ ELSEWHERE = {
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
 }
+"""Pages of the site, and the files with their text."""
+SCRIPTS = ("copied_pages.py", "griffe_docstrings.py", "make_pages.py", "make_pictures.py")
+"""Files of `docs/` that make the site and are not on it."""
 
 
-def write(folder: Path = FOLDER) -> None:
-    """Write a page for each of [`ELSEWHERE`], whose links lead to pages of the site where there is one."""
-    for page, source in ELSEWHERE.items():
-        text = re.sub(r"\[([^\]]*)\]\(([^)#]+)(#[^)]*)?\)", _link, (ROOT / source).read_text())
-        (folder / page).write_text(text)
+def write(folder: Path = ROOT / "build/pages") -> None:
+    """Write the sources of all pages into a folder, in place of what it holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__", "bench", *SCRIPTS))
+    sources = {str(page.relative_to(FOLDER)): page for page in FOLDER.rglob("*.md")}
+    for page, source in (sources | {page: ROOT / source for page, source in ELSEWHERE.items()}).items():
+        (folder / page).write_text(with_links_of_the_site(source.read_text(), source, page))
 
 
-def _link(found: re.Match) -> str:
-    text, target, anchor = found.groups()
-    if target.startswith(("http:", "https:")):
-        return found[0]
-    pages = {source: page for page, source in ELSEWHERE.items()}
-    page = pages.get(target, target.rpartition("docs/")[2])
-    there = page in ELSEWHERE or ("docs/" in target and (ROOT / "docs" / page).exists())
-    return f"[{text}]({page}{anchor or ''})" if there else text
+def with_links_of_the_site(text: str, source: Path, page: str) -> str:
+    """
+    A text whose links lead to pages of the site; a link to another file of the repository becomes plain text.
+
+    Args:
+        text (`str`):
+            Text of `source`.
+        source (`Path`):
+            File in the repository.
+        page (`str`):
+            Its page on the site, relative to the first one.
+    """
+    pages = {ROOT / source: page for page, source in ELSEWHERE.items()}
+
+    def link(found: re.Match) -> str:
+        words, target, anchor = found.groups()
+        if target.startswith(("http:", "https:")):
+            return found[0]
+        file = Path(os.path.normpath(source.parent / target))
+        if file not in pages and not (file.is_relative_to(FOLDER) and file.exists()):
+            return words
+        there = pages.get(file) or file.relative_to(FOLDER)
+        return f"[{words}]({os.path.relpath(there, Path(page).parent)}{anchor or ''})"
+
+    return re.sub(r"\[([^\]]*)\]\(([^)#]+)(#[^)]*)?\)", link, text)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-These are the fields that this package adds to TRL's configurations. Set them in Python, in a YAML or as flags
-(`--padding_free true`). Begin with [the settings that
-pay in every method](from_trl.md#settings-that-pay-in-every-method). If no default is given, it is `False` or `None`.
+These are the fields of TRL's configurations that this package adds or, with `padding_free`, changes. Begin with [the
+settings that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
+flags (`--padding_free true`). If no default is given, it is `False` or `None`.
 """
 GROUPS = {
     "The step": (
@@ -50,7 +50,7 @@ In evaluation each name begins with `eval_`.
 
 | metric | meaning |
 |---|---|
-| `padfix/pad_fraction` | padding / tokens of the padded batches (or budget parts) |
+| `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
 | `padfix/shared_fraction` | repeated prefix tokens / real tokens |
 | `padfix/filler_fraction` | filler / computed tokens (with `packed_multiple_of`) |
 | `padfix/padded_forwards` | number of forwards that ran padded; the log has each reason once |
@@ -59,16 +59,16 @@ In evaluation each name begins with `eval_`.
 
 The fractions cover packed forwards only.
 
-With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation move all rows of a prompt into one
-micro-batch. The optimizer step is unchanged, but means over micro-batches (`entropy`, `kl`, `clip_ratio/*`,
-`cispo_clip_ratio`) differ from TRL's. This does not happen with a
-token budget, with a loss that is not a sum over rows (`bnpo`, entropy terms), or with a loss or hooks of your own.
+With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
+batch of the step. The optimizer step is unchanged, but means over batches (`entropy`, `kl`, `clip_ratio`) differ from
+TRL's. If rows move, the run says so.
 
 ## Flags and environment
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
-  `--resume_from_checkpoint` takes `latest` or a folder ([resume](recipes.md#resume)). `--accelerate_config` takes a
-  file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a random model.
+  `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
+  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a
+  random model.
 - **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
 - **`trl-padfix COMMAND --help`** lists all flags, also of `stats` and `doctor`. `trl-padfix --debug COMMAND` (or
   `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.

@@ -44,14 +44,10 @@ log-probabilities, gradients (relative), router logits and auxiliary loss are wi
 Lists are grouped by [mode](attention.md#how-layers-other-than-attention-run). `bert, is_decoder=False` is the type
 `bert` with another setting.
 
-In transformers itself, two modules give a token different numbers in different batches:
-
-- Indexers that select keys (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`, `hy_v4`): torch does not define which of two
-  equal scores `topk` takes.
-- `xlstm`: the output of a token depends on the length of its row (gradients by up to 8e-3).
-
-A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals [its padded
-batch](numbers.md#what-exact-means) instead.
+In transformers itself, two modules depend on the batch: indexers that select keys (DeepSeek V3.2 and V4,
+`glm_moe_dsa`, `axk2`, `hy_v4`), because torch does not define which of two equal scores `topk` takes, and `xlstm`
+(gradients by up to 8e-3). A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals
+[its padded batch](numbers.md#what-exact-means) instead.
 """
 
 pytestmark = pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
@@ -11,12 +12,7 @@ import trl_padfix
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-ELSEWHERE = {
-    "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md", "index.md": "README.md",
-    "recipes.md": "recipes/README.md", "security.md": "SECURITY.md",
-}  # fmt: skip
-"""Pages of the site that `docs/copied_pages.py` makes from other files."""
-PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name not in ELSEWHERE)
+PAGES = sorted(DOCS.rglob("*.md"))
 
 
 def imported(name: str, monkeypatch):
@@ -39,15 +35,34 @@ def slug(heading: str) -> str:
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
-def test_links_lead_to_pages_and_to_headings():
-    for page in PAGES:
-        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
-            there = (page.parent / target).resolve() if target else page
-            path = ROOT / ELSEWHERE[there.name] if there.name in ELSEWHERE and not there.exists() else there
-            assert path.exists(), (page.name, target)
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The links of a page to files, and to headings in them."""
+    found = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+    return [((page.parent / target).resolve() if target else page, anchor) for target, anchor in found]
+
+
+def check_links(pages: Iterable[Path]) -> None:
+    for page in pages:
+        for there, anchor in links(page):
+            assert there.exists(), (page.name, there)
             if anchor:
-                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-                assert anchor in map(slug, headings), (page.name, target, anchor)
+                headings = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+                assert anchor in map(slug, headings), (page.name, there, anchor)
+
+
+def test_links_lead_to_files_and_to_headings():
+    check_links([*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes/README.md"])
+
+
+def test_links_on_the_site_lead_to_its_pages(monkeypatch, tmp_path):
+    script = imported("copied_pages", monkeypatch)
+    script.write(tmp_path)
+    pages = sorted(tmp_path.rglob("*.md"))
+    assert len(pages) == len(PAGES) + len(script.ELSEWHERE)
+    check_links(pages)
+    assert all(there.is_relative_to(tmp_path) for page in pages for there, _ in links(page))
+    assert (tmp_path / "recipes.md", "resume") in links(tmp_path / "options.md")
+    assert not all(there.is_relative_to(DOCS) for page in PAGES for there, _ in links(page))  # in the repository
 
 
 def test_python_on_pages_names_what_there_is():

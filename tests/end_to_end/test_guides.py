@@ -104,3 +104,37 @@ def test_a_guide_is_short_and_claims_no_speed_up():
         text = page.read_text()
         assert len(text.split()) <= 550, page.name
         assert not re.search(SPEED_UP, re.sub(r"```.*?```", "", text, flags=re.DOTALL)), page.name
+
+
+@pytest.mark.slow
+def test_the_page_of_numbers_shows_a_failed_check_and_its_remedy(tmp_path, monkeypatch, capfd, caplog):
+    page = (DOCS / "numbers.md").read_text()
+    fails, remedy = re.search(r"returns `(-logps[^`]*)`", page)[1], re.search(r"return `(-\(logps[^`]*)`", page)[1]
+    (printed,) = re.findall(r"The loss on 4 rows [\d.]+, padded [\d.]+", page)
+    printed = re.escape(printed).replace(re.escape("..."), r"\d*")
+    own = """
+class Own(SFTTrainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        logps = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return LOSS
+
+from trl_padfix import dry_run
+
+args.max_steps = 1
+trainer = Own(model, args=args, train_dataset=dialogues)
+assert dry_run(trainer) is EXPECTED
+"""
+    script = SCRIPTS["sft"][0].split("trainer = ")[0]
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    for loss, expected in {fails: "False", remedy: "True"}.items():
+        capfd.readouterr()
+        caplog.clear()
+        scope = {"__name__": "__main__"}
+        exec(script + own.replace("LOSS", loss).replace("EXPECTED", expected), scope)
+        scope["trainer"].train()
+        said = caplog.text + "".join(capfd.readouterr())
+        assert ("A call of Qwen2Model is computed padded" in said) == (loss is fails)
+        assert bool(re.search(printed, said)) == (loss is fails)

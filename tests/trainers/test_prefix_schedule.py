@@ -264,7 +264,7 @@ def test_a_chunk_without_its_forward_is_an_error():
         runner.start(0, *batches[0])
         score(model, *batches[0]).sum().backward()
         runner.start(2, *batches[2])
-        with pytest.raises(PaddingRemovalError, match="called the model for some parts and not for others"):
+        with pytest.raises(PaddingRemovalError, match="called the model for some sub-batches and not for others"):
             score(model, *batches[2])
         with pytest.raises(PaddingRemovalError, match="gradients are missing"):
             runner.check()
@@ -318,7 +318,7 @@ def test_what_cannot_read_the_states_of_other_forwards_is_named():
 REASONS = {  # settings, and why the trainer then shares fewer prefixes
     "reentrant checkpoints": (
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        "Each part of a batch recomputes the prefixes that it shares with other parts: reentrant",
+        "Each sub-batch recomputes the prefixes that it shares with other sub-batches: reentrant",
     ),
     "noise": (
         {"max_tokens_per_batch": None, "neftune_noise_alpha": 5},

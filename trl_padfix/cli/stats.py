@@ -21,7 +21,7 @@ def stats(
         int | None,
         Option(min=300, max=10**6, help="Instead: train a BPE tokenizer of this size on the data."),
     ] = None,
-    expand_turns: Annotated[bool, Option("--expand-turns", help="Make one example for each assistant turn.")] = False,
+    expand_turns: Annotated[bool, Option("--expand-turns", help="Make one row for each assistant turn.")] = False,
     max_length: Annotated[int, Option(min=0, max=10**9, help="Longest sequence; 0 for any.")] = 1024,
     batch_size: Annotated[int, Option(min=1, help="Examples of a batch.")] = 8,
 ) -> None:

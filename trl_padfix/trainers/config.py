@@ -38,20 +38,20 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Batches
-            for which sharing would cost more than it saves are computed without it. If the model or a setting cannot
-            share prefixes, `True` is an error, and `'auto'` trains without sharing and says why. A single call that
-            cannot, for example with `inputs_embeds`, runs unshared with a warning (an error with `strict`). Needs
-            `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. `True`
+            and `'auto'` share in the same batches: where sharing saves more than it costs. They differ if the model
+            or a setting cannot share: `True` is an error, and `'auto'` trains without sharing and prints why. A call
+            that cannot share, for example with `inputs_embeds`, runs unshared; `True` warns about it (with `strict`:
+            an error). Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
         parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded, in log-probabilities and gradients, on a few short rows of
-            the first batches. If the packed result is wrong, the run stops. After ten steps, compare the longest row
-            so far with that row alone. `False`: no check; use it to measure time.
+            With `padding_free`: compare packed with padded on a few short rows of the first batch, in
+            log-probabilities, loss and gradients. After ten steps, compare the longest row so far with that row
+            alone. If packed is wrong, the run ends with a `ParityError`. `False`: no check; use it to measure time.
         strict (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: stop if a call cannot be packed, or if the trainer's loss depends on padding. By
-            default such calls and steps run padded, with a warning.
+            With `padding_free`: raise an error if a call cannot be packed, or if the trainer's loss depends on
+            padding. By default such calls and steps run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
             With `padding_free`: lengths of packed rows. Pass an int to round up to a multiple of it, or a list to
             round up to the smallest length that fits. Losses and metrics ignore the filler. Use it for FP8, and for
@@ -69,11 +69,11 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set all other options
             of generation in the model's `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
-            Token budget: split each batch into parts of at most this many computed tokens. The parts run one after
+            Token budget: split each batch into sub-batches of at most this many computed tokens. They run one after
             another; loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`.
             Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put examples with long shared prefixes into the same batch, for example the pairs of a prompt or the turns
+            Put rows with long shared prefixes into the same batch, for example the pairs of a prompt or the turns
             of a conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
@@ -234,7 +234,7 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one example for each assistant turn in `messages`, as the chat template renders the conversation at
+            Make one row for each assistant turn in `messages`, as the chat template renders the conversation at
             that turn. Use it for templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].

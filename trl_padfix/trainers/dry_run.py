@@ -97,13 +97,17 @@ def _compute_first_batches(trainer: PaddingFreeTrainer) -> None:
                 _stopping(trainer, "training_step"),
             ):
                 trainer.train()
-            if trainer.eval_dataset is not None and trainer.args.eval_strategy != "no":
+            if _evaluates(trainer):
                 with _stopping(trainer, "prediction_step"):
                     trainer.evaluate()
     finally:
         trainer.is_in_train = False
         for of_mode in metrics.values():
             of_mode.clear()
+
+
+def _evaluates(trainer: PaddingFreeTrainer) -> bool:
+    return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
 def _in_comparisons(backward: Callable[..., None]) -> Callable[..., None]:
@@ -165,10 +169,11 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
 
 
 def _findings(trainer: PaddingFreeTrainer, failed: ParityError | None) -> dict[str, str]:
-    """The tokens of the first batch, and the parity check."""
+    """The tokens of the first batches, and the parity check."""
     stats = trainer.padding.stats
-    tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed tokens"
-    found = {"first batches": tokens if stats.forwards else "computed padded"}
+    tokens = f"{stats.padded_tokens:,} padded, {stats.real_tokens:,} real, {stats.packed_tokens:,} computed"
+    name = "first training batch" + (" and first evaluation batch" if _evaluates(trainer) else "")
+    found = {"tokens": f"{name}: {tokens}" if stats.forwards else f"{name}: computed padded"}
     for mode, reports in trainer.padding.parity.items():
         for role, report in zip(named_models_of(trainer), reports, strict=False):
             found[f"parity, {mode}, {role}"] = str(report)

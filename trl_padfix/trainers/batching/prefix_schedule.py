@@ -199,10 +199,9 @@ class ChunkRunner:
 
 def _missing_chunk() -> PaddingRemovalError:
     return PaddingRemovalError(
-        "With `max_tokens_per_batch` and `prefix_sharing` the parts of a batch share the prefixes that they have in "
-        "common. The loss called the model for some parts and not for others, or with tensors that are not "
-        "from the batch, so gradients are missing. "
-        "Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
+        "With `max_tokens_per_batch` and `prefix_sharing` the sub-batches of a batch share their common prefixes. The "
+        "loss called the model for some sub-batches and not for others, or with tensors that are not from the "
+        "batch, so gradients are missing. Leave `max_tokens_per_batch` out, or set `prefix_sharing=False`."
     )
 
 
@@ -221,7 +220,7 @@ def shares_across_parts(handles: Sequence[PaddingRemoval], args: Any, is_sharded
         return False
     obstacles = (sharing_obstacle(handle, args, is_sharded) for handle in handles)
     if reason := next(filter(None, obstacles), None):
-        said = f"Each part of a batch recomputes the prefixes that it shares with other parts: {reason}."
+        said = f"Each sub-batch recomputes the prefixes that it shares with other sub-batches: {reason}."
         if args.should_log:
             handles[0].say_once(said, tell=say)
     return reason is None

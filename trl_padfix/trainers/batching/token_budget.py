@@ -152,8 +152,8 @@ class TokenBudget(Part):
             )
         if hooks := module_hook_names(trainer.model):
             logger.warning_once(
-                f"`max_tokens_per_batch`: {hooks[0]} is a hook of a module. It runs once for each part of a batch, on "
-                "the states or gradients of that part."
+                f"`max_tokens_per_batch`: {hooks[0]} is a hook of a module. It runs once for each sub-batch, on the "
+                "states or gradients of that sub-batch."
             )
 
     def why_all_rows(self) -> str | None:
