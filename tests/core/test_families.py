@@ -25,10 +25,10 @@ from zoo.families import build, families
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
 from zoo.family_tables import general, parts, write
 
-from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS, WHOLE
+from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
 
 
-WAYS = (PACKED, FORKED, ROWS, WHOLE)
+WAYS = (PACKED, FORKED, ROWS)
 RECORD = Path(__file__).with_name("families.json")
 REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
 REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]

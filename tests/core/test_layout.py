@@ -18,7 +18,6 @@ from zoo.models import COLUMNS, ROWS, batch, build, drawn_batches
 
 from trl_padfix import (
     Layout,
-    PaddingRemovalError,
     pack,
     padding_free_layout,
     prefix_sharing_layout,
@@ -318,17 +317,3 @@ def test_other_values_are_errors():
     for value in (0, -64, 64.0, True, "64", [], [64, 0], [128, 64], [64, 64], [64, "128"]):
         with pytest.raises(ValueError, match=r"`packed_multiple_of` is a number of tokens.* lengths in ascending"):
             remove_padding(build("qwen2"), packed_multiple_of=value)
-
-
-def test_a_decoder_of_whole_rows_is_refused():
-    with pytest.raises(PaddingRemovalError, match="there is no packed row whose length could be a multiple"):
-        remove_padding(build_family("cpmant"), packed_multiple_of=64)
-
-
-def test_sharing_where_possible_warns_for_a_decoder_of_whole_rows(caplog):
-    with remove_padding(build_family("cpmant"), prefix_sharing="auto") as handle:
-        assert handle.prefix_sharing is False
-    assert caplog.text.count("prefix_sharing='auto': nothing is shared, since CpmAntModel") == 1
-    caplog.clear()
-    with remove_padding(build("qwen2"), prefix_sharing="auto"):
-        assert not caplog.text

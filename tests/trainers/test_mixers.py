@@ -20,11 +20,9 @@ from kit.methods import make_trainer
 from kit.mixer_runs import build_pairs, initial
 from kit.rows import build_rows
 from kit.trainer_runs import SIDED_MODES, TWO_MODES, assert_other, assert_same, break_mode, trained
-from zoo.families import build
 from zoo.family_outcomes import leaking_layouts, stable_topk
 
 import trl_padfix
-from trl_padfix import PaddingRemovalError
 
 
 FAMILIES = ["qwen3_5_text", "nemotron_h", "lfm2", "deepseek_v32", "bloom"]
@@ -75,16 +73,3 @@ def test_the_trajectory_is_trls(kind, family, mode, theirs, tmp_path, monkeypatc
     with nullcontext() if mode.startswith("prefix") else leaking_layouts():
         wrong = train(tmp_path, kind, trl_padfix, family, **config, parity_check=False)
     assert_other(wrong, expected, atol=ROUNDING)
-
-
-def test_a_decoder_of_whole_rows_is_refused_where_parameters_are_sharded(tmp_path, monkeypatch):
-    def make():
-        models = {"model": build("cpmant"), "ref_model": build("cpmant")}
-        return make_trainer(trl_padfix, "DPO", tmp_path, train_dataset=build_pairs(4, 0), padding_free=True, **models)
-
-    make().restore_padding()
-    monkeypatch.setattr("trl_padfix.trainers.parts.packing.is_sharded", lambda trainer: True)
-    with pytest.raises(
-        PaddingRemovalError, match=r"CpmAntModel puts `prompt_length=\d+` .* called once for each length"
-    ):
-        make()

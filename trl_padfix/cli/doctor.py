@@ -74,9 +74,7 @@ def _verdict(diagnosis: Diagnosis) -> list[str]:
     attention = f"`{diagnosis.auto.name}` attention"
     if diagnosis.model is None:
         return [f"READY. Padding can be removed here, with {attention}."]
-    refused = any(mixer.how == "whole rows" for mixer in diagnosis.model.mixers)
-    sharing = "; prefix_sharing is refused, because its decoder runs on whole rows" if refused else ""
-    return [f"READY. {diagnosis.model.architecture}: padding is removed exactly, with {attention}{sharing}."]
+    return [f"READY. {diagnosis.model.architecture}: padding is removed exactly, with {attention}."]
 
 
 def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:

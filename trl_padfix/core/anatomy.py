@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .mixers.mixers import WHOLE, Mixers
+from .mixers.mixers import Mixers
 from .model.find import find_decoder, find_multimodal, find_pretrained, peft_configs_in
 from .model.inspection import pools_by_token_id
 from .model.positions import length_dependent_ropes, position_embeddings
@@ -62,11 +62,6 @@ class Anatomy:
     def mixers(self) -> Mixers:
         """The modules of the decoder that mix tokens."""
         return Mixers.of(self.decoder)
-
-    @property
-    def whole_rows(self) -> str:
-        """Why the decoder itself runs on whole rows; empty if its layers run packed."""
-        return next((mixer.why for mixer in self.mixers.mixers if mixer.mode == WHOLE), "")
 
     @cached_property
     def position_tables(self) -> list[nn.Embedding]:

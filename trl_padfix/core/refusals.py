@@ -16,7 +16,7 @@ from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout
-from .mixers.mixers import PACKED, ROWS, WHOLE, Mixers, marks_cross_attention
+from .mixers.mixers import PACKED, ROWS, Mixers, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
 from .model.views import config_of
 from .probes import change_of_earlier_states
@@ -50,8 +50,10 @@ def refusal(anatomy: Anatomy) -> str | None:
     for table in anatomy.position_tables:
         if "padding_idx" in names_in(type(table).forward):
             return f"`{type(table).__name__}` numbers the tokens of a padded batch, and takes no positions instead"
-    if anatomy.whole_rows:
-        return _device_obstacle(decoder)
+    if prompt_length := getattr(decoder, "prompt_length", 0):
+        return f"its decoder puts `prompt_length={prompt_length}` tokens of its own before every row"
+    if "patch_lengths" in parameters_of(decoder.forward):
+        return "its decoder groups the tokens of a row into patches"
     mixers = anatomy.mixers
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
@@ -145,7 +147,7 @@ def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> 
     `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
     """
     other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
-    on_rows = [mixer for mixer in other_mixers if mixer.mode in (ROWS, WHOLE)]
+    on_rows = [mixer for mixer in other_mixers if mixer.mode == ROWS]
     if has_prepared_masks and on_rows:
         return (
             f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "

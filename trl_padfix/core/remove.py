@@ -73,8 +73,8 @@ def remove_padding(
             wrapper, a `SentenceTransformer` or `CrossEncoder`.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Whether to compute a token prefix that several rows have in common only once. In a batch where this would
-            cost more than it saves, nothing is shared. With `"auto"` a model or a call that cannot share prefixes is
-            not refused: its padding is removed, and nothing is shared.
+            cost more than it saves, nothing is shared. `True` warns of a call that cannot share prefixes, and with
+            `strict` refuses it; with `"auto"` its padding is removed, and nothing is shared.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, with any id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.
@@ -135,10 +135,10 @@ def remove_padding(
         exchanged = [] if attn_implementation is None or is_off() else set_attention(model, attn_implementation)
         on_error.callback(restore_attention, exchanged)
         # Before anything is wrapped: a model that is refused is left untouched.
-        _refuse(model, anatomy, packed_multiple_of, pool_last_token)
+        _refuse(model, anatomy, pool_last_token)
         handle = PaddingRemoval(
             anatomy,
-            prefix_sharing=_possible_sharing(anatomy, prefix_sharing),
+            prefix_sharing=prefix_sharing,
             pool_last_token=pool_last_token,
             strict=strict,
             packed_multiple_of=packed_multiple_of,
@@ -155,7 +155,7 @@ def remove_padding(
     return handle
 
 
-def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | None, pool_last_token: bool) -> None:
+def _refuse(model: nn.Module, anatomy: Anatomy, pool_last_token: bool) -> None:
     """Raise a [`PaddingRemovalError`] if `model` cannot be packed with exact results."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise PaddingRemovalError(
@@ -178,11 +178,6 @@ def _refuse(model: nn.Module, anatomy: Anatomy, packed_multiple_of: Lengths | No
             "`pool_last_token=True` is for sequence classifiers that score one token of each row; "
             f"{type(anatomy.pretrained).__name__} does not."
         )
-    if packed_multiple_of is not None and anatomy.whole_rows:
-        raise PaddingRemovalError(
-            f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it runs on whole rows: there is no packed row "
-            "whose length could be a multiple of `packed_multiple_of`. Leave it out."
-        )
 
 
 def _probe(handle: PaddingRemoval) -> None:
@@ -195,20 +190,6 @@ def _probe(handle: PaddingRemoval) -> None:
             f"did not, among {', '.join(classes[:5])}. If the forward of that module takes `attention_mask`, it runs "
             "row by row; or leave the model padded."
         )
-
-
-def _possible_sharing(anatomy: Anatomy, prefix_sharing: PrefixSharing) -> PrefixSharing:
-    """`prefix_sharing`; for a model that cannot share, `False` instead of `"auto"`, and an error for `True`."""
-    if not prefix_sharing or not anatomy.whole_rows:
-        return prefix_sharing
-    why = (
-        f"{type(anatomy.decoder).__name__} {anatomy.whole_rows}, so it is given whole rows and has no tokens that "
-        "several rows could share"
-    )
-    if prefix_sharing != "auto":
-        raise PaddingRemovalError(f"{why}. Attach with `prefix_sharing=False`: padding is removed all the same.")
-    logger.warning(f"prefix_sharing='auto': nothing is shared, since {why}.")
-    return False
 
 
 def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]:

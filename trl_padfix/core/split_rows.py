@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
-from .mixers.mixers import FORKED, PACKED, ROWS, WHOLE
+from .mixers.mixers import FORKED, PACKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
 from .parallel.local import ContextParallelGroup
 from .parallel.mixers import CONTEXT_PARALLEL
@@ -69,10 +69,8 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
 
 def _obstacle(handle: PaddingRemoval) -> str | None:
     """Why several processes cannot compute one row of this model; `None` if they can."""
-    for mixer in (*handle.mixers.in_mode(WHOLE), *handle.mixers.in_mode(ROWS)):
-        return (
-            f"`{mixer.name or 'the decoder'}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
-        )
+    for mixer in handle.mixers.in_mode(ROWS):
+        return f"`{mixer.name}` ({type(mixer.module).__name__}) is computed on whole rows: {mixer.why}"
     # A recurrence is divided by heads or channels: all functions that it calls must treat these independently.
     for mixer in handle.mixers.in_mode(FORKED):
         if unsupported := primitives_of(mixer.module) - CONTEXT_PARALLEL.keys() - LEFT_OUT:

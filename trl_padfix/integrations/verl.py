@@ -18,7 +18,6 @@ from ..core.errors import PaddingRemovalError
 from ..core.handle import PrefixSharing
 from ..core.remove import remove_padding
 from ..core.switch import is_off
-from ..trainers.distributed import refuse_whole_rows
 from ..trainers.messages import say
 from ..versions import require_stack
 from .callback import in_words
@@ -82,7 +81,7 @@ def _engine(engine_class: type[Any], strategy: str) -> type[Any]:
                     "removes it before. Set `use_remove_padding=false`, too."
                 )
             with in_words(WORDS):
-                refuse_whole_rows(handle := remove_padding(module, prefix_sharing=prefix_sharing()))
+                handle = remove_padding(module, prefix_sharing=prefix_sharing())
             if self.rank == 0 and not is_off():
                 say(
                     f"trl_padfix removes padding from {type(handle.anatomy.pretrained).__name__} in verl's "

@@ -59,7 +59,7 @@ class MixerReport:
 
     name: str
     module: str  # its class
-    how: str  # its mode: `packed`, `forked`, `rows` or `whole rows`
+    how: str  # its mode: `packed`, `forked` or `rows`
     why: str  # why it cannot run on a packed row; empty in packed mode
 
 

@@ -14,8 +14,6 @@ from torch import nn
 from transformers import Trainer
 
 from ..core.errors import PaddingRemovalError
-from ..core.handle import PaddingRemoval
-from ..core.mixers.mixers import WHOLE
 from ..core.model.views import config_of
 from .temporary_attributes import temporarily_set
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
-    "max_over_processes", "models_of", "named_models_of", "raise_on_all", "refuse_whole_rows", "splitting_parallelism",
+    "max_over_processes", "models_of", "named_models_of", "raise_on_all", "splitting_parallelism",
     "step_on_prepared",
     "sync_gradients_in_last", "trains_on_images", "warn_of_launch",
 ]  # fmt: skip
@@ -206,16 +204,3 @@ def step_on_prepared(
     )
     with prepared, torch.autocast(trainer.args.device.type, enabled=False):
         return Trainer.training_step(trainer, model, inputs, num_items)
-
-
-def refuse_whole_rows(handle: PaddingRemoval) -> None:
-    """
-    Raises:
-        PaddingRemovalError: If parameters are sharded and a decoder is called once for each length of a row.
-    """
-    for mixer in handle.mixers.in_mode(WHOLE):
-        raise PaddingRemovalError(
-            f"{type(mixer.module).__name__} {mixer.why}, so it is called once for each length of a row. Processes "
-            "that shard parameters (FSDP, ZeRO-3) gather them in each call, and would wait for one another forever "
-            "if their rows have different lengths. Train it with DDP or ZeRO-2, or with `padding_free=False`."
-        )

@@ -172,7 +172,7 @@ def _shared(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
 def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
     """The layout of a tree row; prefix sharing computes the copies of a token once."""
     batch, ids = inputs.batch, inputs.any_ids
-    if (reason := _tree_obstacle(inputs, handle)) is not None or batch is None:
+    if (reason := _tree_obstacle(inputs)) is not None or batch is None:
         raise PaddingRemovalError(f"The model was called with {sorted(inputs.tree)}, and {reason}.")
     keys: list[torch.Tensor] = []
     if handle.prefix_sharing and ids is not None:
@@ -211,7 +211,7 @@ def _other_keys(inputs: DecoderInputs) -> dict[str, torch.Tensor]:
     return {k: v for k, v in inputs.others.items() if inputs.ids is not None and v.shape == inputs.ids.shape}
 
 
-def _tree_obstacle(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
+def _tree_obstacle(inputs: DecoderInputs) -> str | None:
     """Why a tree row cannot be computed. Unchanged, such a call would attend over the row without its tree."""
     if (batch := inputs.batch) is None or len(batch) != 1:
         return f"a tree is one row, the batch has {'none' if batch is None else len(batch)}: pass `input_ids` `(1, N)`"
@@ -220,8 +220,6 @@ def _tree_obstacle(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     caches = [k for k in (*CACHES, "use_cache") if inputs.arguments.get(k) not in (None, False)]
     if extra := [*caches, *inputs.images]:
         return f"with {extra}. A tree row has neither a cache nor images: leave them out"
-    if handle.anatomy.whole_rows:
-        return f"{type(handle.decoder).__name__} {handle.anatomy.whole_rows}, so it needs whole rows"
     return None
 
 

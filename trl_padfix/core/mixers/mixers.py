@@ -9,9 +9,6 @@ A layer consists of modules that compute each token by itself, and of *mixers*: 
   prefix (`primitives.py`, `node_tree.py`);
 - `rows`: all other causal mixers, on buckets of rows (`row_buckets.py`).
 
-A decoder that is more than a stack of such layers runs on `whole rows` itself ([`over_whole_rows`] in
-`row_buckets.py`).
-
 The mode follows from the code of the module's class, not from the name of the model.
 """
 
@@ -29,12 +26,12 @@ from ..call.layer_call import LayerPatch
 from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
 from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of
-from .row_buckets import RowsPatch, needs_whole_rows
+from .row_buckets import RowsPatch
 
 
-__all__ = ["FORKED", "PACKED", "ROWS", "WHOLE", "Mixer", "Mixers", "marks_cross_attention"]
+__all__ = ["FORKED", "PACKED", "ROWS", "Mixer", "Mixers", "marks_cross_attention"]
 
-PACKED, FORKED, ROWS, WHOLE = "packed", "forked", "rows", "whole rows"
+PACKED, FORKED, ROWS = "packed", "forked", "rows"
 
 _MIXING = {
     "alibi", "attention_mask", "attn_mask", "cache", "cache_params", "cache_position", "conv_mask", "layer_past",
@@ -54,7 +51,7 @@ class Mixer:
     Attributes:
         name (`str`): Its name in the decoder.
         module (`torch.nn.Module`): The module.
-        mode (`str`): `packed`, `forked` or `rows`; `whole rows` if it is the decoder itself.
+        mode (`str`): `packed`, `forked` or `rows`.
         why (`str`): Why the module cannot run on a packed row; empty in packed mode.
     """
 
@@ -75,8 +72,6 @@ class Mixers:
     @classmethod
     def of(cls, decoder: nn.Module) -> Mixers:
         """The mixers of `decoder`, each with its mode."""
-        if reason := needs_whole_rows(decoder):
-            return cls(decoder, {}, (Mixer("", decoder, WHOLE, reason),))
         layers = dict(_layers(decoder))
         mixers: dict[nn.Module, Mixer] = {}  # by module, because some layers share one
         for name, layer in layers.items():
@@ -99,9 +94,7 @@ class Mixers:
         return max((chunk_of(mixer.module) for mixer in self.in_mode(FORKED)), default=0)
 
     def patches(self, handle: Attachment) -> Iterator[ForwardPatch]:
-        """The patches that make each mixer run in its mode; none for whole rows: the decoder's patch runs these."""
-        if self.in_mode(WHOLE):
-            return
+        """The patches that make each mixer run in its mode."""
         on_rows = [m.module for m in self.in_mode(ROWS)]
         # Attention inside a module on rows attends to rows, with the model's own function and masks.
         inside = {part for module in on_rows for part in module.modules()}

@@ -12,7 +12,7 @@ shared token is taken from the row of the segment that holds the token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,11 @@ from ..call.layer_call import LayerCall, layer_call
 from ..context import outside_calls
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from ..model.inspection import takes
 from ..model.patching import Attachment, ForwardPatch
 
 
 __all__ = [
-    "RowBuckets", "RowsPatch", "bucket_by_length", "calls_of_layers", "needs_whole_rows", "over_whole_rows",
+    "RowBuckets", "RowsPatch", "bucket_by_length", "calls_of_layers",
     "row_buckets", "rows_of",
 ]  # fmt: skip
 
@@ -64,14 +63,12 @@ class RowBuckets:
     packed_from_rows: torch.Tensor
 
     @classmethod
-    def of(cls, layout: Layout, *, one_bucket: bool = False, by_length: bool = False) -> RowBuckets:
+    def of(cls, layout: Layout, *, one_bucket: bool = False) -> RowBuckets:
         """
-        The rows of the segments of `layout`: in buckets of similar length, or all rows in one bucket (`one_bucket`),
-        or one bucket for each length (`by_length`), which has no overhang.
+        The rows of the segments of `layout`: in buckets of similar length, or all rows in one bucket (`one_bucket`).
         """
         device, lengths = layout.packed_index.device, list(layout.keys.lengths)
-        groups = bucket_by_length(lengths, 1 if by_length else MAX_BUCKET_PADDING)
-        groups = [[*range(len(lengths))]] if one_bucket else groups
+        groups = [[*range(len(lengths))]] if one_bucket else bucket_by_length(lengths)
         last = torch.tensor(lengths)[:, None] - 1
         first = torch.tensor([0, *lengths[:-1]]).cumsum(0)[:, None]
         ends, begin = [0] * len(lengths), 0  # ends of the segments' rows in the concatenated outputs
@@ -231,28 +228,3 @@ def concat_outputs(outputs: list[Any], rows: RowBuckets) -> Any:
         return type(first)(concat_outputs([output[i] for output in outputs], rows) for i in range(len(first)))
     # Other objects, such as a cache, cannot be concatenated: the object of a single bucket is returned unchanged.
     return first if len(outputs) == 1 else None
-
-
-def needs_whole_rows(decoder: nn.Module) -> str:
-    """Why a decoder runs on whole rows; empty if it does not."""
-    if prompt_length := getattr(decoder, "prompt_length", 0):
-        return f"puts `prompt_length={prompt_length}` tokens of its own before every row"
-    if takes(decoder, "patch_lengths"):
-        return "groups the tokens of a row into patches"
-    return ""
-
-
-def over_whole_rows(forward: Callable, call: dict[str, Any], layout: Layout) -> Any:
-    """
-    The packed output of a decoder that runs on whole rows, of a batch without shared prefixes.
-
-    `call` holds the padded arguments of the decoder. Rows are grouped by exact length, so no call needs a mask.
-    """
-    rows = RowBuckets.of(layout, by_length=True)
-    padded = {k for k, v in call.items() if isinstance(v, torch.Tensor) and tuple(v.shape[:2]) == layout.batch_shape}
-    outputs = []
-    for tokens in rows.tokens:
-        index = layout.packed_index[tokens]
-        arguments = {k: v.flatten(0, 1)[index] if k in padded else v for k, v in call.items() if k != "attention_mask"}
-        outputs.append(forward(**arguments))
-    return concat_outputs(outputs, rows)

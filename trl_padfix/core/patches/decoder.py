@@ -2,7 +2,7 @@
 The patch on the forward of a decoder.
 
 [`DecoderPatch`] reads a call, plans it, runs it, and unpacks its output to the padded batch. [`plan`] chooses the
-[`Plan`]: on one packed row, after shared prefixes, on whole rows, or padded.
+[`Plan`]: on one packed row, after shared prefixes, or padded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..errors import UnpackableCallError
 from ..layout.shared_prefixes import PrefixedLayout
 from ..mixers.layer_arguments import DryRun
 from ..mixers.mixers import ROWS
-from ..mixers.row_buckets import calls_of_layers, over_whole_rows
+from ..mixers.row_buckets import calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import older_attributes
 from ..model.patching import BatchPatch
@@ -151,8 +151,6 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
     if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
         return PaddedPlan(inputs, tokens, patch)
     check_call(handle, inputs, layout)
-    if handle.anatomy.whole_rows:
-        return WholeRowsPlan(inputs, tokens, patch)
     if not isinstance(layout, PrefixedLayout):
         return PackedPlan(inputs, tokens, patch, _packed(inputs, tokens, patch))
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
@@ -214,14 +212,6 @@ class PaddedPlan(Plan):
 
     def unpack(self, output: Any, outer: ModelCall) -> Any:
         return padded_output(output, outer)
-
-
-class WholeRowsPlan(Plan):
-    """A decoder that is more than a stack of layers runs on whole rows, without padding."""
-
-    def run(self) -> Any:
-        arguments = self.patch.accepted(self.inputs.arguments | {"use_cache": False})
-        return over_whole_rows(self.patch.wrapped, arguments, self.tokens.layout)
 
 
 @dataclass(frozen=True, eq=False)

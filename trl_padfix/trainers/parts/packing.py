@@ -17,10 +17,8 @@ from ..data.row_checks import check_ids
 from ..distributed import (
     check_launch,
     datasets_of,
-    is_sharded,
     is_zero,
     models_of,
-    refuse_whole_rows,
     trains_on_images,
     warn_of_launch,
 )
@@ -201,6 +199,4 @@ def attach_to_models(
     check_launch(trainer)
     warn_of_launch(trainer.accelerator)
     for model in models_of(trainer) if models is None else models:
-        handle = attach(model)
-        if is_sharded(trainer):
-            refuse_whole_rows(handle)
+        attach(model)
