@@ -20,6 +20,7 @@ def build_bad_data(folder: Path) -> None:
         "good.jsonl": TEXT * 12,
         "pairs.jsonl": PAIR * 12,
         "corrupt.jsonl": TEXT + '{"text": "b"\n',
+        "cut.jsonl": TEXT + '{"text":\n',
         "empty.jsonl": "",
         "null.jsonl": TEXT * 3 + '{"text": null}\n',
         "no_text.jsonl": '{"text": ""}\n' * 3,
