@@ -13,6 +13,8 @@ from trl_padfix.cli import user_errors
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 RUN = [*CPU, "--model_name_or_path", "models/good", "--dataset_name", "good_folder"]
 
+SHARED = [*RUN, "--padding_free", "--prefix_sharing"]
+
 
 def stats(data, *more):
     return ["stats", data, "--train-tokenizer", "300", *more]
@@ -62,8 +64,13 @@ CASES = [
     (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *CPU, "--dataset_name", "with_an_empty_file"], "train.jsonl' is empty"),
     (["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
+    (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
     (["sft", *CPU, "--eval_strategy", "often"], "invalid choice: 'often' (choose from no, steps, epoch)"),
+    (["grpo", *RUN, "--reward_funcs", "think_format_reward", "acuracy"], "TRL has no reward 'acuracy' (choose"),
+    (["rloo", *RUN, "--reward_funcs", "rewards.length"], "'rewards.length': there is no module 'rewards' here"),
+    (["grpo", *RUN], "no reward is given: set `--reward_funcs`"),
+    (["dpo", *RUN, "--ref_attn_implementation", "sdap"], "invalid choice: 'sdap' (choose from auto, eager, flash_a"),
     (["trainn"], "trainn"),
 ]
 
