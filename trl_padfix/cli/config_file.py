@@ -119,7 +119,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if "reward_funcs" in fields:
         _check_rewards(method, given)
     values = {_whole(name, fields): value for name, value in given.values.items()}
-    resume_from = _check_paths(values)
+    resume_from = _check_paths(values, {_whole(name, fields): place for name, place in given.places.items()})
     if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
         raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -287,19 +287,24 @@ def _letters(name: str) -> str:
     return re.sub(r"\W|_", "", name).lower()
 
 
-def _check_paths(given: dict[str, Any]) -> str | bool | None:
+def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """
     Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
 
     Returns the checkpoint to resume from.
     """
-    for field in ("model_name_or_path", "dataset_name"):
+    for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path", "dataset_name"):
+        place = places.get(field)
         if (name := given.get(field)) and is_missing_path(name):
-            raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
-        kind, moved = field.partition("_")[0], {"env", "model_init_kwargs"} & {*given}  # they may set another cache
+            raise ValueError(
+                f"{place}: there is no file or folder {name!r} here ({Path.cwd()}). Correct the path, or first run "
+                "what writes it."
+            )
+        kind = "dataset" if field == "dataset_name" else "model"
+        moved = {"env", "model_init_kwargs"} & {*given}  # they may set another cache
         if name and not moved and _is_out_of_reach(name, kind):
             raise ValueError(
-                f"`{field}`: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
+                f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
                 "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
             )
     model = Path(given.get("model_name_or_path") or "nowhere")
