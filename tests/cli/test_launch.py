@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli import train
-from trl_padfix.cli.config_file import _is_out_of_reach, check_given, declared_fields, name_of, read_given
+from trl_padfix.cli.config_file import _is_out_of_reach, declared_fields, name_of
 from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
@@ -203,26 +203,6 @@ def test_the_fields_read_from_source_are_those_of_the_parser(method):
     assert {name for name in real if not {name, name.removeprefix("no_")} & {*fields}} <= {"help"}
     assert len({*fields} - real) < 40  # of other classes in the same files
     assert {"padding_fre", "nonsense"} & {*fields} == set()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
-        (["--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
-    ],
-)
-def test_flags_that_do_not_fit_are_an_error_before_torch(flags, message, recipe, monkeypatch):
-    monkeypatch.chdir(recipe.parent)
-    with pytest.raises(ValueError, match=message):
-        check_given("dpo", read_given(["--config", str(recipe), *flags]))
-
-
-def test_a_key_that_stands_twice_is_an_error(recipe, tmp_path):
-    path = tmp_path / "twice.yaml"
-    path.write_text("seed: 1\n" + recipe.read_text() + "seed: 2\n")
-    with pytest.raises(ValueError, match=r"the key `seed` appears in lines 1 and \d+"):
-        parse("dpo", ["--config", str(path)])
 
 
 def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):

@@ -59,6 +59,9 @@ CASES = [
     (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' has no config.json"),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
+    (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
+    (["dpo", *RUN, "--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
+    (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
     (["dpo", *CPU, "--micro_batch_size", "2"], "(in TRL it is `per_device_train_batch_size`)"),
     (["dpo", *CPU, "--config", "word.yaml"], "word.yaml, line 2: max_steps: invalid int value: 'many'"),
     (["dpo", *CPU, "--dataset_name", "./nowhere"], "there is no file or folder './nowhere'"),
@@ -83,6 +86,7 @@ def material(tmp_path_factory) -> Path:
     build_bad_models(folder / "models")
     (folder / "word.yaml").write_text("seed: 1\nmax_steps: many\n")
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
+    (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()
