@@ -23,7 +23,6 @@ def build_bad_data(folder: Path) -> None:
         "cut.jsonl": TEXT + '{"text":\n',
         "empty.jsonl": "",
         "null.jsonl": TEXT * 3 + '{"text": null}\n',
-        "no_text.jsonl": '{"text": ""}\n' * 3,
         "columns.jsonl": '{"words": "a"}\n',
         "broken.yaml": "a: [1,\n b: :\n",
         "list.yaml": "- a\n- b\n",
