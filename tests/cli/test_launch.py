@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from transformers import set_seed
 
 from trl_padfix.cli import train
-from trl_padfix.cli.config_file import _is_out_of_reach, check_given, declared_fields, name_of, read_given
+from trl_padfix.cli.config_file import _is_out_of_reach, declared_fields, name_of
 from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
 from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
 
@@ -205,34 +205,14 @@ def test_the_fields_read_from_source_are_those_of_the_parser(method):
     assert {"padding_fre", "nonsense"} & {*fields} == set()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
-        (["--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
-    ],
-)
-def test_flags_that_do_not_fit_are_an_error_before_torch(flags, message, recipe, monkeypatch):
-    monkeypatch.chdir(recipe.parent)
-    with pytest.raises(ValueError, match=message):
-        check_given("dpo", read_given(["--config", str(recipe), *flags]))
-
-
-def test_a_key_that_stands_twice_is_an_error(recipe, tmp_path):
-    path = tmp_path / "twice.yaml"
-    path.write_text("seed: 1\n" + recipe.read_text() + "seed: 2\n")
-    with pytest.raises(ValueError, match=r"the key `seed` appears in lines 1 and \d+"):
-        parse("dpo", ["--config", str(path)])
-
-
 def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
     settings = yaml.safe_load(recipe.read_text()) | {"dataset_name": str(recipe.parent / "data")}
     del settings["datasets"], settings["test_split_size"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     given = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_test_split` names"):
+    with pytest.raises(ValueError, match="no split 'dev', which `dataset_test_split` names; it has train"):
         main("dpo", [*given, "--dataset_test_split", "dev"])
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_train_split` names"):
+    with pytest.raises(ValueError, match="no split 'dev', which `dataset_train_split` names; it has train"):
         main("dpo", [*given, "--dataset_train_split", "dev"])
 
 
@@ -243,8 +223,12 @@ def test_data_of_another_kind_are_refused_before_the_model_is_loaded(method, tmp
     (tmp_path / "data").mkdir()
     given = ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
     given += ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run"), "--dry_run"]
+    given += ["--reward_funcs", "accuracy_reward"] if method in ("grpo", "rloo") else []
     needed = {"prompt", "completion", "label"} if method == "kto" else {"prompt", "chosen", "rejected", "text"}
-    for columns, message in ((["words"], "The train dataset has no column '.*it has .'words'."), (needed, "model")):
+    cases = [(["words"], "The train dataset has no column '.*it has .'words'."), (needed | {"solution"}, "model")]
+    if method in ("grpo", "rloo"):
+        cases.append((["prompt"], "no column 'solution'; it has .'prompt'.*`accuracy_reward` reads `solution`"))
+    for columns, message in cases:
         (tmp_path / "data" / "train.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a b")))
         with pytest.raises(ValueError, match=message):
             main(method, given)

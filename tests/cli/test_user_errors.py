@@ -13,22 +13,23 @@ from trl_padfix.cli import user_errors
 CPU = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 RUN = [*CPU, "--model_name_or_path", "models/good", "--dataset_name", "good_folder"]
 
+SHARED = [*RUN, "--padding_free", "--prefix_sharing"]
+
 
 def stats(data, *more):
     return ["stats", data, "--train-tokenizer", "300", *more]
 
 
 CASES = [
-    (stats("nowhere.jsonl"), "there is no file or folder 'nowhere.jsonl'"),
     (["stats", "nowhere.jsonl"], "there is no file or folder 'nowhere.jsonl'"),  # before the missing tokenizer
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
     (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
     (stats("empty.jsonl"), "empty.jsonl is empty"),
     (stats("with_an_empty_file"), "train.jsonl is empty"),
-    (stats("corrupt.jsonl"), "An error occurred while generating the dataset (JSON parse error"),
+    (stats("corrupt.jsonl"), "corrupt.jsonl cannot be read: JSON parse error: Missing a comma"),
+    (stats("cut.jsonl"), "cut.jsonl cannot be read: JSON parse error: Invalid value. in row 1"),
     (stats("null.jsonl"), "Row 3 (counted from 0) has None in column `text`"),
     (stats("columns.jsonl"), "The data has the columns words. This command counts dpo: chosen, rejected;"),
-    (stats("no_text.jsonl", "--max-length", "4", "--tokenizer", ""), "Give one of"),
     (stats("pairs.jsonl", "--max-length", "1"), "no row is left"),
     (stats("good.jsonl", "--batch-size", "0"), "--batch-size"),
     (["doctor", "--dtype", "int3"], "'int3' is not one of float32"),
@@ -38,11 +39,10 @@ CASES = [
     (["dpo", *CPU, "--config", "broken.yaml"], "broken.yaml is not valid YAML"),
     (["dpo", *CPU, "--config", "list.yaml"], "list.yaml does not map fields to values"),
     (["dpo", *RUN, "word"], "word: a value without a flag"),
-    (["dpo", *CPU, "--seed", "one"], "invalid int value"),
     (["dpo", *CPU, "--dataset_name", "good_folder"], "no model is given: set `--model_name_or_path`"),
     (["dpo", *CPU, "--model_name_or_path", "models/good"], "no data is given: set `--dataset_name`"),
-    (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "`model_name_or_path`: there is no file or folder"),
-    (["dpo", *CPU, "--model_name_or_path", "tinny"], "no folder 'tinny' here"),
+    (["dpo", *CPU, "--model_name_or_path", "./nowhere"], "--model_name_or_path: there is no file or folder"),
+    (["distillation", *RUN, "--teacher_model_name_or_path", "./big"], "no file or folder './big' here"),
     (["dpo", *CPU, "--dataset_name", "no/pairs"], "no dataset of this name in the cache of the Hub"),
     (["dpo", *CPU, "--padding_freee", "true", "--nonsens=1"], "--padding_freee (did you mean `padding_free`?)"),
     (["dpo", *CPU, "--learning-rate", "abc"], "--learning-rate: invalid float value: 'abc'"),
@@ -55,14 +55,20 @@ CASES = [
     (["dpo", *CPU, "--model_name_or_path", "with_an_empty_file"], "'with_an_empty_file' has no config.json"),
     (["dpo", *CPU, "--resume_from_checkpoint", "nowhere"], "'nowhere' is no checkpoint. Checkpoints: none in"),
     (["dpo", *CPU, "--resume_from_checkpoint", "latest"], "there is no complete checkpoint in 'trainer_output'"),
+    (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
+    (["dpo", *RUN, "--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
+    (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
     (["dpo", *CPU, "--micro_batch_size", "2"], "(in TRL it is `per_device_train_batch_size`)"),
-    (["dpo", *CPU, "--config", "word.yaml"], "word.yaml, line 2: max_steps: invalid int value: 'many'"),
-    (["dpo", *CPU, "--dataset_name", "./nowhere"], "there is no file or folder './nowhere'"),
     (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *CPU, "--dataset_name", "with_an_empty_file"], "train.jsonl' is empty"),
     (["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
+    (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
     (["sft", *CPU, "--eval_strategy", "often"], "invalid choice: 'often' (choose from no, steps, epoch)"),
+    (["grpo", *RUN, "--reward_funcs", "think_format_reward", "acuracy"], "TRL has no reward 'acuracy' (choose"),
+    (["rloo", *RUN, "--reward_funcs", "rewards.length"], "'rewards.length': there is no module 'rewards' here"),
+    (["grpo", *RUN], "no reward is given: set `--reward_funcs`"),
+    (["dpo", *RUN, "--ref_attn_implementation", "sdap"], "invalid choice: 'sdap' (choose from auto, eager, flash_a"),
     (["trainn"], "trainn"),
 ]
 
@@ -72,8 +78,8 @@ def material(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     build_bad_data(folder)
     build_bad_models(folder / "models")
-    (folder / "word.yaml").write_text("seed: 1\nmax_steps: many\n")
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
+    (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()
     (folder / "with_an_empty_file" / "train.jsonl").touch()

@@ -144,6 +144,7 @@ LACKS = {  # columns
     "GRPO": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
     "Distillation": (lambda: build_prompts(4).rename_column("prompt", "question"), "no column 'prompt'; it has"),
 }
+RIGHT = trl_padfix.DataCollatorForPreference(pad_token_id=39)
 WITHOUT_EOS = {"processing_class": build_tokenizer(eos_token=None)}
 BAD = {
     **{
@@ -255,6 +256,7 @@ BAD = {
     "a side of another collator": Bad(
         "DPO", lambda: {"padding_side": "left", "data_collator": print}, "`padding_side=.*default collator"
     ),
+    "two sides": Bad("DPO", lambda: {"padding_side": "left", "data_collator": RIGHT}, "your own .*chooses the side"),
     "groups of a stream": Bad(
         "DPO",
         lambda: GROUPED | stream(PAIR),

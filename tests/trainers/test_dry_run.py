@@ -24,8 +24,9 @@ def logs(trainer):
 SHARING = {"padding_free": True, "prefix_sharing": True, "eval_strategy": "steps", "eval_steps": 1}
 
 
-def test_it_compares_and_takes_no_step(tmp_path, capsys):
-    trainer = make(tmp_path / "run", **SHARING)
+def test_it_compares_and_takes_no_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch` sets it from its configuration
+    trainer = make(tmp_path / "run", **SHARING, bf16=False)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     assert dry_run(trainer)
     table = capsys.readouterr().out
@@ -35,6 +36,8 @@ def test_it_compares_and_takes_no_step(tmp_path, capsys):
     assert "num_train_epochs" not in table
     assert "micro-batch x 1 process = " in table
     assert "the trainer's own loss: on 4 pairs" in table
+    assert re.search("^mixed_precision +bf16$", table, re.MULTILINE)
+    assert table.count("float32 weights") == 2
     for text in ("prefix_sharing", "data  ", "24 pairs; eval: 8 pairs", "parity, train, model", "parity, eval, model"):
         assert text in table
     assert set(trainer.padding.parity) == {"train", "eval"}

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,14 @@ def read_given(args: Sequence[str]) -> Given:
     if args[-1] == "--config":
         raise ValueError("`--config` needs the path of a YAML after it.")
     given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {}, set())
-    for word, following in zip(args, [*args[1:], "--"], strict=True):
+    for i, word in enumerate(args):
         if word.startswith("--"):
             flag, has_value, value = word.partition("=")
-            bare = "true" if following.startswith("--") else following
-            given.values[name_of(flag)] = value if has_value else bare
-            given.bare.update([name_of(flag)] if following.startswith("--") and not has_value else [])
-            given.places[name_of(flag)] = flag
+            following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
+            name, words = name_of(flag), following or ["true"]
+            given.values[name] = words if name == "reward_funcs" else words[0]
+            given.bare.update([] if following else [name])
+            given.places[name] = flag
     return given
 
 
@@ -113,8 +115,10 @@ def check_given(method: str, given: Given) -> str | bool | None:
         raise ValueError(f"{given.places[no_value]} needs a value after it.")
     _check_numbers(given, fields)
     _check_choices(given, fields)
+    if "reward_funcs" in fields:
+        _check_rewards(method, given)
     values = {_whole(name, fields): value for name, value in given.values.items()}
-    resume_from = _check_paths(values)
+    resume_from = _check_paths(values, {_whole(name, fields): place for name, place in given.places.items()})
     if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
         raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -205,12 +209,18 @@ def _check_choices(given: Given, fields: dict[str, set[str]]) -> None:
     """Raise a `ValueError` for a word that a field, or the enumeration of its type, does not have."""
     spec = find_spec("transformers")
     folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    attention = r"(ref_|teacher_)?attn_implementation"
+    for name in (n for n, v in given.values.items() if re.fullmatch(attention, n) and re.fullmatch(r"\w+", str(v))):
+        known = _keys_of(folder / "modeling_utils.py", "_global_mapping")  # others are kernels of the Hub, or mappings
+        words = ["auto", "eager", *sorted(known)]
+        if known and given.values[name] not in (*words, None):
+            raise _invalid_choice(given, name, words)
     trees = (ast.parse((folder / file).read_text("utf-8")) for file in ("trainer_utils.py", "training_args.py"))
     classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     for name, value in given.values.items():
         if (words := WORDS.get(name)) and isinstance(value, str) and value.lower() not in words:
             shown = [word for word in words if word not in BOOLEANS] + ["true", "false"] * (BOOLEANS[0] in words)
-            raise ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(shown)}).")
+            raise _invalid_choice(given, name, shown)
         kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
         enumeration = next((cls for kind, cls in classes.items() if kind in kinds and _is_enumeration(cls)), None)
         if enumeration is None or not isinstance(value, str):
@@ -218,7 +228,39 @@ def _check_choices(given: Given, fields: dict[str, set[str]]) -> None:
         members = [part.value for part in enumeration.body if isinstance(part, ast.Assign)]
         words = [member.value for member in members if isinstance(member, ast.Constant)]
         if len(words) == len(members) and value not in words:
-            raise ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(words)}).")
+            raise _invalid_choice(given, name, words)
+
+
+def _invalid_choice(given: Given, name: str, words: list[str]) -> ValueError:
+    value = given.values[name]
+    return ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(words)}).")
+
+
+def _check_rewards(method: str, given: Given) -> None:
+    """Raise a `ValueError` without a reward, and for one that is neither TRL's nor in a module."""
+    names = given.values.get("reward_funcs") or []
+    if not names and not given.values.get("reward_model_name_or_path"):
+        raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
+    spec = find_spec("trl")
+    script = Path(spec.origin).parent / f"scripts/{method}.py" if spec and spec.origin else Path()
+    known = _keys_of(script, "reward_funcs_registry")
+    for name in names if known and isinstance(names, list) else ():
+        package, dot, _ = str(name).partition(".")
+        if not dot and name not in known:
+            raise ValueError(
+                f"{given.places['reward_funcs']}: TRL has no reward {name!r} (choose from {', '.join(known)}). Name a "
+                "function of your own with its module: `module.function`."
+            )
+        if dot and not (Path(package).is_dir() or Path(f"{package}.py").is_file() or find_spec(package)):
+            place = given.places["reward_funcs"]
+            raise ValueError(f"{place}: {name!r}: there is no module {package!r} here or installed.")
+
+
+def _keys_of(file: Path, variable: str) -> list[str]:
+    """The keys of the dictionary that a Python file assigns to a variable."""
+    assigned = (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Assign))
+    keys = (n.value.keys for n in assigned if ast.unparse(n.targets[0]) == variable and isinstance(n.value, ast.Dict))
+    return [key.value for key in next(keys, []) if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def _is_enumeration(cls: ast.ClassDef) -> bool:
@@ -244,19 +286,24 @@ def _letters(name: str) -> str:
     return re.sub(r"\W|_", "", name).lower()
 
 
-def _check_paths(given: dict[str, Any]) -> str | bool | None:
+def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """
     Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
 
     Returns the checkpoint to resume from.
     """
-    for field in ("model_name_or_path", "dataset_name"):
+    for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path", "dataset_name"):
+        place = places.get(field)
         if (name := given.get(field)) and is_missing_path(name):
-            raise ValueError(f"`{field}`: there is no file or folder {name!r} here ({Path.cwd()}).")
-        kind, moved = field.partition("_")[0], {"env", "model_init_kwargs"} & {*given}  # they may set another cache
+            raise ValueError(
+                f"{place}: there is no file or folder {name!r} here ({Path.cwd()}). Correct the path, or first run "
+                "what writes it."
+            )
+        kind = "dataset" if field == "dataset_name" else "model"
+        moved = {"env", "model_init_kwargs"} & {*given}  # they may set another cache
         if name and not moved and _is_out_of_reach(name, kind):
             raise ValueError(
-                f"`{field}`: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
+                f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
                 "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
             )
     model = Path(given.get("model_name_or_path") or "nowhere")

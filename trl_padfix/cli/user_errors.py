@@ -73,6 +73,12 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
 def _message(error: Exception) -> str | None:
     """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
+    tracebacks = (e.__traceback__ for e in (error, error.__cause__) if e is not None)
+    frames = (frame for found in tracebacks for frame, _ in traceback.walk_tb(found))
+    for frame in frames:  # the errors of most readers do not name the file
+        if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
+            reason = error.__cause__ or error.__context__ or error
+            return f"the data file {frame.f_locals['file']} cannot be read: {reason}"
     if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # the cause has the reason
         return f"{error} ({error.__cause__})"
     if isinstance(error, StopIteration):  # of `datasets`

@@ -302,6 +302,13 @@ class PaddingRemoval(Attachment):
             error.kind,
         )
 
+    def on_compiled(self) -> None:
+        if self.enabled:
+            self.say_once(
+                "`torch.compile` around a model without padding compiles nothing: its packed calls run eagerly. "
+                "Compile its layers (`layer.compile()`, or `torch_compile=True` of a trainer). (Shown once.)"
+            )
+
     def on_one_graph(self) -> None:
         if not self.enabled:
             return

@@ -32,11 +32,12 @@ from ..trainers.checks.user_code import why_padded
 from ..trainers.distributed import max_over_processes, models_of, splitting_parallelism
 from ..trainers.messages import say
 from ..trainers.metrics.token_counts import TokenCounter, report_of
-from ..trainers.parts.packing import attach_to_models, prefix_sharing_with_neftune
+from ..trainers.parts.packing import attach_to_models
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
 from ..trainers.parts.step_parity import dtype_of_weights, has_padding, limits_of, other_padding
+from ..trainers.settings import prefix_sharing_with_neftune
 from ..trainers.temporary_attributes import set_until_closed
 
 

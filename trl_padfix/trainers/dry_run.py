@@ -30,8 +30,8 @@ __all__ = ["dry_run"]
 
 TRAINING = (
     "max_length", "max_completion_length", "learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs",
-    "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "gradient_checkpointing",
-    "eval_strategy", "save_strategy", "report_to",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "eval_strategy",
+    "save_strategy", "report_to",
 )  # fmt: skip
 """Fields of TRL's configurations that are shown, where there is one."""
 
@@ -135,7 +135,7 @@ def _models(trainer: PaddingFreeTrainer) -> dict[str, str]:
         total = sum(p.numel() for p in model.parameters())
         found[role] = (
             f"{type(pretrained).__name__}, {total:,} parameters, {trained if role == 'model' else 0:,} trained; "
-            f"{pretrained.dtype}, {pretrained.config._attn_implementation} attention"
+            f"{pretrained.dtype} weights, {pretrained.config._attn_implementation} attention"
         ).replace("torch.", "")
     return found
 
@@ -165,6 +165,7 @@ def _settings(trainer: PaddingFreeTrainer) -> dict[str, str]:
     ours = {n: v for n, v in vars(trainer.padding.settings).items() if n == "padding_free" or v != defaults.get(n)}
     without = "num_train_epochs" if args.max_steps > 0 else "max_steps"  # the other one ends the training
     shown = ours | {name: vars(args)[name] for name in TRAINING if name in vars(args) and name != without}
+    shown["mixed_precision"] = trainer.accelerator.mixed_precision  # `accelerate launch` may set it over `bf16=False`
     return {name: str(value.value if isinstance(value, Enum) else value) for name, value in shown.items()}
 
 

@@ -20,7 +20,7 @@ from .field_types import Implementation, Lengths, Sharing, parse_implementation
 __all__ = [
     "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
     "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_grouping",
-    "check_packing", "check_token_budget", "trls_configuration",
+    "check_packing", "check_token_budget", "prefix_sharing_with_neftune", "trls_configuration",
 ]  # fmt: skip
 
 COMPUTED = {
@@ -97,6 +97,8 @@ class PackingConfig:
     def __post_init__(self) -> None:
         check_field_types(self)
         check_packing(Settings.of(self))
+        if self.prefix_sharing is True:
+            prefix_sharing_with_neftune(True, self)
         super().__post_init__()  # type: ignore[misc]
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
@@ -254,11 +256,34 @@ def check_packing(settings: Settings) -> None:
         )
 
 
+def prefix_sharing_with_neftune(prefix_sharing: Sharing, args: Any) -> Sharing:
+    """
+    The `prefix_sharing` of a training: under NEFTune (`args.neftune_noise_alpha`) `"auto"` becomes `False`.
+
+    Raises:
+        PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
+    """
+    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
+        return prefix_sharing
+    from ..core.errors import PaddingRemovalError
+    from .messages import say
+
+    if prefix_sharing == "auto":
+        if args.should_log:
+            say("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
+        return False
+    raise PaddingRemovalError(
+        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
+        "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
+        "the padded batch."
+    )
+
+
 def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     """
     Raises:
         ValueError: If `max_tokens_per_batch` is not a number of tokens, or is less than `max_completion_length` (in
-            some trainers: `max_new_tokens`), or with `packing`.
+            some trainers: `max_new_tokens`), or with `packing` or NEFTune.
     """
     if budget is None:
         return
@@ -268,6 +293,11 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         raise ValueError(
             "`packing=True` joins the rows of a batch, which `max_tokens_per_batch` cannot split. Lower "
             "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead: the step is the same."
+        )
+    if (alpha := config.neftune_noise_alpha) is not None:
+        raise ValueError(
+            f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
+            "`max_tokens_per_batch` changes the batches. Leave one of them out."
         )
     for name in ("max_completion_length", "max_new_tokens"):
         longest = getattr(config, name, None)

@@ -187,6 +187,7 @@ def test_tensors_for_a_loss_that_reach_the_attention_leave_a_call_packed(name, c
 OTHER_CALLS = {
     "use_cache": lambda ids, mask: {"input_ids": ids, "attention_mask": mask, "use_cache": True},
     "cache": lambda ids, mask: {"input_ids": ids, "attention_mask": mask, CACHE: transformers.DynamicCache()},
+    "rows without mask": lambda ids, mask: {"input_ids": ids},
     "one row without mask": lambda ids, mask: {"input_ids": ids[:1]},
     "one row with positions": lambda ids, mask: {"input_ids": ids[:1], "position_ids": torch.arange(COLUMNS)[None]},
 }
@@ -197,12 +198,13 @@ def test_other_calls_go_through_untouched(name):
     kwargs, model, given = OTHER_CALLS[name], build("qwen2"), batch("left")
     with torch.no_grad():
         expected = model(**kwargs(*given))
-        with remove_padding(model, prefix_sharing=True) as handle:
+        counted = name == "rows without mask"  # and computed as they came
+        with remove_padding(model, prefix_sharing=not counted) as handle:
             got = model(**kwargs(*given))
 
     assert torch.equal(got.logits, expected.logits)
     assert (got.past_key_values is None) == (expected.past_key_values is None)
-    assert handle.stats.packed_tokens == 0
+    assert handle.stats.packed_tokens == counted * given[0].numel()
 
 
 def test_the_signature_of_forward_stays():

@@ -18,6 +18,7 @@ from zoo.families import build
 
 from trl_padfix import PaddingRemoval, PaddingRemovalError, remove_padding
 from trl_padfix.core.model.patching import patches_on
+from trl_padfix.core.remove import number_padded_rows
 
 
 FAMILIES = ("qwen2", "mamba2", "qwen3_moe")
@@ -269,7 +270,7 @@ def test_ids_with_three_dimensions_run_as_they_came():
 
 
 @pytest.mark.slow
-def test_a_model_in_one_graph_runs_padded():
+def test_a_model_in_one_graph_runs_padded(caplog):
     model, inputs = build("qwen2"), batch()
     with torch.no_grad():
         expected = model(**inputs, use_cache=False).logits
@@ -282,6 +283,10 @@ def test_a_model_in_one_graph_runs_padded():
                 assert_close(got[real], expected[real], terms=64, depth=24)
                 # Without `fullgraph` the graph breaks, and the call is packed.
                 assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (REAL, int(fullgraph))
+        assert "`torch.compile` around a model without padding compiles nothing" in caplog.text
+        graphs, _ = [], number_padded_rows(model)  # which does not keep a padded model from being compiled
+        torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)(**inputs, use_cache=False)
+        assert max(len(graph.graph.nodes) for graph in graphs) > 100
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:

@@ -99,8 +99,8 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     # A mask and `cu_seqlens` together are ambiguous: such a call runs unchanged.
     if batch is None or (mask is not None and inputs.cu_seqlens is not None):
         return None
-    if mask is None and not inputs.is_packed and (not handle.prefix_sharing or len(batch) == 1):
-        return None  # neither padding nor a second row to share with
+    if mask is None and not inputs.is_packed and handle.prefix_sharing and len(batch) == 1:
+        return None  # neither padding nor a second row to share with; such calls may begin a loop that keeps the cache
     if mask is not None:
         _check_mask(mask, batch)
     if not handle.prefix_sharing:

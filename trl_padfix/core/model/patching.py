@@ -83,6 +83,9 @@ class Attachment:
                 patch.take_off()
         self._patches = needed
 
+    def on_compiled(self) -> None:
+        """Called while dynamo traces a call of the model, which the patches then run uncompiled."""
+
     def on_one_graph(self) -> None:
         """Called while a forward of the model is compiled into one graph, in which no patch has effect."""
 
@@ -193,7 +196,7 @@ class ForwardPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not self.is_on or (is_traced and _is_one_graph(self.attachment)):
+        if not self.is_on or (is_traced and _is_one_graph(self.attachment, isinstance(self, BatchPatch))):
             return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
         return self._run(*args, **kwargs)
 
@@ -329,7 +332,7 @@ def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
 
 
 @torch.compiler.assume_constant_result
-def _is_one_graph(attachment: Attachment) -> bool:
+def _is_one_graph(attachment: Attachment, of_batch: bool) -> bool:
     """Whether the forward is traced into one graph (`fullgraph=True`, export, jit), by dynamo or without it."""
     # Imported here, where dynamo has loaded it already: at the top of the file the import would take seconds.
     from torch._dynamo.symbolic_convert import tls
@@ -337,6 +340,8 @@ def _is_one_graph(attachment: Attachment) -> bool:
     translator = getattr(tls, "current_tx", None)
     root = None if translator is None else translator.output.root_tx
     if translator is not None and (root is None or not root.one_graph):
+        if of_batch:
+            attachment.on_compiled()
         return False
     attachment.on_one_graph()
     return True

@@ -105,11 +105,6 @@ class TokenBudget(Part):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         check_token_budget(self.settings.max_tokens_per_batch, config)
-        if self.settings.max_tokens_per_batch is not None and (alpha := config.neftune_noise_alpha) is not None:
-            raise ValueError(
-                f"`neftune_noise_alpha={alpha}` adds noise whose size depends on the length of a padded batch, and "
-                "`max_tokens_per_batch` changes the batches. Leave one of them out."
-            )
 
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:

@@ -40,7 +40,7 @@ def check_arguments(
     check_field_types(config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
     check_padding_side(side, optional=True)
-    if side is not None and not task.knows(collator):
+    if side is not None and (not task.knows(collator) or getattr(collator, "padding_side", side) != side):
         raise ValueError(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."

@@ -22,7 +22,7 @@ from ..distributed import (
     trains_on_images,
     warn_of_launch,
 )
-from ..messages import say
+from ..settings import prefix_sharing_with_neftune
 from ..temporary_attributes import temporarily_set
 from .part import Part
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer
 
 
-__all__ = ["RemovePadding", "attach_to_models", "prefix_sharing_with_neftune"]
+__all__ = ["RemovePadding", "attach_to_models"]
 
 A = TypeVar("A", bound=Attachment)
 
@@ -155,26 +155,6 @@ class RemovePadding(Part):
 
 def _decoders_of(models: list[Any]) -> list[Any]:
     return [find_decoder(find_pretrained(model)) for model in models]
-
-
-def prefix_sharing_with_neftune(prefix_sharing: PrefixSharing, args: Any) -> PrefixSharing:
-    """
-    The `prefix_sharing` of a training: under NEFTune (`args.neftune_noise_alpha`) `"auto"` becomes `False`.
-
-    Raises:
-        PaddingRemovalError: If `prefix_sharing` is `True` under NEFTune.
-    """
-    if not prefix_sharing or args is None or not args.neftune_noise_alpha:
-        return prefix_sharing
-    if prefix_sharing == "auto":
-        if args.should_log:
-            say("prefix_sharing='auto': nothing is shared, because NEFTune's noise differs between rows.")
-        return False
-    raise PaddingRemovalError(
-        "`neftune_noise_alpha` gives each token of each row its own noise, so no two rows begin the same and "
-        "there is no prefix to share. Set `prefix_sharing=False`: padding is still removed, with the noise of "
-        "the padded batch."
-    )
 
 
 def attach_to_models(
