@@ -164,6 +164,6 @@ def test_the_operator_of_segments_is_one_to_torch(window):
 
 @pytest.mark.parametrize("case", ["unequal lengths", "window"])
 def test_blocks_of_a_long_segment_are_one_attention(case, monkeypatch):
-    """Of whole segments `test_backends_conformance.py` compares outputs and gradients."""
+    """Of whole segments `test_availability_conformance.py` compares outputs and gradients."""
     monkeypatch.setattr(segments, "QUERIES_PER_BLOCK", 4)
     conform(of_operator, CASES[case], "cpu", torch.float32, tolerance(1, terms=300, depth=4))

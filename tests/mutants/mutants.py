@@ -236,7 +236,7 @@ MUTANTS = [
         "window - 1, 0)",
         "window, 0)",
         "torch's variable-length kernel gets a window one key too wide",
-        ("core/test_backends_conformance.py",),
+        ("core/test_availability_conformance.py",),
     ),
     # -- mixers
     Mutant(

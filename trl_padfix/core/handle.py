@@ -40,7 +40,7 @@ __all__ = ["Lengths", "PaddingRemoval", "PaddingStats", "PrefixSharing", "check_
 logger = logging.get_logger(__name__)
 
 PrefixSharing = bool | Literal["auto"]
-"""Whether shared prefixes are computed once. `"auto"`: the same, but a setting or call that cannot share them is no error."""
+"""Whether shared prefixes are computed once; with `"auto"` what cannot share them is no error."""
 
 Lengths = int | Sequence[int]
 """Lengths of packed rows: multiples of one number, or one of several numbers in ascending order."""
