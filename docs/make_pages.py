@@ -70,7 +70,7 @@ TRL's. If rows move, the run says so.
   `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a
   random model.
 - **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
-- **`trl-padfix COMMAND --help`** lists all flags, also of `stats` and `doctor`. `trl-padfix --debug COMMAND` (or
+- **`trl-padfix COMMAND --help`** lists all flags. `trl-padfix --debug COMMAND` (or
   `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
   `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. The other fields stay. With `remove_padding` and the

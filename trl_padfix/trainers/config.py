@@ -44,7 +44,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             call that cannot share, for example with `inputs_embeds`, runs unshared; `True` warns about it (with
             `strict`: an error). Needs `padding_free`.
         padding_side (`str`, *optional*):
-            Side on which the collator pads. Defaults to the tokenizer's `padding_side`.
+            Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
+            virtual tokens, to `'right'`.
         parity_check (`bool`, *optional*, defaults to `True`):
             With `padding_free`: compare packed with padded on a few short rows of the first batch, in
             log-probabilities, loss and gradients. After ten steps, compare the longest row so far with that row
