@@ -9,6 +9,7 @@ import torch
 from kit.cells import by_turns, slow_but
 from kit.tolerance import tolerance
 from simulated_gpu.simulated_cuda import to_simulated
+from transformers import AutoModelForTokenClassification
 from zoo import families, gpu_models
 from zoo.model_numbers import merge_segments
 from zoo.models import SUPPORTED, build, inputs
@@ -283,3 +284,12 @@ def test_tf32_is_read_however_it_was_set(gpu, setting, dtype, monkeypatch):
     finally:
         torch.backends.fp32_precision = before
     assert (report.dtype, report.ok) == (dtype, True)
+
+
+def test_a_head_with_one_value_for_each_token_is_compared(monkeypatch):
+    model = families.build_type("qwen2", {"num_labels": 1}, auto=AutoModelForTokenClassification)
+    assert check_parity(model, inputs()).ok
+    leaking_layouts(monkeypatch)
+    report = check_parity(model, inputs())
+    assert not report.ok
+    assert report.gradient > 10 * report.gradient_tolerance

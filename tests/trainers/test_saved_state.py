@@ -13,6 +13,13 @@ from torch import nn
 from trl_padfix.trainers.parts.saved_state import saved_state
 
 
+class Rows(list):
+    """A list of rows, which may be long."""
+
+    def __iter__(self):
+        raise AssertionError("a dataset was copied")
+
+
 def build() -> SimpleNamespace:
     metrics = {"train": defaultdict(list, loss=[1.0])}
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -74,3 +81,13 @@ def test_contents_are_read_without_the_init_of_a_users_container():
     with saved_state(trainer):
         trainer.counts["rows"] += 1
     assert dict(trainer.counts) == {"rows": 1}
+
+
+def test_a_dataset_is_not_copied():
+    trainer = build()
+    trainer.train_dataset = Rows([{"input_ids": [1]}])
+    with saved_state(trainer):
+        pass
+    trainer.rows = trainer.train_dataset
+    with pytest.raises(AssertionError, match="a dataset was copied"), saved_state(trainer):
+        pass

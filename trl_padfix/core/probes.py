@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from .context import within
 from .generation import evaluating
 from .model.inspection import package_of, parameters_of, takes_any_argument
-from .model.saved_state import saved_modules
+from .model.saved_state import saved_modules, without_hooks
 from .model.sharded import gathers_in_parts
 
 
@@ -35,9 +35,6 @@ of xLSTM reach 75 epsilons on some CPUs. In a tiny BERT, whose tokens see later 
 LARGEST_ROUNDING = 0.02
 """Upper limit of these: 512 epsilons of bfloat16 are 4, and would hide a real dependency on the last token."""
 
-LARGEST_CHANGE_IN_HALF = 0.1
-"""Limit for rows beside another one in half precision, where a router may choose another expert by rounding."""
-
 KNOWN = {"accelerate", "bitsandbytes", "liger_kernel", "peft", "torch", "transformers", "trl"}
 """Packages whose modules mix tokens in ways that `mixers/` knows."""
 
@@ -55,12 +52,12 @@ def change_of_earlier_states(decoder: Any) -> float:
     if (ids := _token_ids(decoder)) is None:
         return 0.0
     ids[1, :-1] = ids[0, :-1]
-    if (states := _states(decoder, ids, torch.ones_like(ids))) is None:
+    if (states := _states(decoder, ids[:2], torch.ones_like(ids[:2]))) is None:
         return 0.0
     change = (states[0] - states[1]).abs().float().flatten(1).amax(1)
     relative = (change[:-1].max() / change[-1]).item()
     # A masked key has exactly zero weight, so states of a causal decoder change by at most the order of some sum.
-    return relative if relative > min(ROUNDING_STEPS * torch.finfo(states.dtype).eps, LARGEST_ROUNDING) else 0.0
+    return relative if relative > _limit(states) else 0.0
 
 
 def change_beside_another_row(handle: PaddingRemoval) -> tuple[float, list[str]]:
@@ -68,31 +65,32 @@ def change_beside_another_row(handle: PaddingRemoval) -> tuple[float, list[str]]
     Measure how far the states of a row change when another row is packed in front of it.
 
     For decoders with modules of packages that are not [`KNOWN`]: such a module may mix tokens, and look like one that
-    does not. Returns the largest change of a state, divided by the largest state, and the classes of these modules; 0
-    for a change within rounding, or if the decoder cannot run (see [`change_of_earlier_states`]).
+    does not. Both forwards run the same kernels on the same shapes, so that nothing is rounded differently.
+
+    Returns the largest change of a state, divided by the largest state, and the classes of these modules; 0 for a
+    change within rounding, or if the decoder cannot run (see [`change_of_earlier_states`]).
     """
     decoder = handle.decoder
     others = dict.fromkeys(type(m).__name__ for m in decoder.modules() if package_of(type(m)) not in KNOWN)
     if not others or (ids := _token_ids(decoder)) is None:
         return 0.0, []
-    mask = torch.ones_like(ids)
-    mask[1, -1] = 0
+    mask = torch.ones_like(ids[:2])
+    mask[1, -1] = 0  # a batch without padding would not be packed
     with within(stats=type(handle.stats)(), strict=True):  # a call that cannot be packed is not probed
-        packed = _states(decoder, ids, mask)
-        with handle.disabled():
-            padded, alone = _states(decoder, ids, mask), _states(decoder, ids[1:, :-1], mask[1:, :-1])
-    if packed is None or padded is None or alone is None:
+        states = [_states(decoder, ids[rows], mask) for rows in ([0, 1], [2, 1])]
+    if any(x is None for x in states):
         return 0.0, []
-    change, of_padded = (
-        ((states[1, :-1] - alone[0]).abs().max() / alone.abs().max()).item() for states in (packed, padded)
-    )
-    eps = torch.finfo(alone.dtype).eps
-    limit = ROUNDING_STEPS * eps if alone.dtype.itemsize > 2 else LARGEST_CHANGE_IN_HALF
-    return (change, [*others]) if change > max(limit, 10 * of_padded) else (0.0, [])
+    first, second = (x[1, :-1] for x in states if x is not None)
+    change = ((first - second).abs().max() / first.abs().max()).item()
+    return (change, [*others]) if change > _limit(first) else (0.0, [])
+
+
+def _limit(states: torch.Tensor) -> float:
+    return min(ROUNDING_STEPS * torch.finfo(states.dtype).eps, LARGEST_ROUNDING)
 
 
 def _token_ids(decoder: Any) -> torch.Tensor | None:
-    """Different ids `(2, PROBE_TOKENS)`; `None` if the decoder cannot run in this process, or has no embeddings."""
+    """Different ids `(3, PROBE_TOKENS)`; `None` if the decoder cannot run in this process, or has no embeddings."""
     parameters = list(decoder.parameters())
     is_sharded = any(p.is_meta or isinstance(p, DTensor) for p in parameters) or gathers_in_parts(decoder)
     if is_sharded or len({p.device for p in parameters}) != 1:
@@ -101,7 +99,7 @@ def _token_ids(decoder: Any) -> torch.Tensor | None:
         vocabulary = decoder.get_input_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
         return None
-    ids = torch.arange(2 * PROBE_TOKENS, device=parameters[0].device).view(2, -1)
+    ids = torch.arange(3 * PROBE_TOKENS, device=parameters[0].device).view(3, -1)
     return (vocabulary // 2 + ids) % vocabulary  # from the middle: special tokens have ids at the ends
 
 
@@ -116,7 +114,7 @@ def _states(decoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
             arguments["is_decoder"] = decoder.config.is_decoder
         devices = [ids.device] if ids.device.type == "cuda" else []
         unchanged = saved_modules(decoder.modules())
-        with torch.no_grad(), unchanged, evaluating(decoder), torch.random.fork_rng(devices):
+        with torch.no_grad(), unchanged, without_hooks(decoder), evaluating(decoder), torch.random.fork_rng(devices):
             states = decoder(**arguments)[0]
     except Exception as error:
         logger.info(f"{type(decoder).__name__} was not probed ({type(error).__name__}: {error}).")

@@ -66,6 +66,4 @@ class PaddingRemovalPlugin(BasePlugin):
         return f"{__name__}.{PaddingRemovalArgs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        callback = callback_from(cfg, without="`plugins` without `trl_padfix`")
-        callback.attach(trainer)
-        trainer.add_callback(callback)
+        callback_from(cfg, without="`plugins` without `trl_padfix`").attach(trainer)

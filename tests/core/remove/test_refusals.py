@@ -315,6 +315,13 @@ class Shift(torch.nn.Module):
         return self.inner(states + self.past * before)
 
 
+class Mean(Shift):
+    """It adds a share of the mean over all tokens that it receives."""
+
+    def forward(self, states, **kwargs):
+        return self.inner(states + self.past * states.mean(1, keepdim=True))
+
+
 class ShiftOnRows(Shift):
     def forward(self, states, attention_mask=None, **kwargs):
         return super().forward(states)
@@ -335,10 +342,11 @@ def test_a_module_that_mixes_tokens_in_disguise_is_refused(monkeypatch):
             found = model(**arguments).logits[real]
             assert handle.stats.packed_tokens == real.sum()
         assert_close(found, expected, terms=64, depth=16)
-    model = shifted(Shift, 0.5)
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(PaddingRemovalError, match=r"the row in front of it\. .* among Shift\. If the forward of"):
-            remove_padding(model.to(dtype))
+    for kind, past in ((Mean, 0.1), (Shift, 0.02), (Shift, 0.5)):
+        model = shifted(kind, past)
+        for dtype in (torch.float32, torch.bfloat16):
+            with pytest.raises(PaddingRemovalError, match=r"the row in front of it\. .* among \w+\. If the forward"):
+                remove_padding(model.to(dtype))
     assert not patches_on(find_decoder(model))
     monkeypatch.setattr(remove, "change_beside_another_row", lambda handle: (0.0, []))
     with remove_padding(model.float()):

@@ -187,11 +187,14 @@ def packed_attention(
         raise _unpackable(
             f"{_name(module)} passes {unknown} to its attention function, and it is unknown how to pack that"
         )
-    # A function that takes segments gets its window from the module. The others have windows and chunks in masks.
+    # FlashAttention takes its window from the module. The other functions have windows and chunks in their masks.
     if not takes_segments(name := call.implementation):
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
-    elif kwargs.get("sliding_window") and not (_is_flash(name) or "sliding_window" in _parameters_of(name)):
-        raise _unpackable(f"{_name(module)} has a window, and {name!r} has no parameter `sliding_window`")
+    elif not _is_flash(name) and mask_spec.window is not None:
+        if "sliding_window" not in _parameters_of(name) or call.layout.spans != call.layout.keys.lengths:
+            missing = "has no parameter `sliding_window`, or a row has masked tokens between real ones"
+            raise _unpackable(f"{_name(module)} has a window, and {name!r} {missing}")
+        kwargs["sliding_window"] = mask_spec.window
 
     return call.tokens.attend(partial(_attend, call, masks), module, query, key, value, kwargs), None
 

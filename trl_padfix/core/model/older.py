@@ -128,7 +128,7 @@ def resume_packed_search(user: object) -> None:
 
 
 _SEARCH = "find_packed_sequence_indices"
-_search_lock = threading.Lock()
+_search_lock = threading.RLock()  # garbage collection within the lock may remove a handle
 _search_users: weakref.WeakSet[object] = weakref.WeakSet()
 
 

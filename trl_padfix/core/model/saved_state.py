@@ -1,4 +1,4 @@
-"""The state of modules, put back after forwards that only compare: buffers and counters."""
+"""The state of modules during forwards that only compare: buffers and counters, hooks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 
-__all__ = ["saved_modules"]
+__all__ = ["saved_modules", "without_hooks"]
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -30,3 +30,14 @@ def saved_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
                 if buffer.shape != copy.shape:
                     buffer.resize_(copy.shape)
                 owner[name] = buffer.copy_(copy)
+
+
+@contextlib.contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """A block in which no forward hook of a module runs: a user's hook may count its calls."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                stack.callback(table.update, dict(table))
+                table.clear()
+        yield

@@ -21,10 +21,10 @@ from ..context import within
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
 from ..model.pipelines import by_name
-from ..model.saved_state import saved_modules
+from ..model.saved_state import saved_modules, without_hooks
 from ..model.sharded import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..remove import attachment_of, remove_padding
-from .forwards import Forwards, Outcome, Scores, without_hooks
+from .forwards import Forwards, Outcome, Scores
 from .gradients import relative_difference
 from .limits import WIDEST_SCORE, gradient_limit, score_limits
 from .report import Distance, ParityReport

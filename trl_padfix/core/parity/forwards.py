@@ -24,7 +24,7 @@ from .sample import Sample
 from .scores import logits_of, logits_of_packed, scores_of
 
 
-__all__ = ["Forwards", "Outcome", "Scores", "other_attention", "without_hooks"]
+__all__ = ["Forwards", "Outcome", "Scores", "other_attention"]
 
 EXACT_WEIGHTS = 2**31
 """Bytes of weights in float64 up to which rows alone are computed in float64."""
@@ -177,14 +177,3 @@ def _fits_float64(model: nn.Module) -> bool:
     weights = [*model.parameters(), *model.buffers()]
     compressed = any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters())
     return not compressed and sum(x.numel() for x in weights) * 8 <= EXACT_WEIGHTS
-
-
-@contextlib.contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
-    """A block in which no forward hook of a module runs: a user's hook may count its calls."""
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            for table in (module._forward_hooks, module._forward_pre_hooks):
-                stack.callback(table.update, dict(table))
-                table.clear()
-        yield

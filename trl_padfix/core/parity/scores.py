@@ -53,7 +53,7 @@ def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict
 
 
 def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `(n,)` of the real tokens after `columns`, or the flattened output of a pooling head."""
+    """Log-probabilities `(n,)` of the real tokens after `columns`, or the values of a head for tokens or rows."""
     if logits.dim() == 3 and len(logits) == len(ids) and logits.shape[1] > ids.shape[1]:
         logits = logits[:, -ids.shape[1] :]  # prompt tuning prepends virtual tokens to every row
     if logits.dim() == 3 and logits.shape[:2] == ids.shape:
@@ -61,6 +61,8 @@ def scores_of(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor, colum
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 or logits.shape[:2] != (len(ids), len(columns)):
         return logits.flatten()
+    if logits.shape[-1] == 1:  # a value for each token, whose log-probability would be 0
+        return logits[..., 0][mask[:, columns].bool()]
     # A masked token has no score, and neither has the token after it.
     real = (mask[:, columns] * mask[:, columns + 1]).bool()
     ids = ids[:, columns + 1].clamp(max=logits.shape[-1] - 1)  # ids of image tokens may be larger than the vocabulary

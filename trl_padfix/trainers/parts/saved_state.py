@@ -30,10 +30,11 @@ def saved_state(trainer: PaddingFreeTrainer) -> Iterator[None]:
     """
     A block after which a trainer and its modules are as before: metrics, counters, buffers, gradients, random states.
 
-    Plain values, tensors, and containers of them are put back. Other objects that a user's loss writes to are not.
+    Plain values, tensors, and containers of them are put back, except datasets. Other objects that a user's loss
+    writes to are not.
     """
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
-    values = {name: value for name, value in vars(trainer).items() if not isinstance(value, nn.Module)}
+    values = {k: v for k, v in vars(trainer).items() if not (isinstance(v, nn.Module) or "dataset" in k)}
     device = trainer.args.device
     with contextlib.ExitStack() as stack:
         stack.enter_context(saved_modules(dict.fromkeys(modules)))
