@@ -142,7 +142,7 @@ def test_a_yaml_may_say_to_resume(recipe, unbroken, tmp_path):
     path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"resume_from_checkpoint": True}))
     (_, training, *_), _ = parse("dpo", ["--config", str(path), "--output_dir", str(unbroken)])
     assert training.resume_from_checkpoint == str(unbroken / "checkpoint-4")
-    (_, training, *_), _ = parse("dpo", ["--config", str(recipe), "--output_dir", str(unbroken)])
+    (_, training, *_), _ = parse("dpo", [f"--config={recipe}", "--output_dir", str(unbroken)])
     assert training.resume_from_checkpoint is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,12 @@ def test_the_models_own_loss_is_a_mean_over_the_labels_of_all_rows():
         )
         with within(runner=SubBatches(partial(RowSplitter, 14, False))):
             split = model(**call).loss
+        counted = copy(handle.stats)
+        with within(runner=SubBatches(partial(RowSplitter, 14, False))), torch.enable_grad():
+            loss = model(**call).loss
+        once = handle.stats.packed_tokens
+        loss.backward()  # recomputes all sub-batches except one
+    assert handle.stats.packed_tokens == once > counted.packed_tokens
     assert handle.stats.padded_forwards == 0
     assert_close(split, whole, terms=64, depth=24, control=rows.mean())
 

@@ -96,6 +96,8 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
             f"model and data are missing. Run `trl-padfix {method} --config FILE.yaml` (`recipes/` has examples), or "
             "set at least `--model_name_or_path` and `--dataset_name`."
         )
+    # TRL's parser looks for `--config` as a word of its own.
+    args = [part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     given = read_given(args)
     resume_from = check_given(method, given)
     # Imported here, because they take seconds: mistakes above are reported without them.

@@ -1,8 +1,8 @@
 """
 The calls that run in this thread, in one context variable.
 
-Each thread has its own context, and a nested call sets its own fields. Fields are read with [`context`] and set with
-[`within`] or [`set_until_reset`].
+Each thread has its own context, and a nested call sets its own fields. Fields are read with [`context`], and set with
+[`within`].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
-__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "set_until_reset", "within"]
+__all__ = ["Context", "ForwardRunner", "context", "outside_calls", "within"]
 
 
 class ForwardRunner(Protocol):
@@ -67,13 +67,6 @@ def within(**fields: Any) -> Iterator[None]:
         yield
     finally:
         _context.reset(token)
-
-
-def set_until_reset(**fields: Any) -> None:
-    """Set fields of the [`Context`] until the innermost running [`within`] ends. Call it inside of one only."""
-    # No token is kept: the `within` of a patch further out restores the value when its module returns. Outside of any
-    # `within` nothing would restore it, and the fields would leak into later calls of the thread.
-    _context.set(replace(_context.get(), **fields))
 
 
 def outside_calls() -> AbstractContextManager[None]:

@@ -167,7 +167,7 @@ class Task:
         return contextlib.nullcontext(inputs)
 
     def rows_are_independent(self) -> bool:
-        """Whether the gradient of a step stays the same if rows move to the batch of another process."""
+        """Whether the gradient of a step stays the same if rows move to another batch of it or to another process."""
         return False
 
     # -- metrics

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..context import context, set_until_reset
+from ..context import context, within
 from ..model.find import find_decoder, find_multimodal, find_pretrained
 from ..model.inspection import bind
 from ..model.older import has_cache
@@ -27,17 +27,11 @@ class RunnerPatch(ForwardPatch):
         if runner is None or not self.attachment.enabled:
             return self.wrapped(*args, **kwargs)
         call = bind(self.wrapped, args, kwargs) if args else kwargs
-        # No runner for the modules inside of this one, which have such a patch too. Not by `within`: that would also
-        # reset the layout that the decoder sets for the head.
-        outer_runner = context().runner
-        set_until_reset(runner=None)
-        try:
+        with within(runner=None):  # the modules inside of this one have such a patch, too
             if reason := IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
                 runner.leave(self.module, call, reason)
                 return self.wrapped(*args, **kwargs)
             return runner.run(self.module, self.wrapped, call)
-        finally:
-            set_until_reset(runner=outer_runner)
 
 
 def _why_no_batch(call: dict[str, Any]) -> str | None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "checkpoint_state", "in_checkpoint", "patches_on",
-    "saved_tensor_hooks",
+    "Attachment", "BatchPatch", "ForwardPatch", "beneath_patches", "checkpoint_state", "in_backward", "in_checkpoint",
+    "patches_on", "saved_tensor_hooks",
 ]  # fmt: skip
 
 
@@ -316,6 +316,11 @@ def saved_tensor_hooks() -> tuple[Any, ...] | None:
     """The hooks on tensors saved for backward (of a checkpoint, of offloading), or `()`; `None` in torch 2.6."""
     top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")
     return None if top_hooks is None else top_hooks(True) or ()
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_checkpoint() -> bool:

@@ -32,7 +32,7 @@ from ..mixers.mixers import ROWS
 from ..mixers.row_buckets import calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import older_attributes
-from ..model.patching import BatchPatch
+from ..model.patching import BatchPatch, in_backward
 from ..model.positions import Numbering
 from ..model.sharded import gathers_in_parts
 from ..refusals import check_call
@@ -110,7 +110,8 @@ class DecoderPatch(BatchPatch):
             if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
                 self.match_other_processes(inputs.arguments)
             return padded_output(unchanged(), outer, inputs.given_mask)
-        handle.running_stats.add(planned.tokens.layout)
+        if not in_backward():  # which recomputes the forwards of sub-batches
+            handle.running_stats.add(planned.tokens.layout)
         return output
 
     def _run_packed(self, planned: Plan, outer: ModelCall) -> Any:

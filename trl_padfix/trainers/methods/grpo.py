@@ -38,7 +38,7 @@ class GRPOTask(OnlineTask):
             by_row += ["cispo_clip_ratio", *(f"clip_ratio/{name}_mean" for name in ("low", "high", "region"))]
         return super().num_metric_items(batch) | dict.fromkeys(by_row, torch.tensor(len(batch["prompt_ids"])))
 
-    def loss_is_row_sum(self) -> bool:
+    def rows_are_independent(self) -> bool:
         trainer = self.trainer
         return not (trainer.loss_type == "bnpo" or trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1)
 

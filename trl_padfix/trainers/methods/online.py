@@ -93,8 +93,7 @@ class OnlineTask(Task):
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": trained_tokens(batch)}
 
-    def loss_is_row_sum(self) -> bool:
-        """Whether the weight of a row in the loss does not depend on the other rows of its micro-batch."""
+    def rows_are_independent(self) -> bool:
         return True
 
     def may_regroup(self) -> bool:
@@ -113,7 +112,7 @@ class OnlineTask(Task):
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
             return False
-        if not self.loss_is_row_sum() or self.balances_experts():
+        if not self.rows_are_independent() or self.balances_experts():
             return False
         of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
         if of_user := of_user or gradient_hook_name(trainer):
