@@ -35,14 +35,13 @@ def train(config: dict[str, Any] | None = None) -> None:
 
     Args:
         config (`dict`, *optional*):
-            Keys of LLaMA-Factory's YAML, and `padfix_prefix_sharing`; if needed `padfix_parity_check` and
-            `padfix_pool_last_token`. By default it is read from the command line as in `llamafactory-cli train`: a
+            Keys of LLaMA-Factory's YAML, and `padfix_prefix_sharing`; if needed other arguments of the callback with
+            this prefix. By default it is read from the command line as in `llamafactory-cli train`: a
             file, and `key=value` after it.
 
     Raises:
         ValueError: For an unknown key with the prefix `padfix_`, without `padfix_prefix_sharing`, without a file, and
-        for
-            rows that are packed already.
+            for rows that are packed already.
     """
     arguments = read_args(config)
     if not isinstance(arguments, dict):  # without a file it is the list of the command line

@@ -4,7 +4,7 @@ The mixin that removes padding from a trainer.
 Losses, metrics and the loop are TRL's. The mixin overrides each hook of TRL once, and calls the parts in the order of
 [`PARTS`]; each part has a file of its own. Trainers differ in their [`Task`].
 
-A new trainer is one file with a task and a class, and one line in `_MODULES` of `trl_padfix/__init__.py`:
+A new trainer is one file with a task and a class, a configuration, and the lines that CONTRIBUTING.md lists:
 
     class XTask(Task):
         columns = [{"prompt", "completion"}]               # columns that a dataset must have

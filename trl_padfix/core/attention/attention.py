@@ -99,8 +99,10 @@ def takes_segments(implementation: str) -> bool:
     Whether an attention function takes all segments in one call, by `cu_seq_lens_q` and `cu_seq_lens_k`.
 
     FlashAttention does, and a function of yours with these two parameters, registered with transformers. It gets the
-    queries `(1, N, T, D)` of all segments and their keys, gathered for each segment; a query sees the keys up to its
-    own, of which the last belongs to the last query. It reads `sliding_window`, too.
+    queries `(1, N, T, D)` of all segments, their keys and values `(1, K, T', D)`, gathered for each segment, no mask,
+    and `max_length_q`, `max_length_k`, `scaling`, `dropout` and, for layers with a window, `sliding_window`. The last
+    query of a segment sees all of its keys, and each query before it one key less. It returns the values
+    `(1, T, N, D)` and `None`.
     """
     if implementation in ("eager", "sdpa"):
         return False

@@ -202,9 +202,9 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
     layout, exchange = call.tokens.mixed.layout, call.tokens.mixed.exchange
     mask_spec = PackedMask() if mask is None else mask
-    # With prefix states the layer reads keys and values of other forwards, or records its own.
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal:
         return None
+    # With prefix states the layer reads keys and values of other forwards, or records its own.
     if call.prepared is not None or call.prefix_states is not None:
         return None
     # Windows and chunks as long as the longest row hide nothing.

@@ -220,7 +220,7 @@ class PackedCall:
 
 @dataclass(frozen=True, eq=False)
 class RowsCall:
-    """A dry run of a decoder over padded rows (`mixers/layer_arguments.py`); it has the fields of a [`PackedCall`]."""
+    """A dry run of a decoder over padded rows (`mixers/layer_arguments.py`), with three fields of a [`PackedCall`]."""
 
     decoder: nn.Module
     position_ids: torch.Tensor

@@ -97,7 +97,6 @@ class NodeTree:
     forward with prefix states), then the final states of the nodes, level by level and within a level block by block.
 
     Attributes:
-        padded, varlen ([`Scan`]): The nodes for kernels that take `(n, l)` tokens, and for variable-length kernels.
         parent_tokens (`list` of [`Parent`]): The token before each segment on its path.
         num_prefix_states (`int`): How many states of other forwards this forward reads.
         fork_tokens (`list[int]`, *optional*):
@@ -124,21 +123,34 @@ class NodeTree:
             numbers = [number[parents[n]] for n in members if parents[n] in number]
             return torch.tensor(numbers) if numbers else None
 
+        def tokens_of(members: list[int]) -> list[torch.Tensor]:
+            return [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
+
         def padded_block(members: list[int]) -> NodeBlock:
-            tokens = [torch.tensor(nodes[n]) for n in members]
-            return NodeBlock(pad_sequence(tokens, batch_first=True, padding_value=T), parent_states(members))
+            tokens = pad_sequence(tokens_of(members), batch_first=True, padding_value=T)
+            return NodeBlock(tokens, parent_states(members))
 
         def varlen_block(members: list[int]) -> NodeBlock:
-            tokens = torch.tensor([[token for n in members for token in nodes[n]]])
+            tokens = torch.cat(tokens_of(members)).unsqueeze(0)
             return NodeBlock(tokens, parent_states(members), cu_seqlens_of(len(nodes[n]) for n in members))
 
-        self.padded = Scan.of([[padded_block(block) for block in level] for level in levels], T, self.device)
-        self.varlen = Scan.of([[varlen_block([*chain(*level)])] for level in levels], T, self.device)
+        self._padded = lambda: Scan.of([[padded_block(block) for block in level] for level in levels], T, self.device)
+        self._varlen = lambda: Scan.of([[varlen_block([*chain(*level)])] for level in levels], T, self.device)
         state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         fork_states = [state_after[fork] for fork in self.fork_tokens or []]
         # A dtype, because a tensor of an empty list would be float32.
         self._fork_states = torch.tensor(fork_states, dtype=torch.int64, device=self.device)
         self._left_context: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    @cached_property
+    def padded(self) -> Scan:
+        """The nodes for kernels that take `(n, l)` tokens."""
+        return self._padded()
+
+    @cached_property
+    def varlen(self) -> Scan:
+        """The nodes for variable-length kernels."""
+        return self._varlen()
 
     @property
     def is_flat(self) -> bool:
@@ -279,7 +291,7 @@ def _parent_tokens(layout: Layout, prefix_states: PrefixStates) -> tuple[list[Pa
 
 def _nodes(
     lengths: Iterable[int], parent_tokens: list[Parent], fork_tokens: list[int]
-) -> tuple[list[list[int]], list[Parent]]:
+) -> tuple[list[range], list[Parent]]:
     """
     The packed tokens of each node of some segments, and its parent.
 
@@ -288,7 +300,7 @@ def _nodes(
     0 is the parent of the other two.
     """
     forks = {parent.number for parent in parent_tokens if parent.kind == "packed"}.union(fork_tokens)
-    nodes: list[list[int]] = []
+    nodes: list[range] = []
     parents: list[Parent] = []
     node_ending_at: dict[int, Parent] = {}
     begin = 0
@@ -296,7 +308,7 @@ def _nodes(
         is_packed, last = parent_token.kind == "packed", begin + length - 1
         parent = node_ending_at[parent_token.number] if is_packed else parent_token
         for end in sorted({f for f in forks if begin <= f < last} | {last}):
-            nodes.append([*range(begin, end + 1)])
+            nodes.append(range(begin, end + 1))
             parents.append(parent)
             parent = node_ending_at[end] = Parent("packed", len(nodes) - 1)
             begin = end + 1
@@ -311,7 +323,7 @@ def _depths(parents: list[Parent]) -> list[int]:
     return depths
 
 
-def _levels(nodes: list[list[int]], parents: list[Parent]) -> list[list[list[int]]]:
+def _levels(nodes: list[range], parents: list[Parent]) -> list[list[list[int]]]:
     """The numbers of the nodes by depth, and at each depth in blocks of about equal length."""
     depths = _depths(parents)
     levels = [[n for n in range(len(nodes)) if depths[n] == depth] for depth in range(max(depths) + 1)]
