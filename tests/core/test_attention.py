@@ -319,5 +319,5 @@ def test_a_registered_function_that_takes_segments_attends(monkeypatch):
     with pytest.raises(AssertionError, match="rounding explains"):
         assert_attends_like_dense(module, layout, mask)
     for window in ({"sliding_window": 3}, {"asked": PackedMask(window=3)}):  # of the module, or of its mask alone
-        with pytest.raises(PaddingRemovalError, match="has a window, and 'own' has no parameter `sliding_window`"):
+        with pytest.raises(PaddingRemovalError, match="'own' has no parameter `sliding_window`"):
             attend(module, random_states(layout), layout, **window)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .context import within
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["change_beside_another_row", "change_of_earlier_states"]
+__all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ LARGEST_ROUNDING = 0.02
 
 KNOWN = {"accelerate", "bitsandbytes", "liger_kernel", "peft", "torch", "transformers", "trl"}
 """Packages whose modules mix tokens in ways that `mixers/` knows."""
+
+
+def other_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The modules of a decoder whose classes are of packages that are not [`KNOWN`]: a user's, or code on the Hub."""
+    return [module for module in decoder.modules() if package_of(type(module)) not in KNOWN]
 
 
 def change_of_earlier_states(decoder: Any) -> float:
@@ -71,7 +77,7 @@ def change_beside_another_row(handle: PaddingRemoval) -> tuple[float, list[str]]
     change within rounding, or if the decoder cannot run (see [`change_of_earlier_states`]).
     """
     decoder = handle.decoder
-    others = dict.fromkeys(type(m).__name__ for m in decoder.modules() if package_of(type(m)) not in KNOWN)
+    others = dict.fromkeys(type(module).__name__ for module in other_modules(decoder))
     if not others or (ids := _token_ids(decoder)) is None:
         return 0.0, []
     mask = torch.ones_like(ids[:2])

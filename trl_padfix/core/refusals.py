@@ -16,10 +16,10 @@ from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout
-from .mixers.mixers import PACKED, ROWS, Mixers, marks_cross_attention
+from .mixers.mixers import PACKED, ROWS, Mixers, inherits_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
 from .model.views import config_of
-from .probes import change_of_earlier_states
+from .probes import change_of_earlier_states, other_modules
 
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def refusal(anatomy: Anatomy) -> str | None:
         return f"its decoder puts `prompt_length={prompt_length}` tokens of its own before every row"
     if "patch_lengths" in parameters_of(decoder.forward):
         return "its decoder groups the tokens of a row into patches"
+    if module := next(filter(inherits_mixing, other_modules(decoder)), None):
+        return f"`{type(module).__name__}` inherits attention, and its forward does not name `attention_mask`. Add it"
     mixers = anatomy.mixers
     if not mixers.mixers:
         return f"no module that attends or otherwise mixes tokens was found in the layers of {type(decoder).__name__}"
@@ -109,7 +111,8 @@ def _why_not_causal(decoder: nn.Module, config: PretrainedConfig, mixers: Mixers
         if name in names or name != "is_decoder":
             return f"`config.{name}={value!r}` lets its tokens see later ones"
     makes_causal_masks = "create_causal_mask" in names and "create_bidirectional_mask" not in names
-    if makes_causal_masks and not any(map(attends_within_tokens, decoder.modules())):
+    is_unclear = any(map(attends_within_tokens, decoder.modules())) or other_modules(decoder)
+    if makes_causal_masks and not is_unclear:
         return None  # the code is proof enough: the probe below needs the weights
     if change := change_of_earlier_states(decoder):
         return f"its tokens see later ones: another last token moves the states before it by {change:.0e}"

@@ -194,7 +194,7 @@ def packed_attention(
         kwargs |= {"sliding_window": mask_spec.window, "attention_chunk_size": mask_spec.chunk}
     elif not _is_flash(name) and mask_spec.window is not None:
         if "sliding_window" not in _parameters_of(name) or call.layout.spans != call.layout.keys.lengths:
-            missing = "has no parameter `sliding_window`, or a row has masked tokens between real ones"
+            missing = "has no parameter `sliding_window` (add it), or a row has masked tokens between real ones"
             raise _unpackable(f"{_name(module)} has a window, and {name!r} {missing}")
         kwargs["sliding_window"] = mask_spec.window
 

@@ -29,7 +29,7 @@ from .primitives import PrimitivesPatch, chunk_of, primitives_of
 from .row_buckets import RowsPatch
 
 
-__all__ = ["FORKED", "PACKED", "ROWS", "Mixer", "Mixers", "marks_cross_attention"]
+__all__ = ["FORKED", "PACKED", "ROWS", "Mixer", "Mixers", "inherits_mixing", "marks_cross_attention", "mixes"]
 
 PACKED, FORKED, ROWS = "packed", "forked", "rows"
 
@@ -121,7 +121,7 @@ def _layers(decoder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, blocks in decoder.named_modules():
         if not isinstance(blocks, nn.ModuleList) or any(name.startswith(prefix) for prefix in inside):
             continue
-        if not any(word in name for word in _TOWERS) and any(_mixes(b) or any(_outermost(b)) for b in blocks):
+        if not any(word in name for word in _TOWERS) and any(mixes(b) or any(_outermost(b)) for b in blocks):
             inside.append(f"{name}.")
             yield from ((f"{name}.{i}", _unwrapped(block)) for i, block in enumerate(blocks))
 
@@ -136,7 +136,7 @@ def _unwrapped(block: nn.Module) -> nn.Module:
 def _mixers(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     """The mixers of a layer, by their names in it, without cross attention: a decoder alone does not run it."""
     mixers = [(name, m) for name, m in _outermost(layer) if not _is_cross_attention(name, m)]
-    if not mixers and _mixes(layer) and any(isinstance(child, nn.Linear) for child in layer.children()):
+    if not mixers and mixes(layer) and any(isinstance(child, nn.Linear) for child in layer.children()):
         return [("", layer)]  # a bare attention in a list (XLM)
     return mixers
 
@@ -146,14 +146,21 @@ def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
     for name, child in module.named_children():
         # Zamba has whole layers inside of a layer: look for mixers inside of these, too.
         is_layer = type(child).__name__.endswith(("DecoderLayer", "EncoderLayer"))
-        if _mixes(child) and not (is_layer and any(_outermost(child))):
+        if mixes(child) and not (is_layer and any(_outermost(child))):
             yield prefix + name, child
         else:
             yield from _outermost(child, f"{prefix}{name}.")
 
 
-def _mixes(module: nn.Module) -> bool:
+def mixes(module: nn.Module) -> bool:
+    """Whether tokens see each other in a module, by the arguments of its forward and the functions that it calls."""
     return bool(_parameters(module) & _MIXING or primitives_of(module))
+
+
+def inherits_mixing(module: nn.Module) -> bool:
+    """Whether a superclass of a module mixes tokens by an argument that the forward of the module does not name."""
+    forwards = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls)]
+    return not mixes(module) and any(_MIXING & parameters_of(forward).keys() for forward in forwards[1:])
 
 
 def _parameters(module: nn.Module) -> set[str]:
