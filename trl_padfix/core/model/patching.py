@@ -190,7 +190,8 @@ class ForwardPatch:
             raise PaddingRemovalError(
                 f"The forward of {type(self.module).__name__} was replaced before padding removal was attached, by "
                 f"`{name_of(below)}`, which hides the module that it calls. "
-                "Attach first (`remove_padding(model)`), and let the other library wrap the model afterwards."
+                "If a library wraps it, attach first (`remove_padding(model)`). If the function is your own, make it "
+                f"the `forward` of a subclass of {type(self.module).__name__}."
             )
         return forward
 
