@@ -14,6 +14,8 @@ GONE = {
     "warmup_ratio": "`warmup_steps` takes a share below 1 too",
     "evaluation_strategy": "it is `eval_strategy` now",
     "max_seq_length": "it is `max_length` now",
+    "max_length": "it is `max_completion_length` here",
+    "rpo_alpha": "set `loss_type: [sigmoid, sft]` and `loss_weights`",
     "max_prompt_length": "removed from TRL: shorten the prompts of your data",
     "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
     "no_cuda": "it is `use_cpu` now",
