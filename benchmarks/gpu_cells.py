@@ -458,7 +458,7 @@ class FlopCounter(TorchDispatchMode):
         backward = "backward" in name
         # Forward: 2 products (QK, PV) of 2 flops per pair and channel. Backward: 5 products.
         factor = 10 if backward else 4
-        if name.startswith("_varlen_attn"):
+        if name.startswith("_flash_attention"):
             query, ends = (args[1], args[6:8]) if backward else (args[0], args[3:5])
             self.launches.append((*ends, factor * query.shape[1] * query.shape[2]))
         elif name.startswith("_scaled_dot_product"):

@@ -8,8 +8,9 @@ A model of many narrow layers and two rows: nearly all of its time is the host's
 generation and optimizer. Steps alternate; the median of their CPU time on one thread counts.
 
 cpu: with the attention of a CPU, which computes segment by segment. one call: attention is one call for all segments,
-as on a GPU (its numbers are wrong, its time is that of a call). ours: milliseconds in Python of this package, with one
-call, under a profiler. launches and waits: of a step on the simulated GPU; waits of lines of this package behind them.
+of the operator that runs on a GPU, with a kernel that computes nothing. ours: milliseconds in Python of this package,
+with one call, under a profiler. launches and waits: of a step on the simulated GPU; waits of lines of this package
+behind them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ from kit.methods import ONLINE, make_trainer
 from kit.trainer_runs import build_model
 from simulated_gpu.simulated_cuda import simulated_cuda
 from simulated_gpu.simulated_steps import on_simulated, place_models, step
-from torch.nn.functional import scaled_dot_product_attention
 
 import trl_padfix
-from trl_padfix.core.attention import attention, varlen
+from trl_padfix.core.attention import attention
 
 
 TRAINERS = ("SFT", "DPO", "Reward", "KTO", "GRPO", "RLOO", "Distillation")
@@ -52,10 +52,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 COLUMNS = ("trainer", "variant", "cpu", "one call", "ours, ms", "launches", "waits (ours)")
 
 
-def one_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Causal attention on `(T, heads, D)` that takes all segments for one."""
-    states = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True).squeeze(0).transpose(0, 1)
+def _forward(query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(query), query.new_empty(query.shape[1], query.shape[0]), query, query, query
+
+
+def _backward(gradient: torch.Tensor, *states: Any, **_: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(map(torch.empty_like, states[:3]))
 
 
 def _always(*_: Any) -> bool:
@@ -64,11 +66,14 @@ def _always(*_: Any) -> bool:
 
 @contextlib.contextmanager
 def attention_in_one_call() -> Iterator[None]:
-    with (
-        mock.patch.object(attention, "torch_varlen_applies", new=_always),  # a mock would cost time of its own
-        mock.patch.object(varlen, "torch_varlen", one_call),
-    ):
+    """The operator that runs on a GPU, with kernels that compute nothing: they take about as long as TRL's here."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", _forward, "CPU")
+    library.impl("_flash_attention_backward", _backward, "CPU")
+    # A mock would cost time of its own.
+    with mock.patch.object(attention, "torch_varlen_applies", new=_always):
         yield
+    library._destroy()
 
 
 class HostStep:

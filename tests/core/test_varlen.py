@@ -6,16 +6,19 @@ said of what does not.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from simulated_gpu import varlen_reference
 from simulated_gpu.simulated_cuda import to_simulated
 from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.attention as attention
 import trl_padfix.core.attention.varlen as kernels
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
+from trl_padfix.core.model.inspection import parameters_of
 
 
 # -- the precision that attention computes in
@@ -48,31 +51,29 @@ def test_every_layer_runs_on_torchs_varlen_kernel(gpu, dtype, autocast, sharing,
 # -- what the kernels are handed
 
 
-VERSIONS = [
-    ({"scale", "window_size", "enable_gqa"}, True, {"enable_gqa": True}),  # 2.12 and later
-    ({"scale", "window_size"}, True, {}),  # 2.11 groups heads by itself
-    ({"is_causal"}, False, None),  # 2.10
-    (set(), False, None),  # 2.9 has none
-]
+def test_the_operator_gets_what_torchs_varlen_attn_gives_it():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    varlen_reference.on_cpu()
+    generator = torch.Generator().manual_seed(0)
+    sizes = (4, 4, 8), (5, 2, 8), (5, 2, 8)
+    query, key, value = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
+    ends = torch.tensor([0, 2, 4], dtype=torch.int32), torch.tensor([0, 2, 5], dtype=torch.int32)
+    grouped = {"enable_gqa": True} if "enable_gqa" in parameters_of(varlen.varlen_attn) else {}
+    seen = []
+    for window in (None, 1):
+        size = (-1 if window is None else window - 1, 0)
+        of_torch = partial(varlen.varlen_attn, window_size=size, scale=0.5, **grouped)
+        for attend in (of_torch, partial(_ours, window=window), partial(_ours, window=2)):
+            torch.autograd.grad(attend(query, key, value, *ends, 2, 3).sum(), (query, key, value))
+            seen.append([*varlen_reference.calls])  # forward and backward
+    for expected, got, other in zip(seen[::3], seen[1::3], seen[2::3], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        with pytest.raises(AssertionError):  # another window is seen
+            torch.testing.assert_close(other, expected, rtol=0, atol=0)
 
 
-def test_torch_2_11_and_later_have_what_it_takes(gpu, monkeypatch):
-    calls = []
-
-    def varlen_attn(query, key, value, *bounds, **kwargs):
-        calls.append(kwargs)
-        return query
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    layout = padding_free_layout(torch.ones(1, 3, dtype=torch.int64))
-    states = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8)
-    for parameters, complete, given in VERSIONS:
-        monkeypatch.setattr(kernels, "_varlen_parameters", lambda found=parameters: frozenset(found))
-        kernels.torch_varlen_is_complete.cache_clear()
-        assert kernels.torch_varlen_is_complete() is complete
-        if complete:
-            kernels.attend_torch_varlen(*states, layout, {"scaling": 0.5})
-            assert {k: v for k, v in calls[-1].items() if k == "enable_gqa"} == given
+def _ours(query, key, value, *segments, window):
+    return kernels.torch_varlen(query, key, value, segments, 0.5, window)
 
 
 # -- what does not run on the fast kernel says so

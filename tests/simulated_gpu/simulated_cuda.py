@@ -206,21 +206,22 @@ def _mapped(function: Any, value: Any) -> Any:
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "is_pinned":
         return False
-    if name == "_varlen_attn":
+    if name == "_flash_attention_forward":
         query, key, value, cu_q, cu_k, max_q, max_k = args[:7]
-        scale, window = (args[8] if len(args) > 8 else None), tuple(args[9])
         assert query.dtype == key.dtype == value.dtype, "the kernel takes one dtype"
         assert query.dtype in (torch.float16, torch.bfloat16), "the kernel takes half precision only"
         assert cu_q.dtype == cu_k.dtype == torch.int32
         assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         assert max_q >= cu_q.diff().max()
         assert max_k >= cu_k.diff().max()
+        window = kwargs["window_size_left"], kwargs["window_size_right"]
         _counts[-1].varlen.append((tuple(query.shape), tuple(key.shape), window))
-        attended = varlen_reference.attend(query, key, value, cu_q, cu_k, scale, window)
-        return *attended, torch.zeros(2, dtype=torch.uint64)
-    if name == "_varlen_attn_backward":
+        attended = varlen_reference.attend(query, key, value, cu_q, cu_k, kwargs.get("scale"), window)
+        return *attended, torch.zeros(2, dtype=torch.uint64), torch.empty(()), torch.empty(0)
+    if name == "_flash_attention_backward":
         upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
-        return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, args[12], tuple(args[13]))
+        window = kwargs["window_size_left"], kwargs["window_size_right"]
+        return varlen_reference.attend_backward(upstream, query, key, value, cu_q, cu_k, kwargs.get("scale"), window)
     # Half precision in, float32 out: no kernel of the CPU.
     if func._overloadname in ("dtype", "dtype_out") and name != "view":
         *factors, dtype = args

@@ -8,13 +8,14 @@ torch's own operator, so that code that was written for a GPU runs on tensors of
 from __future__ import annotations
 
 import functools
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 
-__all__ = ["attend", "attend_backward", "on_cpu"]
+__all__ = ["attend", "attend_backward", "calls", "on_cpu"]
 
 
 def attend(
@@ -82,30 +83,29 @@ def _segments(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, wi
         yield query[q0:q1].float(), k, v, hidden
 
 
+calls: deque[tuple[Any, ...]] = deque(maxlen=2)
+"""The arguments of the last two calls of the CPU's kernels, without those that only dropout reads."""
+
+
 @functools.cache
 def on_cpu() -> None:
     """Give torch's operator a kernel for tensors of the CPU; it stays for the rest of the process."""
-    from torch.nn.attention import varlen
 
-    def forward(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        is_causal=False,
-        scale=None,
-        window_size=None,
-        *more,
-        **rest,
-    ):
-        output, sums = attend(query, key, value, cu_seq_q, cu_seq_k, scale, window_size or (-1, -1))
-        return output, sums, torch.zeros(2, dtype=torch.uint64)
+    def forward(*args, **options):
+        calls.append((*args, {k: v for k, v in options.items() if v is not None}))
+        query, key, value, cu_q, cu_k = args[:5]
+        window = options["window_size_left"], options["window_size_right"]
+        output, sums = attend(query, key, value, cu_q, cu_k, options.get("scale"), window)
+        return output, sums, torch.zeros(2, dtype=torch.uint64), torch.empty(()), torch.empty(0)
 
-    def backward(upstream, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, causal, rng, scale, window_size):
-        return attend_backward(upstream, query, key, value, cu_q, cu_k, scale, window_size or (-1, -1))
+    def backward(*args, **options):
+        calls.append((*args[:12], options))  # the state of the generator follows
+        upstream, query, key, value, _, _, cu_q, cu_k = args[:8]
+        window = options["window_size_left"], options["window_size_right"]
+        return attend_backward(upstream, query, key, value, cu_q, cu_k, options.get("scale"), window)
 
-    varlen._varlen_attn.register_kernel("cpu")(forward)
-    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    _library.impl("_flash_attention_forward", forward, "CPU")
+    _library.impl("_flash_attention_backward", backward, "CPU")
+
+
+_library = torch.library.Library("aten", "IMPL")

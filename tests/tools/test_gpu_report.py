@@ -16,6 +16,7 @@ from kit.trainer_runs import leaking_layout
 from packaging.requirements import Requirement
 from simulated_gpu import faults, varlen_reference
 
+from trl_padfix.core.attention.varlen import torch_varlen
 from trl_padfix.versions import TESTED
 
 
@@ -173,7 +174,7 @@ def test_products_and_varlen_launches_are_counted_as_flops():
     ends = torch.tensor([0, 3]), torch.tensor([0, 5])
     varlen_reference.on_cpu()
     with FlopCounter() as counted:
-        torch.ops.torch_attn._varlen_attn(query, keys, keys, *ends, 3, 5, False, None, [-1, 0])
+        torch_varlen(query, keys, keys, (*ends, 3, 5), None, None)
     assert counted.total == 4 * 8 * 2 * (3 + 4 + 5)
 
 

@@ -103,7 +103,7 @@ def torch_varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: tuple[torch.Tensor, torch.Tensor | None, int, int],
+    segments: tuple[torch.Tensor, torch.Tensor, int, int],
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -113,19 +113,13 @@ def torch_varlen(
     `segments` are `cu_seqlens_q`, `cu_seqlens_k`, `max_seqlen_q` and `max_seqlen_k`. A query sees `window` keys at
     most, its own included; `None` for all.
     """
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-    # torch 2.11 groups heads without this argument and does not accept it; later versions need it.
-    grouped: dict[str, bool] = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa() else {}
-    # `window` counts the token itself, flash-attn's left window does not; -1 is no limit, 0 to the right is causal.
-    size = (-1 if window is None else window - 1, 0)
-    return varlen_attn(query, key, value, *segments, scale=scale, window_size=size, **grouped)
-
-
-@torch.compiler.assume_constant_result
-def _takes_gqa() -> bool:
-    return "enable_gqa" in _varlen_parameters()
+    # `torch.nn.attention.varlen.varlen_attn` calls this operator from one in Python: three times as long on the host.
+    # `window` counts the token itself, the left window does not; 0 to the right is causal.
+    is_causal, left = window is None, -1 if window is None else window - 1
+    attend = torch.ops.aten._flash_attention_forward
+    return attend(
+        query, key, value, *segments, 0.0, is_causal, False, scale=scale, window_size_left=left, window_size_right=0
+    )[0]
 
 
 def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:
@@ -173,21 +167,15 @@ def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layou
 
 @cache
 def torch_varlen_is_complete() -> bool:
-    """Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it."""
+    """
+    Whether this torch has variable-length attention with windows, scale and grouped heads, and the GPU runs it.
+
+    torch 2.9 has none, and 2.10 has neither scale nor window.
+    """
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
         return False  # FlashAttention needs Ampere or newer
-    return {"scale", "window_size"} <= _varlen_parameters()
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    """
-    Parameters of torch's variable-length attention; empty if this torch has none.
-
-    torch 2.9 has none, 2.10 has neither scale nor window, 2.11 groups heads without `enable_gqa`.
-    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return frozenset()
-    return frozenset(parameters_of(varlen_attn))
+        return False
+    return {"scale", "window_size"} <= parameters_of(varlen_attn).keys()
