@@ -215,15 +215,6 @@ class PaddingRemoval(Attachment):
     def mixers(self) -> Mixers:
         return self.anatomy.mixers
 
-    @property
-    def has_virtual_tokens(self) -> bool:
-        return self.anatomy.has_virtual_tokens
-
-    @property
-    def divides_rows(self) -> bool:
-        """Whether several processes compute a packed row."""
-        return self.context_parallel is not None
-
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""
         return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)

@@ -183,14 +183,14 @@ def attend_compiled(
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attention over segments in one call, on `(T, heads, D)`."""
-        cu_seqlens = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.keys is None else segments.cu_seqlens_k
+        ends = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.cu_seqlens_k is None else segments.cu_seqlens_k
         if segments.keys is not None:
             key, value = GatherKeys.apply(key, value, *segments.keys)
         if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
             longest = segments.longest_query, segments.longest_key
-            return torch_varlen(query, key, value, (*cu_seqlens, *longest), scale, segments.window)
+            return torch_varlen(query, key, value, (*ends, *longest), scale, segments.window)
         window = -1 if segments.window is None else segments.window
-        return attend_segments(query, key, value, *cu_seqlens, scale, window)
+        return attend_segments(query, key, value, *ends, scale, window)
 
     states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if segments.exchange is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,23 +14,17 @@ from .calls import LAYOUT, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
-__all__ = ["DecoderInputs", "DecoderTraits"]
+if TYPE_CHECKING:
+    from ..handle import PaddingRemoval
+
+
+__all__ = ["DecoderInputs"]
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
 
 _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
 """Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
-
-
-class DecoderTraits(Protocol):
-    """Members of a [`PaddingRemoval`] that are needed to read a call."""
-
-    decoder: Any
-    takes_positions: bool
-
-    @property
-    def has_virtual_tokens(self) -> bool: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +75,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: DecoderTraits, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.
@@ -99,40 +93,32 @@ class DecoderInputs:
         Raises:
             PaddingRemovalError: If `tree_*` arguments are unknown or incomplete.
         """
-        around, of_model = (outer.outer_arguments, outer.model_arguments) if outer is not None else ({}, {})
-        prepared, call = None, dict(call)
-        dropped = of_model | around
+        outer = ModelCall(handle.decoder) if outer is None else outer
+        around, dropped = outer.outer_arguments, outer.model_arguments | outer.outer_arguments
         tree = {} if LAYOUT in call else tree_arguments_in(dropped | call)
+        prepared = None
         if tree:
-            if call.get("position_ids") is None and dropped.get("position_ids") is not None:
-                call["position_ids"] = dropped["position_ids"]  # Mamba's model passes only ids
-            if around:
-                call["attention_mask"] = None  # made by the module around, which treats the tree row as a packed batch
+            call = _of_tree(call, around, dropped)
         elif around:
             call, prepared = plain_mask(call, around, handle.decoder, is_causal)
-        elif all(call.get(k) is None for k in _ROW_ARGUMENTS):
-            # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
-            call |= {k: v for k, v in of_model.items() if call.get(k) is None}
-        if of_model and of_model.get("use_cache") is None:
-            call.pop("use_cache", None)  # GIT fills it in from its config, although the caller left it open
-        ids, embeds, mask = call.get("input_ids"), call.get("inputs_embeds"), call.get("attention_mask")
-        positions, cu_seqlens = call.get("position_ids"), call.get("cu_seq_lens_q")
-        compared_ids = (ids if ids is not None else around.get("input_ids")) if around else None
-        if ids is compared_ids is None and embeds is not None and not tree and handle.has_virtual_tokens:
-            # PEFT puts the virtual tokens before the embeddings of the rows: embeddings identify tokens, ids do not.
-            compared_ids = torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        else:
+            call = _of_model(call, outer.model_arguments)
+        if outer.model_arguments and outer.model_arguments.get("use_cache") is None:
+            # GIT fills it in from its config, although the caller left it open.
+            call = {k: v for k, v in call.items() if k != "use_cache"}
+        mask, positions, cu_seqlens = (call.get(k) for k in ("attention_mask", "position_ids", "cu_seq_lens_q"))
         # Positions of several axes (M-RoPE) repeat and skip numbers inside of images: they show no beginning.
         shows_sequences = cu_seqlens is not None if positions is None else positions.dim() == 2
         pixels = (k for k, v in around.items() if isinstance(v, torch.Tensor) and v.is_floating_point())
         return cls(
-            {k: v for k, v in call.items() if k not in tree},
-            ids,
-            embeds,
-            mask,
-            positions,
-            cu_seqlens,
+            arguments={k: v for k, v in call.items() if k not in tree},
+            ids=call.get("input_ids"),
+            embeds=call.get("inputs_embeds"),
+            mask=mask,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
             is_packed=mask is None and handle.takes_positions and shows_sequences,
-            compared_ids=compared_ids,
+            compared_ids=_compared_ids(call, around, is_tuned=handle.anatomy.has_virtual_tokens and not tree),
             images=tuple(k for k in pixels if k != "inputs_embeds"),
             given_mask=(around or call).get("attention_mask"),
             prepared=prepared,
@@ -154,3 +140,29 @@ class DecoderInputs:
         """Tensors other than ids, mask and positions, by name."""
         tensors = ((k, v) for k, v in self.arguments.items() if isinstance(v, torch.Tensor))
         return {k: v for k, v in tensors if k not in _COVERED_BY_IDS}
+
+
+def _of_tree(call: dict[str, Any], around: dict[str, Any], dropped: dict[str, Any]) -> dict[str, Any]:
+    """A decoder call with a tree row, with the arguments that the modules around the decoder have `dropped`."""
+    if call.get("position_ids") is None and dropped.get("position_ids") is not None:
+        call = call | {"position_ids": dropped["position_ids"]}  # Mamba's model passes only ids
+    # The module around makes masks of a tree row, which it treats as a packed batch.
+    return call | {"attention_mask": None} if around else call
+
+
+def _of_model(call: dict[str, Any], of_model: dict[str, Any]) -> dict[str, Any]:
+    """A decoder call without arguments for its rows, with those of its model."""
+    if any(call.get(k) is not None for k in _ROW_ARGUMENTS):
+        return call
+    # Mamba's model passes no positions to its decoder, RWKV's not even the mask.
+    return call | {k: v for k, v in of_model.items() if call.get(k) is None}
+
+
+def _compared_ids(call: dict[str, Any], around: dict[str, Any], is_tuned: bool) -> torch.Tensor | None:
+    """Ids of tokens that the decoder gets as embeddings; `is_tuned`: PEFT may have put virtual tokens before them."""
+    ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+    compared = (around.get("input_ids") if ids is None else ids) if around else None
+    if ids is compared is None and embeds is not None and is_tuned:
+        # The embeddings identify tokens then, and ids do not.
+        return torch.zeros(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+    return compared

@@ -7,8 +7,9 @@ The patch on the forward of a decoder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -91,35 +92,24 @@ class DecoderPatch(BatchPatch):
     def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
         handle, outer = self.attachment, model_call(self.module)
-        unchanged = partial(self.wrapped, *args, **kwargs)
         inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
-        planned = None
+        padded = PaddedPlan(self, None, partial(self.wrapped, *args, **kwargs), inputs.given_mask)
+        planned: Plan = padded
         try:
             # All checks that can refuse the call come first: after a refusal it is computed padded, from the start.
-            planned = plan(inputs, self)
-            output = None if planned is None else self._run_packed(planned, outer)
+            planned = plan(inputs, self, padded)
+            output = planned.output(outer)
         except UnpackableCallError as error:
             # From the first layer: its checkpoint could not recompute it packed. A padded forward has no local tokens.
-            if planned is not None and planned.tokens.is_divided:
+            if planned.tokens is not None and planned.tokens.is_divided:
                 raise
             handle.run_padded(error)
             tokens = {"input_ids": inputs.ids, "inputs_embeds": inputs.embeds}
-            self.match_other_processes({k: x for k, x in tokens.items() if x is not None})
-            return padded_output(unchanged(), outer, inputs.given_mask)
-        if planned is None:
-            if inputs.arguments.get("use_cache") is False:  # no generation: other processes may pack their batches
-                self.match_other_processes(inputs.arguments)
-            return padded_output(unchanged(), outer, inputs.given_mask)
-        if not in_backward():  # which recomputes the forwards of sub-batches
+            planned = replace(padded, matched={k: x for k, x in tokens.items() if x is not None})
+            output = planned.output(outer)
+        if planned.tokens is not None and not in_backward():  # which recomputes the forwards of sub-batches
             handle.running_stats.add(planned.tokens.layout)
         return output
-
-    def _run_packed(self, planned: Plan, outer: ModelCall) -> Any:
-        self.attachment.check_graphs()
-        try:
-            return planned.unpack(planned.run(), outer)
-        finally:
-            self.attachment.check_graphs()  # the first call finds such a part, whose error says less
 
     def needs_equal_calls(self) -> bool:
         """Whether all processes must call the same modules for any rows: sharded modules gather in each call."""
@@ -135,9 +125,9 @@ class DecoderPatch(BatchPatch):
         return dict(call) if self.accepts_any else {k: v for k, v in call.items() if k in self.parameters}
 
 
-def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
+def plan(inputs: DecoderInputs, patch: DecoderPatch, padded: PaddedPlan) -> Plan:
     """
-    How a call of the decoder of `patch` is computed; `None` if it must run unchanged.
+    How a call of the decoder of `patch` is computed; `padded` runs it unchanged.
 
     Raises:
         UnpackableCallError: If the call cannot be packed.
@@ -145,18 +135,24 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch) -> Plan | None:
     handle = patch.attachment
     layout = layout_of(inputs, handle)
     if layout is None:
-        return None
+        # Without a cache this is no generation, and other processes may pack their batches.
+        return replace(padded, matched=inputs.arguments) if inputs.arguments.get("use_cache") is False else padded
     tokens = handle.tokens_of(layout)
     # With prefix sharing, on a CPU, a row has the same bits in all batches, also in batches without a shared prefix.
     has_fixed_order = bool(handle.prefix_sharing) and layout.positions.device.type == "cpu"
     if layout.is_trivial and not tokens.is_divided and not has_fixed_order:
-        return PaddedPlan(inputs, tokens, patch)
+        # Without padding and shared prefixes the padded forward is exact, with the caller's own masks and with caches
+        # as in the model alone.
+        prepared = inputs.prepared
+        arguments = inputs.arguments | ({} if prepared is None else {"attention_mask": prepared.original})
+        forward = partial(patch.wrapped, **patch.accepted(arguments))
+        return PaddedPlan(patch, tokens, forward, matched=arguments)
     check_call(handle, inputs, layout)
     if not isinstance(layout, PrefixedLayout):
-        return PackedPlan(inputs, tokens, patch, _packed(inputs, tokens, patch))
+        return PackedPlan(patch, tokens, inputs, _packed(inputs, tokens, patch))
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
     new = tokens.new
-    return PrefixedPlan(inputs, tokens, patch, {} if new is None else _packed(inputs, new, patch), new)
+    return PrefixedPlan(patch, tokens, inputs, {} if new is None else _packed(inputs, new, patch), new)
 
 
 def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:
@@ -181,51 +177,61 @@ class Plan:
     How one call of a decoder is computed.
 
     Attributes:
-        inputs ([`DecoderInputs`]): The inputs of the call.
-        tokens ([`LocalTokens`]): The tokens of its layout that this process computes.
         patch ([`DecoderPatch`]): The patch of the decoder.
+        tokens ([`LocalTokens`], *optional*): The tokens of its layout that this process computes, if it has a layout.
     """
 
-    inputs: DecoderInputs
-    tokens: LocalTokens
     patch: DecoderPatch
+    tokens: LocalTokens | None
 
-    def run(self) -> Any:
-        """The output of the decoder."""
+    def output(self, outer: ModelCall) -> Any:
+        """The output for the padded batch, with the states that the model around the decoder needs."""
         raise NotImplementedError
 
-    def unpack(self, output: Any, outer: ModelCall) -> Any:
-        """The output for the padded batch, with the states that the model around the decoder needs."""
-        return unpack_output(output, self.tokens, outer)
 
-
+@dataclass(frozen=True, eq=False)
 class PaddedPlan(Plan):
     """
-    Without padding and shared prefixes the padded forward is exact: it gets the caller's own masks, and caches as the
-    model does alone.
+    The decoder runs on the padded batch.
+
+    Attributes:
+        forward (`Callable`): The forward with its arguments.
+        mask (*optional*): The mask of the batch; `None` if all tokens are real.
+        matched (`dict`, *optional*): Arguments for the dry run of other processes, if these may pack their batches.
     """
 
-    def run(self) -> Any:
-        prepared = self.inputs.prepared
-        arguments = self.inputs.arguments | ({} if prepared is None else {"attention_mask": prepared.original})
-        self.patch.match_other_processes(arguments)
-        return self.patch.wrapped(**self.patch.accepted(arguments))
+    forward: Callable[[], Any]
+    mask: Any = None
+    matched: dict[str, Any] | None = None
 
-    def unpack(self, output: Any, outer: ModelCall) -> Any:
-        return padded_output(output, outer)
+    def output(self, outer: ModelCall) -> Any:
+        if self.matched is not None:
+            self.patch.match_other_processes(self.matched)
+        return padded_output(self.forward(), outer, self.mask)
 
 
 @dataclass(frozen=True, eq=False)
 class PackedPlan(Plan):
     """The decoder runs on one packed row; `packed` are its arguments."""
 
+    tokens: LocalTokens
+    inputs: DecoderInputs
     packed: dict[str, Any]
 
+    def output(self, outer: ModelCall) -> Any:
+        self.patch.attachment.check_graphs()
+        try:
+            return self.unpack(self.run(), outer)
+        finally:
+            self.patch.attachment.check_graphs()  # the first call finds such a part, whose error says less
+
     def run(self) -> Any:
+        """The output of the decoder for the packed row."""
         return self._forward(self.tokens)
 
     def unpack(self, output: Any, outer: ModelCall) -> Any:
-        unpacked = super().unpack(output, outer)  # may refuse the call: the head must not pack its states then
+        """The output for the padded batch."""
+        unpacked = unpack_output(output, self.tokens, outer)  # may refuse: the head must not pack its states then
         # The head packs its states again with this layout, unless they have another shape than `(B, L, H)`.
         if not (outer.pools_last or outer.scored_index is not None):
             outer.returned[-1:] = [self.tokens.layout]  # of this call

@@ -160,7 +160,8 @@ class LMHeadPatch(BatchPatch):
             UnpackableCallError: If processes divide the row, and this call cannot be packed.
         """
         handle = self.attachment
-        if not handle.divides_rows or handle.multimodal is not None:  # which selects of the states of all processes
+        # A head over images selects of the states of all processes.
+        if handle.context_parallel is None or handle.multimodal is not None:
             return ScoredLabels(index, labels)
         inputs = DecoderInputs.read(call, handle)  # labels are divided as the tokens of the packed row are
         layout = layout_of(inputs, handle)
