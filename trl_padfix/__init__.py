@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -96,8 +97,10 @@ def _of_trl(name: str) -> Any:
     if is_class and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
+        close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.85)
         raise ImportError(
-            f"Neither trl_padfix nor TRL {trl.__version__} has `{name}`. For a trainer class of your own there is "
+            f"Neither trl_padfix nor TRL {trl.__version__} has `{name}`."
+            f"{f' Did you mean `{close[0]}`?' if close else ''} For a trainer class of your own there is "
             "`trl_padfix.padding_free_trainer(CLASS)`, and for any training loop `trl_padfix.remove_padding(model)`."
         )
     if name not in trl.__all__ or isinstance(found := getattr(trl, name), ModuleType):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from kit.cells import by_turns
+from kit.methods import make_trainer
 from kit.trainer_runs import (
     assert_same,
     break_mode,
@@ -243,6 +244,17 @@ def test_batches_with_an_empty_row_are_computed_padded_from_the_first_on(tmp_pat
 
 ONLINE = ["GRPOTrainer", "RLOOTrainer", *(["DistillationTrainer"] if hasattr(trl, "DistillationTrainer") else [])]
 TRAINERS = ["DPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer", *ONLINE]
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_field_that_is_set_after_the_trainer_was_made_is_refused(kind, tmp_path):
+    trainer = make_trainer(trl_padfix, kind, tmp_path, max_steps=1)
+    trainer.args.padding_free = True
+    for run in (trainer.train, lambda: trainer.evaluate(trainer.train_dataset)):
+        with pytest.raises(ValueError, match="Set `padding_free=True` before you make the trainer"):
+            run()
+    trainer.args.padding_free = False  # the control
+    trainer.train()
 
 
 def test_a_configuration_has_the_fields_of_trls_and_ours():

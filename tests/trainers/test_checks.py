@@ -159,6 +159,7 @@ BAD = {
     "columns of a stream": Bad(
         "DPO", lambda: stream({"prompt": "w3", "rejected": "w4"}), "train dataset has no .*'chosen'"
     ),
+    "datasets in a list": Bad("SFT", lambda: {"eval_dataset": [build_rows(4)]}, "A list of datasets", TypeError),
     "no columns": rows(
         "SFT", {"story": "w2"}, r"it has \['story'\]. SFT needs `text`, `messages`, `prompt` and `comp"
     ),
@@ -170,6 +171,12 @@ BAD = {
     ),
     "role and content": rows(
         "SFT", {"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"
+    ),
+    "a prompt in text beside messages": rows(
+        "DPO", CHATS | {"prompt": "w3"}, "train dataset has text in column `prompt` and messages in column `chosen`"
+    ),
+    "messages beside text in a stream": Bad(
+        "SFT", lambda: stream({"prompt": [SAID], "completion": "w3"}), "text in column `completion` and messages in"
     ),
     "a prompt beside messages": rows(
         "SFT", {"prompt": "w3"} | CHAT, "has `prompt` and no `completion`.*train on \\['messages'\\], drop it"

@@ -22,7 +22,10 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
     if dataset is None:
         return set()
     names = dataset.column_names if isinstance(dataset, Dataset | IterableDataset) else None  # a stream may not know
-    return set(names or next(iter(dataset), ()))
+    first = names or next(iter(dataset), ())
+    if isinstance(first, Dataset | IterableDataset):
+        raise TypeError("A list of datasets is given. Give one dataset, or for evaluation a dictionary of them.")
+    return set(first)
 
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:

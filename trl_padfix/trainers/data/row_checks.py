@@ -32,10 +32,12 @@ def validate_rows(dataset: Dataset | IterableDataset, name: str, columns: Iterab
     columns = tuple(columns)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(partial(_is_checked, columns=columns, name=name))
-    for column in columns if isinstance(dataset, Dataset) else ():
-        if column in dataset.column_names and not all(_is_valid(chunk, column) for chunk in chunks(dataset, column)):
+    used = [column for column in columns if column in dataset.column_names] if isinstance(dataset, Dataset) else []
+    for column in used:
+        if not all(_is_valid(chunk, column) for chunk in chunks(dataset, column)):
             for number, value in enumerate(values(dataset, column)):
                 check_row({column: value}, number, (column,), name)
+    _check_joined({column: next(values(dataset, column), None) for column in used}, f"The {name} dataset has")
     return dataset
 
 
@@ -93,6 +95,18 @@ def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = 
                 defect = "with the keys `from` and `value`, which TRL reads in a column `conversations` of SFT only"
                 defect = defect if has_other_keys else 'without a `role` ("user" or "assistant", for instance)'
                 raise ValueError(f"{where} the message {_short(message)} in column `{name}`, {defect}: {remedy}.")
+    _check_joined(row, where)
+
+
+def _check_joined(row: dict[str, Any], where: str) -> None:
+    """Raise a `ValueError` if a row has text in one column and messages in another that TRL joins with it."""
+    kinds = {type(row[name]): name for name in ("completion", "rejected", "chosen", "prompt") if row.get(name)}
+    if {str, list} <= kinds.keys():
+        raise ValueError(
+            f"{where} text in column `{kinds[str]}` and messages in column `{kinds[list]}`, and TRL cannot join them. "
+            'Write the text as messages (`[{"role": "user", "content": text}]`), or drop `prompt` if the messages of '
+            "`chosen` and `rejected` begin with it."
+        )
 
 
 def _short(value: Any) -> str:
