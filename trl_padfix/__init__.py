@@ -97,7 +97,7 @@ def _of_trl(name: str) -> Any:
     if is_class and find_spec(f"trl.experimental.{module}"):
         raise ImportError(f"`{name}` is an experiment of TRL: `from trl_padfix.experimental.{module} import {name}`.")
     if is_class:
-        close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.85)
+        close = get_close_matches(name, [*_HOME, *trl.__all__], n=1, cutoff=0.92)
         raise ImportError(
             f"Neither trl_padfix nor TRL {trl.__version__} has `{name}`."
             f"{f' Did you mean `{close[0]}`?' if close else ''} For a trainer class of your own there is "
