@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from .call.batch_cache import planned_layout
@@ -203,6 +204,8 @@ class PaddingRemoval(Attachment):
         self.token_budget: int | None = None  # from a trainer; forwards with more real tokens always share prefixes
         # Mamba's decoder accepts positions among its `**kwargs` and ignores them; its layout still depends on them.
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
+        norms = (m for m in self.decoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        self.batch_norms = [*norms]  # their statistics are of all tokens of a batch, padding included
         self.context_parallel: ContextParallelGroup | None = None
         self.stats = PaddingStats()
         self.one_graph_within = False  # whether a part of the decoder is compiled into one graph

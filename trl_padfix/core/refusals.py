@@ -186,6 +186,9 @@ def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) ->
             "Leave it off, here and in the config, or remove the handle for this call (`with "
             "handle.disabled(): ...`).",
         )
+    if norm := next((m for m in handle.batch_norms if m.training or m.running_mean is None), None):
+        reason = f"{type(norm).__name__} computes statistics of all tokens of a batch, padding included."
+        raise UnpackableCallError("statistics", reason)
     if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
         raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
     if handle.changes is not None and (hook := handle.changes.check()) is not None:

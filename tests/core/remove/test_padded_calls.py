@@ -394,3 +394,29 @@ def test_a_model_that_was_changed_after_attachment_is_computed_padded(change):
         assert handle.stats.forwards == 2
     assert torch.equal(got, expected)
     assert (wrong - expected)[inputs["attention_mask"].bool()].abs().max() > 0.01
+
+
+class Normalized(nn.Module):
+    """An MLP whose states are normalized over all tokens of a batch."""
+
+    def __init__(self, mlp: nn.Module, size: int):
+        super().__init__()
+        self.mlp, self.norm = mlp, nn.BatchNorm1d(size)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mlp(states).transpose(1, 2)).transpose(1, 2)
+
+
+def test_statistics_of_a_batch_are_those_of_the_padded_batch():
+    model, inputs = build("qwen2"), batch()
+    layer = layers_of(model)[0]
+    layer.mlp = Normalized(layer.mlp, model.config.hidden_size)
+    model.train()
+    plain = copy.deepcopy(model)
+    with remove_padding(model) as handle:
+        assert_same(numbers(model, **inputs), numbers(plain, **inputs))
+        assert torch.equal(layers_of(model)[0].mlp.norm.running_mean, layers_of(plain)[0].mlp.norm.running_mean)
+        assert (handle.stats.packed_tokens, handle.stats.padded_forwards) == (0, 1)
+        model.eval()  # the control: with kept statistics a token does not depend on others
+        model(**inputs)
+        assert handle.stats.packed_tokens > 0
