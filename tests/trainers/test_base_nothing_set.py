@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from kit.experimental_runs import build
 from kit.methods import DEFAULTS, make_trainer
@@ -86,6 +87,13 @@ def test_what_runs_of_an_experimental_trainer_is_listed(tmp_path):
     build("ORPO", "trl_padfix", tmp_path, policy)
     found, _ = entered(lambda: build("ORPO", "trl_padfix", tmp_path, policy).train())
     assert not unlisted(found)
+
+
+def test_a_configuration_of_trl_is_said_to_keep_padding(tmp_path, caplog):
+    MultiProcessAdapter.warning_once.cache_clear()
+    for library, times in ((trl_padfix, 0), (trl, 1)):
+        make_trainer(trl_padfix, "DPO", tmp_path, args=library.DPOConfig(**SETTINGS, output_dir=str(tmp_path)))
+        assert caplog.text.count("`args` is a `trl.DPOConfig`, so padding stays") == times
 
 
 # -- what was judged by its name

@@ -111,6 +111,11 @@ def test_what_cannot_be_trained_is_refused(name, given, message, policy, tmp_pat
 
 
 def test_an_experiment_that_is_not_ours_is_an_error_with_the_way():
+    with pytest.raises(ImportError, match=r"Write `from trl_padfix.experimental.orpo import ORPOTrainer`"):
+        trl_padfix.experimental.ORPOTrainer  # noqa: B018
+    with pytest.raises(ImportError, match=r"no `experimental.ppo`, but a2po, "):
+        trl_padfix.experimental.PPOTrainer  # noqa: B018
+    assert not hasattr(trl_padfix.experimental, "orpo_trainers")
     with pytest.raises(ImportError, match=r"no `experimental.async_grpo`.*`PaddingRemovalCallback`"):
         import_module("trl_padfix.experimental.async_grpo")
 

@@ -11,8 +11,8 @@ import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from ..versions import require
 
@@ -28,7 +28,7 @@ class _TableModules(MetaPathFinder, Loader):
         from .tasks import EXPERIMENTS
 
         name, _, part = rest.partition(".")
-        if name not in EXPERIMENTS and find_spec(f"trl.experimental.{name}") is not None:
+        if name not in EXPERIMENTS and not part:
             raise ImportError(
                 f"trl_padfix has no `experimental.{name}`, but {', '.join(EXPERIMENTS)}. KTO and distillation are in "
                 "`trl_padfix` itself; use any other trainer of TRL with `PaddingRemovalCallback`."
@@ -47,3 +47,11 @@ class _TableModules(MetaPathFinder, Loader):
 
 
 sys.meta_path.append(_TableModules())
+
+
+def __getattr__(name: str) -> Any:
+    module = name.removesuffix("Trainer").removesuffix("Config").lower()
+    if module == name.lower():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    import_module(f".{module}", __name__)  # which says what there is
+    raise ImportError(f"Write `from {__name__}.{module} import {name}`.")

@@ -133,8 +133,15 @@ class PaddingFreeMixin:
                 padding.checks_columns = padding.task.knows(init_kwargs.get("data_collator"))
                 padding.parts = tuple(part(self) for part in self.part_classes)
                 padding.budget = next(part for part in padding.parts if isinstance(part, TokenBudget))
-            elif PaddingSide in self.part_classes:
-                padding.parts = (PaddingSide(self),)
+            else:
+                if config is not None and not isinstance(config, PackingConfig):
+                    logger.warning_once(
+                        f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
+                        "padding stays. To remove it, import the configuration from trl_padfix, too, and set "
+                        "`padding_free=True`."
+                    )
+                if PaddingSide in self.part_classes:
+                    padding.parts = (PaddingSide(self),)
             try:
                 for part in padding.parts:
                     part.check(config, init_kwargs)
