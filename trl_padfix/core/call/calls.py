@@ -1,8 +1,15 @@
 """
 State that the patches of one call share.
 
-A [`ModelCall`] is one call of an attached model, a [`PackedCall`] one packed forward of its decoder. A [`PackedCall`]
-also travels in the keyword arguments of the layers, where gradient checkpointing keeps it for the recomputation.
+A [`ModelCall`] is one call of an attached model, a [`PackedCall`] one packed forward of its decoder. How a patch finds
+its call:
+
+| patch | finds | where |
+|---|---|---|
+| decoder, head | [`model_call`] | in the context of this thread, while the model runs |
+| layer, attention | [`call_of`] | in its keyword arguments, where a checkpoint keeps it for a backward in any thread |
+| module without these keyword arguments | [`call_of`] | in this thread: of its layer, which sets it in a recomputation too |
+| the same, in a dry run | [`rows_call`] | in this thread |
 """
 
 from __future__ import annotations
