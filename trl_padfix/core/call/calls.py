@@ -8,7 +8,7 @@ its call:
 |---|---|---|
 | decoder, head | [`model_call`] | in the context of this thread, while the model runs |
 | layer, attention | [`call_of`] | in its keyword arguments, where a checkpoint keeps it for a backward in any thread |
-| module without these keyword arguments | [`call_of`] | in this thread: of its layer, which sets it in a recomputation too |
+| module without these arguments | [`call_of`] | in this thread, where its layer sets it again in a recomputation |
 | the same, in a dry run | [`rows_call`] | in this thread |
 """
 
