@@ -1,5 +1,5 @@
 """
-Writes what is made: the page of options, from the fields of the configurations, and `llms.txt`, from the pages.
+Writes the generated pages: options, from the fields of the configurations, and `llms.txt`, from the pages.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -11,6 +11,7 @@ import argparse
 import re
 import sys
 from dataclasses import MISSING, fields
+from inspect import cleandoc
 from pathlib import Path
 
 import trl
@@ -29,19 +30,29 @@ ATTENTION = (  # a flag of TRL's model configuration
 OPENING = """
 These are the fields of TRL's configurations that this package adds or, with `padding_free`, changes. Begin with [the
 settings that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
-flags (`--padding_free true`). If no default is given, it is `False` or `None`.
+flags (`--padding_free true`).
+
+## Fields
+
+| field | type | default | trainers | what it does |
+|---|---|---|---|---|
 """
-GROUPS = {
-    "The step": (
-        "padding_free", "prefix_sharing", "max_tokens_per_batch", "attn_implementation", "ref_attn_implementation",
-        "teacher_attn_implementation",
-    ),
-    "Checks": ("parity_check", "strict"),
-    "Data": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
-    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
-    "Lengths of packed rows": ("packed_multiple_of",),
-}  # fmt: skip
-"""Headings of the page and their fields, from those that most runs set to those that few set."""
+ORDER = (
+    "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "attn_implementation",
+    "ref_attn_implementation", "teacher_attn_implementation", "parity_check", "strict", "expand_turns", "padding_side",
+    "pool_last_token", "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "packed_multiple_of",
+)  # fmt: skip
+"""The fields, from those that most runs set to those that few set."""
+
+TYPES = {
+    name: described.replace('`"auto"`', "`'auto'`")
+    for config in trl_padfix.__all__
+    if config.endswith("Config")
+    for name, described in re.findall(
+        r"^ {4}(\w+) \((.+?)(?:, \*optional\*.*)?\):$", cleandoc(getattr(trl_padfix, config).__doc__), re.MULTILINE
+    )
+}
+"""Types of the fields, from the docstrings of our configurations."""
 
 METRICS = """
 ## Metrics in the log
@@ -99,18 +110,12 @@ def options() -> str:
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
-    for group, names in GROUPS.items():
-        page += f"\n## {group}\n"
-        for name in names:
-            default, described = by_name.pop(name)
-            facts = [] if default in ("False", "None") else [f"Default: `{default}`."]
-            facts += [] if len(methods[name]) == len(METHODS) else [f"Only in: {', '.join(methods[name])}."]
-            page += (
-                "\n\n".join([f"\n### `{name}`", *([" ".join(facts)] if facts else []), " ".join(described.split())])
-                + "\n"
-            )
+    for name in ORDER:
+        default, described = by_name.pop(name)
+        trainers = "all" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
+        page += f"| `{name}` | {TYPES[name]} | `{default}` | {trainers} | {' '.join(described.split())} |\n"
     if by_name:
-        raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}: put each field under one of its headings.")
+        raise ValueError(f"`ORDER` lacks {', '.join(by_name)}.")
     page += METRICS
     return page
 
