@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from transformers import AutoTokenizer
 
 from trl_padfix import build_tiny
@@ -93,6 +94,66 @@ def test_the_code_on_rollouts_trains_packed(method, tmp_path, monkeypatch):
     if method == "SFT":  # these rollouts are longer than TRL's default, so that nothing is left to train on
         with pytest.raises(ValueError, match="TRL has left out all"):
             exec(code.replace("max_length=16384,", ""), scope)
+
+
+def replaced(code: str, by_shown: dict[str, str]) -> str:
+    for shown, here in by_shown.items():
+        assert shown in code, shown
+        code = code.replace(shown, here)
+    return code
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_on_other_stacks_trains_packed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    loaded = 'load_dataset("recipes/data/dialogues", split="train[:32]")'
+    code = replaced(
+        blocks("other_stacks.md")[0],
+        {
+            'load_dataset("trl-lib/Capybara", split="train")': loaded,
+            'row["messages"]': 'row["prompt"] + row["completion"]',
+            "name, device = ": f'name, device = build_tiny("tiny", {loaded}, "model"), "cpu"  # ',
+        },
+    )
+    exec(code, {"build_tiny": build_tiny})
+    printed = capsys.readouterr().out
+    assert re.search(r"packed_tokens=[1-9]\d*, forwards=2, shared_forwards=2, padded_forwards=0\)$", printed.strip())
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_images_runs_packed(tmp_path, monkeypatch):
+    import sft_vlm
+
+    code = replaced(
+        blocks("guides/vision.md")[1],
+        {
+            'name = "Qwen/Qwen2.5-VL-3B-Instruct"': f"name = {sft_vlm.build_tiny(tmp_path / 'model')!r}",
+            ', device_map="cuda"': "",
+            "prefix_sharing=True)": "prefix_sharing=True) as handle",
+        },
+    )
+    rows = sft_vlm.draw_shapes(4, seed=0)
+    pictures = [row["images"] for row in rows]
+    questions = [
+        [{"role": "user", "content": [*({"type": "image"} for _ in row["images"]), {"type": "text", "text": "What?"}]}]
+        for row in rows
+    ]
+    scope = {"pictures": pictures, "questions": questions}
+    exec(code, scope)
+    assert scope["answers"].shape[0] == len(rows)
+    assert 0 < scope["handle"].stats.packed_tokens < scope["handle"].stats.padded_tokens
+    assert scope["handle"].stats.padded_forwards == 0
+
+
+def test_the_yaml_of_a_guide_has_fields_of_its_recipe():
+    shown = {}
+    for page in GUIDES:
+        for recipe, fields in re.findall(r"```yaml\n# (recipes/\S+)\n(.*?)```", page.read_text(), re.DOTALL):
+            shown[recipe] = yaml.safe_load(fields)
+            assert shown[recipe].items() <= yaml.safe_load((ROOT / recipe).read_text()).items()
+            assert f"--config {recipe}" in page.read_text()
+    assert len(shown) == 3
 
 
 SPEED_UP = r"\b\d[\d.]*x"
