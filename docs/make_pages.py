@@ -24,18 +24,17 @@ from trl_padfix.cli.methods import METHODS
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
     "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. "
-    "`None`: transformers chooses. A vision model also takes a name for each part, such as "
-    '`{"text_config": "sdpa", "vision_config": "eager"}`.'
+    '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-These are the fields of TRL's configurations that this package adds or, with `padding_free`, changes. Begin with [the
+This package adds these fields to TRL's configurations, and changes `padding_free`. Begin with [the
 settings that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
 flags (`--padding_free true`).
 
 ## Fields
 
-| field | type | default | trainers | what it does |
-|---|---|---|---|---|
+| field | type | default | what it does |
+|---|---|---|---|
 """
 ORDER = (
     "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "attn_implementation",
@@ -71,16 +70,16 @@ In evaluation each name begins with `eval_`.
 The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
-batch of the step. The optimizer step is unchanged, but means over batches (`entropy`, `kl`, `clip_ratio`) differ from
-TRL's. If rows move, the run says so.
+batch of the step, and then say so. The optimizer step is unchanged, but means over batches (`entropy`, `kl`,
+`clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
   `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
-  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a
-  random model.
-- **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
+  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (DPO, SFT) trains a random
+  model.
+- **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO.
 - **`trl-padfix COMMAND --help`** lists all flags. `trl-padfix --debug COMMAND` (or
   `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
@@ -112,8 +111,8 @@ def options() -> str:
     page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
     for name in ORDER:
         default, described = by_name.pop(name)
-        trainers = "all" if len(methods[name]) == len(METHODS) else ", ".join(methods[name])
-        page += f"| `{name}` | {TYPES[name]} | `{default}` | {trainers} | {' '.join(described.split())} |\n"
+        only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
+        page += f"| `{name}` | {TYPES[name]} | `{default}` | {only}{' '.join(described.split())} |\n"
     if by_name:
         raise ValueError(f"`ORDER` lacks {', '.join(by_name)}.")
     page += METRICS

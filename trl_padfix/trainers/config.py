@@ -62,9 +62,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Generate answers to the prompts of the evaluation set. As in `Seq2SeqTrainer`, `compute_metrics` receives
-            the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). The texts
-            are written to `generations/` in the output directory.
+            Generate answers to the prompts of the evaluation set, and write them to `generations/` in the output
+            directory. As in `Seq2SeqTrainer`, `compute_metrics` receives the generated tokens (`predictions`) and the
+            tokens of the data (`label_ids`, padded with -100).
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set all other options
             of generation in the model's `generation_config`.
