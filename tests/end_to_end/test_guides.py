@@ -2,7 +2,10 @@
 
 import doctest
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +142,25 @@ def test_the_evaluation_of_images_runs_packed(tmp_path, monkeypatch):
     assert scope["answers"].shape[0] == len(rows)
     assert 0 < scope["handle"].stats.packed_tokens < scope["handle"].stats.padded_tokens
     assert scope["handle"].stats.padded_forwards == 0
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_the_comparison_with_trl_prints_equal_losses(tmp_path):
+    """As printed, but with all of the log: TRL's run has no metric of this package."""
+    page = (DOCS / "from_trl.md").read_text()
+    commands, printed = re.search(r"```bash\n(run=.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shown = re.search(r"grep -o .*", commands)[0]
+    commands = replaced(commands, {shown: "cat", "TRL_PADFIX_OFF": "echo ---; TRL_PADFIX_OFF"})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ours, theirs = done.stdout.split("---\n")
+    for run in (ours, theirs):
+        assert re.findall(r"'loss': '[^']*'", run) == printed.split("\n")[:-1]
+    assert ours.count("'padfix/pad_fraction'") == 5
+    assert "'padfix/" not in theirs
 
 
 def test_the_yaml_of_a_guide_has_fields_of_its_recipe():
