@@ -1,5 +1,5 @@
 """
-Writes what is made: the page of options, from the fields of the configurations, and `llms.txt`, from the pages.
+Writes the generated pages: options, from the fields of the configurations, and `llms.txt`, from the pages.
 
     python docs/make_pages.py
     python docs/make_pages.py --check     # 1 if a page is not what it would write
@@ -11,6 +11,7 @@ import argparse
 import re
 import sys
 from dataclasses import MISSING, fields
+from inspect import cleandoc
 from pathlib import Path
 
 import trl
@@ -23,25 +24,34 @@ from trl_padfix.cli.methods import METHODS
 FOLDER = Path(__file__).parent
 ATTENTION = (  # a flag of TRL's model configuration
     "Attention implementation of the model: a name, or `'auto'` for an installed FlashAttention, else `sdpa`. "
-    "`None`: transformers chooses. A vision model also takes a name for each part, such as "
-    '`{"text_config": "sdpa", "vision_config": "eager"}`.'
+    '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-These are the fields of TRL's configurations that this package adds or, with `padding_free`, changes. Begin with [the
+This package adds these fields to TRL's configurations, and changes `padding_free`. Begin with [the
 settings that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
-flags (`--padding_free true`). If no default is given, it is `False` or `None`.
+flags (`--padding_free true`).
+
+## Fields
+
+| field | type | default | what it does |
+|---|---|---|---|
 """
-GROUPS = {
-    "The step": (
-        "padding_free", "prefix_sharing", "max_tokens_per_batch", "attn_implementation", "ref_attn_implementation",
-        "teacher_attn_implementation",
-    ),
-    "Checks": ("parity_check", "strict"),
-    "Data": ("group_by_prefix", "expand_turns", "padding_side", "pool_last_token"),
-    "Evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
-    "Lengths of packed rows": ("packed_multiple_of",),
-}  # fmt: skip
-"""Headings of the page and their fields, from those that most runs set to those that few set."""
+ORDER = (
+    "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "attn_implementation",
+    "ref_attn_implementation", "teacher_attn_implementation", "parity_check", "strict", "expand_turns", "padding_side",
+    "pool_last_token", "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "packed_multiple_of",
+)  # fmt: skip
+"""The fields, from those that most runs set to those that few set."""
+
+TYPES = {
+    name: described.replace('`"auto"`', "`'auto'`")
+    for config in trl_padfix.__all__
+    if config.endswith("Config")
+    for name, described in re.findall(
+        r"^ {4}(\w+) \((.+?)(?:, \*optional\*.*)?\):$", cleandoc(getattr(trl_padfix, config).__doc__), re.MULTILINE
+    )
+}
+"""Types of the fields, from the docstrings of our configurations."""
 
 METRICS = """
 ## Metrics in the log
@@ -60,16 +70,16 @@ In evaluation each name begins with `eval_`.
 The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
-batch of the step. The optimizer step is unchanged, but means over batches (`entropy`, `kl`, `clip_ratio`) differ from
-TRL's. If rows move, the run says so.
+batch of the step, and then say so. The optimizer step is unchanged, but means over batches (`entropy`, `kl`,
+`clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
   `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
-  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (or `small`; DPO, SFT) trains a
-  random model.
-- **`trl-padfix stats DATA`** takes columns of DPO, SFT or KTO, and no prompts of GRPO.
+  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (DPO, SFT) trains a random
+  model.
+- **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO.
 - **`trl-padfix COMMAND --help`** lists all flags. `trl-padfix --debug COMMAND` (or
   `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
@@ -99,18 +109,12 @@ def options() -> str:
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
-    for group, names in GROUPS.items():
-        page += f"\n## {group}\n"
-        for name in names:
-            default, described = by_name.pop(name)
-            facts = [] if default in ("False", "None") else [f"Default: `{default}`."]
-            facts += [] if len(methods[name]) == len(METHODS) else [f"Only in: {', '.join(methods[name])}."]
-            page += (
-                "\n\n".join([f"\n### `{name}`", *([" ".join(facts)] if facts else []), " ".join(described.split())])
-                + "\n"
-            )
+    for name in ORDER:
+        default, described = by_name.pop(name)
+        only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
+        page += f"| `{name}` | {TYPES[name]} | `{default}` | {only}{' '.join(described.split())} |\n"
     if by_name:
-        raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}: put each field under one of its headings.")
+        raise ValueError(f"`ORDER` lacks {', '.join(by_name)}.")
     page += METRICS
     return page
 

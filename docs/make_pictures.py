@@ -32,6 +32,8 @@ MEASURED = {
     "9. SFT": ["sft-hh-rlhf-16-rows-cpu"],
     "10. SFT, turns": ["sft-airline-32-rows-cpu"],
     "11. GRPO": ["grpo-8-completions-cpu"],
+    "12. DPO, longer prompts": ["dpo-4096-512-cpu"],
+    "13. DPO, GSM8K": ["dpo-gsm8k-8-pairs-cpu"],
 }
 """Rows of the tables on the page on speed, in their order, and their files in `bench/`."""
 

@@ -2,11 +2,15 @@
 
 import doctest
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import transformers
+import yaml
 from transformers import AutoTokenizer
 
 from trl_padfix import build_tiny
@@ -58,28 +62,23 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["grpo", "reward"])
-def test_the_code_after_a_script_trains_packed(page, tmp_path, monkeypatch, capsys):
-    script, more = blocks(f"guides/{page}.md")
+def test_the_code_after_a_script_trains_packed(tmp_path, monkeypatch, capsys):
+    script, more = blocks("guides/reward.md")
     printed = run(
         f"{script}\n{more}\nprint(type(trainer).__name__, trainer.padding.stats)", tmp_path, monkeypatch, capsys
     )
-    name = {"grpo": "DistillationTrainer", "reward": "KTOTrainer"}[page]
-    assert re.search(rf"^{name} PaddingStats.*shared_forwards=[1-9]\d*, padded_forwards=0\)$", printed, re.MULTILINE)
+    assert re.search(r"KTOTrainer PaddingStats.*shared_forwards=[1-9]\d*, padded_forwards=0\)$", printed.strip())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["SFT", "GRPO"])
-def test_the_code_on_rollouts_trains_packed(method, tmp_path, monkeypatch):
+def test_the_code_on_rollouts_trains_packed(tmp_path, monkeypatch):
     """As printed, with a tiny model and two steps on two tasks."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # TRL warns that `rollout_func` is experimental
-    load, *scripts = blocks("rollouts.md")
+    load, code = blocks("rollouts.md")
     scope: dict = {}
     exec(load, scope)
     scope["rollouts"] = scope["rollouts"].select(range(8))
-    code = scripts[["SFT", "GRPO"].index(method)]
     for shown, here in {
         '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(build_tiny("tiny", scope["rollouts"], tmp_path / "model"))),
         'output_dir="runs/agent",': 'output_dir="runs/agent", max_steps=2, use_cpu=True, bf16=False, report_to=[],',
@@ -90,9 +89,88 @@ def test_the_code_on_rollouts_trains_packed(method, tmp_path, monkeypatch):
     stats = scope["trainer"].padding.stats
     assert stats.shared_forwards > 0
     assert stats.padded_forwards == 0
-    if method == "SFT":  # these rollouts are longer than TRL's default, so that nothing is left to train on
-        with pytest.raises(ValueError, match="TRL has left out all"):
-            exec(code.replace("max_length=16384,", ""), scope)
+    # These rollouts are longer than TRL's default, so that nothing is left to train on.
+    with pytest.raises(ValueError, match="TRL has left out all"):
+        exec(code.replace("max_length=16384,", ""), scope)
+
+
+def replaced(code: str, by_shown: dict[str, str]) -> str:
+    for shown, here in by_shown.items():
+        assert shown in code, shown
+        code = code.replace(shown, here)
+    return code
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_on_other_stacks_trains_packed(tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    loaded = 'load_dataset("recipes/data/dialogues", split="train[:32]")'
+    code = replaced(
+        blocks("other_stacks.md")[0],
+        {
+            'load_dataset("trl-lib/Capybara", split="train")': loaded,
+            'row["messages"]': 'row["prompt"] + row["completion"]',
+            "name, device = ": f'name, device = build_tiny("tiny", {loaded}, "model"), "cpu"  # ',
+        },
+    )
+    exec(code, {"build_tiny": build_tiny})
+    printed = capsys.readouterr().out
+    assert re.search(r"packed_tokens=[1-9]\d*, forwards=2, shared_forwards=2, padded_forwards=0\)$", printed.strip())
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_images_runs_packed(tmp_path, monkeypatch):
+    import sft_vlm
+
+    code = replaced(
+        blocks("guides/vision.md")[1],
+        {
+            'name = "Qwen/Qwen2.5-VL-3B-Instruct"': f"name = {sft_vlm.build_tiny(tmp_path / 'model')!r}",
+            ', device_map="cuda"': "",
+            "prefix_sharing=True)": "prefix_sharing=True) as handle",
+        },
+    )
+    rows = sft_vlm.draw_shapes(4, seed=0)
+    pictures = [row["images"] for row in rows]
+    questions = [
+        [{"role": "user", "content": [*({"type": "image"} for _ in row["images"]), {"type": "text", "text": "What?"}]}]
+        for row in rows
+    ]
+    scope = {"pictures": pictures, "questions": questions}
+    exec(code, scope)
+    assert scope["answers"].shape[0] == len(rows)
+    assert 0 < scope["handle"].stats.packed_tokens < scope["handle"].stats.padded_tokens
+    assert scope["handle"].stats.padded_forwards == 0
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+def test_the_comparison_with_trl_prints_equal_losses(tmp_path):
+    """As printed, but with all of the log: TRL's run has no metric of this package."""
+    page = (DOCS / "from_trl.md").read_text()
+    commands, printed = re.search(r"```bash\n(run=.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shown = re.search(r"grep -o .*", commands)[0]
+    commands = replaced(commands, {shown: "cat", "TRL_PADFIX_OFF": "echo ---; TRL_PADFIX_OFF"})
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ours, theirs = done.stdout.split("---\n")
+    for run in (ours, theirs):
+        assert re.findall(r"'loss': '[^']*'", run) == printed.split("\n")[:-1]
+    assert ours.count("'padfix/pad_fraction'") == 5
+    assert "'padfix/" not in theirs
+
+
+def test_the_yaml_of_a_guide_has_fields_of_its_recipe():
+    shown = {}
+    for page in GUIDES:
+        for recipe, fields in re.findall(r"```yaml\n# (recipes/\S+)\n(.*?)```", page.read_text(), re.DOTALL):
+            shown[recipe] = yaml.safe_load(fields)
+            assert shown[recipe].items() <= yaml.safe_load((ROOT / recipe).read_text()).items()
+            assert f"--config {recipe}" in page.read_text()
+    assert len(shown) == 3
 
 
 SPEED_UP = r"\b\d[\d.]*x"
@@ -109,7 +187,7 @@ def test_a_guide_is_short_and_claims_no_speed_up():
 @pytest.mark.slow
 def test_the_page_of_numbers_shows_a_failed_check_and_its_remedy(tmp_path, monkeypatch, capfd, caplog):
     page = (DOCS / "numbers.md").read_text()
-    fails, remedy = re.search(r"returns `(-logps[^`]*)`", page)[1], re.search(r"return `(-\(logps[^`]*)`", page)[1]
+    fails, remedy = re.search(r"returns `(-logps[^`]*)`", page)[1], re.search(r"return\s+`(-\(logps[^`]*)`", page)[1]
     (printed,) = re.findall(r"The loss on 4 rows [\d.]+, padded [\d.]+", page)
     printed = re.escape(printed).replace(re.escape("..."), r"\d*")
     own = """

@@ -11,6 +11,7 @@ import bench
 import pytest
 from kit.commands import trl_padfix_command
 
+from trl_padfix.cli.launch import parse
 from trl_padfix.cli.methods import METHODS
 
 
@@ -40,8 +41,8 @@ TINY = {  # what stands for what a test has not: the Hub, a GPU, time
 }
 NOT_RUN = {
     r"pip install ": "brings packages from an index",
-    r"pytest ": "the tests, which CI runs",
     r"python recipes/sft_vlm\.py": "test_recipes.py trains with this script",
+    r"accelerate launch ": "test_processes.py has its processes",
     rf"trl-padfix ({'|'.join(METHODS)})\b": "test_recipes.py trains with each; test_launch.py has the flags",
 }
 
@@ -53,6 +54,25 @@ def filled(command: str) -> str:
 
 
 RUN = [filled(command) for command in COMMANDS if not any(re.match(pattern, command) for pattern in NOT_RUN)]
+
+
+TRAIN = sorted(command for command in COMMANDS if re.match(rf"trl-padfix (?:{'|'.join(METHODS)})\b", command))
+
+
+@pytest.mark.parametrize("command", TRAIN)
+def test_a_training_command_has_flags_that_exist(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # nothing is downloaded here
+    _, method, *args = shlex.split(command)
+    (_, training, *_), launch = parse(method, [*args, "--use_cpu", "true", "--bf16", "false"])
+    assert training.padding_free
+    assert launch.config_file is None or Path(launch.config_file).exists()
+
+
+def test_accelerate_gets_files_that_exist():
+    files = [word for command in COMMANDS for word in shlex.split(command) if word.startswith("recipes/")]
+    assert any("accelerate" in name for name in files)
+    assert all((ROOT / name).exists() for name in files)
 
 
 def test_commands_are_found_and_none_is_left_out_in_vain():

@@ -38,11 +38,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. `True`
-            and `'auto'` share in the same batches: where sharing saves more than it costs. They differ with NEFTune,
-            where nothing can be shared: `True` is an error, and `'auto'` trains without sharing and prints why. A
-            call that cannot share, for example with `inputs_embeds`, runs unshared; `True` warns about it (with
-            `strict`: an error). Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Both
+            `True` and `'auto'` share where this saves more than it costs. With NEFTune, `True` is an error, and
+            `'auto'` trains without sharing and prints why. A call that cannot share, for example with
+            `inputs_embeds`, runs unshared; `True` warns about it (with `strict`: an error). Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
@@ -63,9 +62,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Generate answers to the prompts of the evaluation set. As in `Seq2SeqTrainer`, `compute_metrics` receives
-            the generated tokens (`predictions`) and the tokens of the data (`label_ids`, padded with -100). The texts
-            are written to `generations/` in the output directory.
+            Generate answers to the prompts of the evaluation set, and write them to `generations/` in the output
+            directory. As in `Seq2SeqTrainer`, `compute_metrics` receives the generated tokens (`predictions`) and the
+            tokens of the data (`label_ids`, padded with -100).
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
             With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set all other options
             of generation in the model's `generation_config`.
