@@ -25,6 +25,7 @@ from ..core.call.batch_cache import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.model.find import find_decoder, find_pretrained
+from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
@@ -36,7 +37,7 @@ from ..trainers.parts.packing import attach_to_models
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
-from ..trainers.parts.step_parity import dtype_of_weights, has_padding, limits_of, other_padding
+from ..trainers.parts.step_parity import has_padding, other_padding
 from ..trainers.settings import prefix_sharing_with_neftune
 from ..trainers.temporary_attributes import set_until_closed
 
@@ -283,7 +284,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 stack.enter_context(torch.no_grad())
                 # A copy, because a loss may take entries out of its batch.
                 losses.append(float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))))
-        return abs(losses[0] - losses[1]) > limits_of(dtype_of_weights(trainer))[0] * max(abs(losses[0]), 1.0)
+        return abs(losses[0] - losses[1]) > Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(losses[0]), 1.0)
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""

@@ -27,9 +27,8 @@ from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
-from ...core.parity.check import multiplied_in
 from ...core.parity.forwards import other_attention
-from ...core.parity.limits import TIMES_ROUNDING
+from ...core.parity.limits import Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
@@ -45,24 +44,15 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step", "dtype_of_weights", "has_padding", "limits_of", "other_padding", "precision_of"]
+__all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in"]
 
 logger = get_logger(__name__)
 
 ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
-EXACT = (2e-5, 1e-4)
-"""Relative differences of loss and gradient that pass without measuring the rounding, in float32."""
-
-HALF_LIMITS = (0.25, 2.0)
-"""The same in half precision, in units of the dtype's epsilon."""
-
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
-
-
-NOTHING = (0.0, 0.0)
 
 
 class _Values(NamedTuple):
@@ -90,8 +80,8 @@ class StepReport:
         distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
         refilled (`tuple[float, float]`, *optional*):
             Relative differences of the padded step when other tokens stand at padding, if computed.
-        limits (`tuple[float, float]`): The largest differences that rounding explains.
-        same (`tuple[float, float]`): The same limits for two steps with the same kernels on the same shapes.
+        limits ([`Limits`]): The largest differences that rounding explains.
+        same ([`Limits`]): The same for two steps with the same kernels on the same shapes.
         items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
@@ -101,8 +91,8 @@ class StepReport:
     reference: float
     distance: tuple[float, float]
     refilled: tuple[float, float] | None
-    limits: tuple[float, float]
-    same: tuple[float, float]
+    limits: Limits
+    same: Limits
     items: str
     arbiter: str = "padded"
     error: str = ""
@@ -110,9 +100,8 @@ class StepReport:
     @property
     def ok(self) -> bool:
         """Whether both differences are within their limits; a NaN never is."""
-        within = all(x <= limit for x, limit in zip(self.distance, self.limits, strict=True))
-        refilled = self.refilled or NOTHING
-        return not self.error and within and all(x <= limit for x, limit in zip(refilled, self.same, strict=True))
+        is_same = self.refilled is None or self.same.allow(*self.refilled)
+        return not self.error and is_same and self.limits.allow(*self.distance)
 
     def __str__(self) -> str:
         if self.error:
@@ -120,8 +109,8 @@ class StepReport:
         found = {"off by": (self.distance, self.limits)}
         found |= {"with other tokens at padding off by": (self.refilled, self.same)} if self.refilled else {}
         parts = [
-            f"{name} {loss:.1e} (at most {loss_limit:.0e}), gradient by {gradient:.1e} (at most {gradient_limit:.0e})"
-            for name, ((loss, gradient), (loss_limit, gradient_limit)) in found.items()
+            f"{name} {loss:.1e} (at most {most.mean:.0e}), gradient by {gradient:.1e} (at most {most.gradient:.0e})"
+            for name, ((loss, gradient), most) in found.items()
         ]
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
@@ -198,7 +187,7 @@ class _Comparison:
         self.trainer, self.step, self.gradients = trainer, step, gradients
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
         self.num_items = step.arguments.get("num_items_in_batch")
-        self.dtype = precision_of(trainer)
+        self.dtype = precision_in(trainer, trainer.model)
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
@@ -212,7 +201,7 @@ class _Comparison:
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        limits, same = limits_of(self.dtype), limits_of(dtype_of_weights(self.trainer))
+        limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
         packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
@@ -224,10 +213,9 @@ class _Comparison:
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
-            return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, compared, arbiter, failed)
-        report = StepReport(
-            packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, compared, arbiter
-        )
+            return StepReport(math.nan, reference.loss, (0.0, 0.0), None, limits, same, compared, arbiter, failed)
+        distance, exact = packed.distance(reference), Limits.of_step(torch.float32)
+        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter)
         if weights is not None and not self._on_any_process(not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -238,8 +226,8 @@ class _Comparison:
         report = replace(report, refilled=refilled, limits=limits)
         if not self._on_any_process(not report.ok):
             return report
-        measured = [[TIMES_ROUNDING * x for x in v.distance(padded)] for v in self._differently_rounded(batch)]
-        return replace(report, limits=tuple(map(max, zip(limits, *measured, strict=True))))
+        rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
+        return replace(report, limits=Limits.of_step(self.dtype, rounding))
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
@@ -316,22 +304,13 @@ class _Comparison:
         return torch.cat(entries)
 
 
-def precision_of(trainer: PaddingFreeTrainer) -> torch.dtype:
-    """The lowest precision of the forwards of a trainer."""
-    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
-        return precisions[trainer.accelerator.mixed_precision]
-    return multiplied_in(dtype_of_weights(trainer), trainer.accelerator.device)
-
-
-def limits_of(dtype: torch.dtype) -> tuple[float, float]:
-    loss, gradient = (times * torch.finfo(dtype).eps for times in HALF_LIMITS)
-    return EXACT if dtype.itemsize > 2 else (loss, gradient)
-
-
-def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
-    dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+def precision_in(trainer: PaddingFreeTrainer, model: nn.Module) -> torch.dtype:
+    """The lowest precision of the forwards of a model in a trainer."""
+    accelerator, precisions = trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    # `fp16=True` on a CPU computes in float32: accelerate puts no autocast around the forward there.
+    casts = accelerator.native_amp or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    dtype = precisions.get(accelerator.mixed_precision) if casts else None
+    return dtype or precision_of(model, accelerator.device)
 
 
 def has_padding(batches: list[dict[str, torch.Tensor]]) -> bool:
