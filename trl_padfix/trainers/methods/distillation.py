@@ -23,8 +23,6 @@ __all__ = ["DistillationTrainer"]
 class DistillationTask(OnlineTask):
     """Each row is a prompt with a completion; student and teacher compute its hidden states."""
 
-    scores = "_get_last_hidden_state"
-
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         require_teacher(init_kwargs)

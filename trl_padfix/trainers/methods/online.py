@@ -24,7 +24,6 @@ from ..data.columns import column_names
 from ..data.image_rows import ImageCounts, numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
-from ..distributed import datasets_of
 from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
@@ -53,10 +52,8 @@ class OnlineTask(Task):
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
+    texts = ("prompt",)
     generates_rows = True
-
-    scores = "_get_per_token_logps_and_entropies"
-    """TRL's method with the forwards that score completions."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         dataset = init_kwargs.get("train_dataset")
@@ -67,9 +64,12 @@ class OnlineTask(Task):
     def on_attached(self) -> None:
         trainer = self.trainer
         check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",))
-        for name, dataset in datasets_of(trainer).items():
-            validate_rows(dataset, name, ("prompt",))
+        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", self.texts)
+        rows = trainer.eval_dataset
+        if isinstance(rows, dict):
+            trainer.eval_dataset = {name: validate_rows(dataset, name, self.texts) for name, dataset in rows.items()}
+        else:
+            trainer.eval_dataset = validate_rows(rows, "eval", self.texts)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
