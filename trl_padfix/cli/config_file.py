@@ -287,8 +287,9 @@ def _is_out_of_reach(name: str) -> bool:
     from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
     from huggingface_hub.file_download import repo_folder_name
 
-    cached = Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
-    return HF_HUB_OFFLINE and not (cached.exists() or Path(name).expanduser().exists())
+    if not HF_HUB_OFFLINE or Path(name).expanduser().exists():
+        return False
+    return not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists()
 
 
 def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | None:
