@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,21 +90,10 @@ class _Accelerator(AcceleratorState):
         return self.mixed_precision == "bf16" or (self.mixed_precision == "fp16" and self.device.type != "cpu")
 
 
-@dataclass
-class _Policy:
+def _policy_alone(model: Any, args: TrainingArguments) -> SimpleNamespace:
     """Stands for the trainer if none was attached: the model and the arguments that transformers passes."""
-
-    model: Any
-    args: TrainingArguments
-    is_fsdp_enabled = is_deepspeed_enabled = False
-
-    @property
-    def model_wrapped(self) -> Any:
-        return self.model
-
-    @property
-    def accelerator(self) -> _Accelerator:
-        return _Accelerator()
+    not_sharded = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False}
+    return SimpleNamespace(model=model, model_wrapped=model, args=args, accelerator=_Accelerator(), **not_sharded)
 
 
 class PaddingRemovalCallback(TrainerCallback):
@@ -172,7 +161,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._given: Trainer | None = None
-        self._trainer: Any = None  # the running one: as given, or a `_Policy`
+        self._trainer: Any = None  # the running one: as given, or the `_policy_alone`
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
         self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or it is done
@@ -202,7 +191,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._begin(trainer)
 
     def _begin(self, trainer: Any) -> None:
-        """Attach to the models of a trainer or `_Policy`."""
+        """Attach to the models of a trainer, or of a stand-in."""
         self.remove()
         if splitting_parallelism(trainer.accelerator, "cp_size"):
             raise PaddingRemovalError(
@@ -301,7 +290,7 @@ class PaddingRemovalCallback(TrainerCallback):
             self.remove()
         if self._given is None:
             _refuse_sharded()
-            self._begin(_Policy(model, args))
+            self._begin(_policy_alone(model, args))
             logger.warning(NOT_COVERED)
             return
         trainer = self._given

@@ -105,7 +105,7 @@ class TokenBudget(Part):
                 "`max_tokens_per_batch` splits the batch of a process, and under tensor parallelism several processes "
                 "compute one batch. Leave one of them out."
             )
-        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
+        if kind := rope_kind_beyond(trainer.model, vars(trainer.args).get("max_length")):
             raise ValueError(
                 f"The model's {kind!r} rotary embedding depends on the longest row of a forward, and "
                 "`max_tokens_per_batch` splits forwards. Leave the budget out, or lower `max_length`."

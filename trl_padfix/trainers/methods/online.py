@@ -107,7 +107,7 @@ class OnlineTask(Task):
         """
         trainer, args, settings = self.trainer, self.trainer.args, self.trainer.padding.settings
         accumulated = args.gradient_accumulation_steps
-        steps = getattr(args, "steps_per_generation", accumulated)
+        steps = vars(args).get("steps_per_generation", accumulated)
         # Under a budget a batch keeps exactly TRL's rows; one big batch shares all prefixes of a step.
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
