@@ -447,9 +447,8 @@ def _refuse_taken_over(trainer: Trainer) -> None:
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if module._compiled_call_impl is not None or trainer.args.torch_compile:
             wrapper = COMPILER
-        if wrapper is None:
-            continue
-        raise _taken_over(wrapper, type(module).__name__)
+        if wrapper is not None:
+            raise _taken_over(wrapper, type(module).__name__)
 
 
 def _refuse_sharded() -> None:
