@@ -64,7 +64,10 @@ CASES = [
     (["dpo", *CPU, "--output_dir", "good.jsonl/x"], "`output_dir`"),
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
-    (["dpo", *CPU, "--loss_type", "sigmoidd"], "invalid choice: 'sigmoidd' (choose from aot, aot_unpaired, apo_d"),
+    (
+        ["dpo", *CPU, "--loss_type", "sft", "sigmoidd"],
+        "invalid choice: 'sigmoidd' (choose from aot, aot_unpaired,",
+    ),
     (["sft", *CPU, "--eval_strategy", "often"], "invalid choice: 'often' (choose from no, steps, epoch)"),
     (["grpo", *RUN, "--reward_funcs", "think_format_reward", "acuracy"], "TRL has no reward 'acuracy' (choose"),
     (["rloo", *RUN, "--reward_funcs", "rewards.length"], "'rewards.length': there is no module 'rewards' here"),

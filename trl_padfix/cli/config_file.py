@@ -37,10 +37,7 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "at
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
-WORDS = {
-    "prefix_sharing": ["auto", "true", "false"],
-    "tiny_model": ["tiny", "small"],
-}
+WORDS = {"prefix_sharing": ["auto", "true", "false"], "tiny_model": ["tiny", "small"]}
 """Words that our fields take."""
 
 NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
@@ -77,7 +74,7 @@ def read_given(args: Sequence[str]) -> Given:
             flag, has_value, value = word.partition("=")
             following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
             name, words = name_of(flag), following or ["true"]
-            given.values[name] = words if name == "reward_funcs" else words[0]
+            given.values[name] = words if name in ("reward_funcs", "loss_type") else words[0]
             given.bare.update([] if following else [name])
             given.places[name] = flag
     return given
