@@ -6,7 +6,6 @@ These scoring forwards are packed. Generation stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
 from ..data.columns import column_names
-from ..data.image_rows import ImageCounts, numbered_images, without_images
+from ..data.image_rows import numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
 from ..messages import say
@@ -156,16 +155,10 @@ class OnlineTrainer(PaddingFreeMixin):
             given = {f"argument {i}": value for i, value in enumerate(args, 6)} | kwargs
             require_rows_in(without_images(given), batch_size, "`max_tokens_per_batch` splits them. Leave it out.")
         score = super()._get_per_token_logps_and_entropies
-        with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
+        with self.padding.budget.split_forwards(input_ids, attention_mask, images=numbered_images(kwargs)):
             if args:
                 return score(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
-
-    def scoring(
-        self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """A block with a scoring forward, which the token budget splits."""
-        return self.padding.budget.split_forwards(ids, mask, images=images)
 
     @hook
     def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -129,7 +129,8 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     Returns:
         [`StepReport`], *optional*: `None` if the trainer cannot be run on a part of its batch.
     """
-    if not _can_repeat(trainer):
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
+    if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
         return None
     batches = _few_items(trainer, step.inputs)
     # Losses gather metrics and sharded models gather parameters: all processes compute equally many forwards.
@@ -147,12 +148,6 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
         reset_gather_order(find_pretrained(model), step.batches[0]["input_ids"])
         reshard_parameters(model)
     return report
-
-
-def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
-    """Whether a step can be computed several times, with padding removal and without it."""
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
-    return not (pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"))
 
 
 def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
