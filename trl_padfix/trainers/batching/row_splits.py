@@ -8,7 +8,7 @@ The ids and masks of a batch, copied to the host once, decide how it is split. [
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ...core.call.batch_cache import on_host
 from ...core.context import context
 from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
-from ..data.batch_parts import Parts, used_columns
+from ..data.batch_parts import Parts
 from ..data.image_rows import ImageCounts, has_pixels, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .token_costs import RowCosts, batch_costs
@@ -103,16 +103,12 @@ class RowSplitter:
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
-        count = len(ids) // rows_per_item
-        rows = [torch.tensor([item + k * count for k in range(rows_per_item) for item in part]) for part in items]
-        columns = [used_columns(is_needed[numbers]) for numbers in rows]
-        plan = None
-        if self.shares_across and has_ids and len(rows) > 1:
-            parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
-            unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
+        parts, plan = Parts.of_items(items, is_needed, rows_per_item, images), None
+        if self.shares_across and has_ids and len(items) > 1:
+            cut = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(parts.rows, parts.columns, strict=True)]
+            unmoved = plan_shared_prefixes(cut, self.budget, self.gather)
             plan = unmoved and move_maps(unmoved, ids.device)  # in one copy
-        rows = [numbers.to(ids.device) for numbers in rows]
-        return Parts(rows, columns, len(ids), rows_per_item, images, plan)
+        return replace(parts, rows=[numbers.to(ids.device) for numbers in parts.rows], plan=plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
         """The items of each part."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...core.layout.shared_prefixes import PrefixPlan
 
 
-__all__ = ["Parts", "scored_tokens", "used_columns"]
+__all__ = ["Parts", "scored_tokens"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,16 +28,30 @@ class Parts:
         columns (`list[slice]`): The columns of each part that hold more than padding.
         count (`int`): Rows of the batch.
         rows_per_item (`int`): Rows that stay together.
-        images ([`ImageCounts`], *optional*): Images of each row of the batch.
+        images ([`ImageCounts`] or `None`): Images of each row of the batch.
         plan ([`PrefixPlan`], *optional*): The prefixes that the parts share; `None` if they share none.
     """
 
     rows: list[torch.Tensor]
     columns: list[slice]
     count: int
-    rows_per_item: int = 1
-    images: ImageCounts | None = None
+    rows_per_item: int
+    images: ImageCounts | None
     plan: PrefixPlan | None = None
+
+    @classmethod
+    def of_items(
+        cls, items: Sequence[Sequence[int]], needed: torch.Tensor, rows_per_item: int, images: ImageCounts | None
+    ) -> Parts:
+        """
+        Parts of some items each: item `i` of a batch has the rows `i`, `i + B / rows_per_item`, ...
+
+        `needed`, `(B, L)`: the tokens that no part may lose.
+        """
+        firsts = range(0, len(needed), len(needed) // rows_per_item)
+        rows = [torch.tensor([first + i for first in firsts for i in part], device=needed.device) for part in items]
+        columns = [_used_columns(needed[numbers]) for numbers in rows]
+        return cls(rows, columns, len(needed), rows_per_item, images)
 
     def of(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The batch of each part: its rows, and for values per token also its columns."""
@@ -52,7 +66,7 @@ class Parts:
         return parts
 
 
-def used_columns(is_needed: torch.Tensor) -> slice:
+def _used_columns(is_needed: torch.Tensor) -> slice:
     """Columns from the one before the first needed token (it may predict that token) to the last needed one."""
     columns = is_needed.any(0).nonzero()
     return slice(max(int(columns[0]) - 1, 0), int(columns[-1]) + 1) if len(columns) else slice(0, 1)

@@ -31,7 +31,7 @@ from ...core.parity.forwards import other_attention
 from ...core.parity.limits import Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
-from ..data.batch_parts import Parts, scored_tokens, used_columns
+from ..data.batch_parts import Parts, scored_tokens
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
 from ..messages import counted
@@ -167,11 +167,7 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     items = sorted([*dict.fromkeys([*(longer[:1] or by_length[-1:]), *by_length])][:ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
-    rows = [
-        torch.tensor([item + k * len(lengths) for k in range(of_item) for item in part], device=ids.device)
-        for part in (items, *([item] for item in items))
-    ]
-    parts = Parts(rows, [used_columns(needed[numbers]) for numbers in rows], count, of_item, images)
+    parts = Parts.of_items([items, *([item] for item in items)], needed, of_item, images)
     return [task.trimmed(batch) for batch in parts.of(inputs)]
 
 
