@@ -37,7 +37,7 @@ from ..trainers.parts.packing import attach_to_models
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
-from ..trainers.parts.step_parity import has_padding, other_padding
+from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 from ..trainers.settings import prefix_sharing_with_neftune
 from ..trainers.temporary_attributes import set_until_closed
 
@@ -257,13 +257,9 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
         """Whether the padded loss of a batch changes with embeddings and logits at padding."""
-        pretrained, losses = find_pretrained(trainer.model), []
-        embedding, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+        head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
         for batches in ([], [inputs]):
-            with ExitStack() as stack:
-                for handle in self.handles:
-                    stack.enter_context(handle.disabled())
-                stack.enter_context(embedding.register_forward_hook(partial(other_padding, batches)))
+            with without_packing(self.handles, partial(other_padding, batches)), ExitStack() as stack:
                 if batches and head is not None:
                     stack.enter_context(
                         head.register_forward_hook(partial(_other_at_padding, inputs["attention_mask"]))

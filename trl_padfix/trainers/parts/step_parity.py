@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import nn
 from ...core.call.batch_cache import on_host
 from ...core.context import within
 from ...core.errors import UnpackableCallError
-from ...core.handle import PaddingStats
+from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in"]
+__all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in", "without_packing"]
 
 logger = get_logger(__name__)
 
@@ -233,13 +233,7 @@ class _Comparison:
 
     def _padded(self, batch: dict[str, Any], on_embeddings: Callable[..., Any] | None = None) -> _Values:
         """The step without padding removal, perhaps with a forward hook on the embeddings of the model."""
-        with contextlib.ExitStack() as stack:
-            for handle in self.trainer.padding.handles:
-                stack.enter_context(handle.disabled())
-                stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
-            if on_embeddings is not None:
-                embedding = self.trainer.padding.handles[0].anatomy.pretrained.get_input_embeddings()
-                stack.enter_context(embedding.register_forward_hook(on_embeddings))
+        with without_packing(self.trainer.padding.handles, on_embeddings):
             return self._values(batch, None)
 
     def _differently_rounded(self, batch: dict[str, Any]) -> list[_Values]:
@@ -293,6 +287,19 @@ class _Comparison:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             entries.append(gradient.flatten()[::stride].float())
         return torch.cat(entries)
+
+
+@contextlib.contextmanager
+def without_packing(handles: list[PaddingRemoval], on_embeddings: Callable[..., Any] | None = None) -> Iterator[None]:
+    """A block without padding removal, perhaps with a forward hook on the embeddings of the policy."""
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle.disabled())
+            stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
+        if on_embeddings is not None:
+            embedding = handles[0].anatomy.pretrained.get_input_embeddings()
+            stack.enter_context(embedding.register_forward_hook(on_embeddings))
+        yield
 
 
 def precision_in(trainer: PaddingFreeTrainer, model: nn.Module) -> torch.dtype:
