@@ -57,7 +57,7 @@ from gpu_cells import Cell, NotInstalledError, on_device, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
-from trl_padfix.files import output_obstacle, write_whole
+from trl_padfix.files import folder_obstacle, write_whole
 from trl_padfix.versions import installed_version
 
 
@@ -293,8 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see all cells "
             "run at toy size with `--rehearse`; that says nothing about a GPU."
         )
-    if reason := output_obstacle(options.json):
+    if reason := folder_obstacle(options.json.parent):
         parser.error(f"--json: {reason}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Data that cannot be read must be an error here, not one in every cell.
         if options.data is not None:

@@ -19,23 +19,33 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import transformers
 import trl
 from datasets import Dataset, DatasetDict, Features, Image, List, load_dataset
 from PIL import Image as Pillow
 from PIL import ImageDraw
-from transformers import set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, set_seed
 
 from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.user_errors import explain_errors
 from trl_padfix.tools.initial_model import built_once
-from trl_padfix.tools.tiny import build_llava, train_tokenizer
+from trl_padfix.tools.tiny import CHAT_TEMPLATE, SHAPES, build_qwen2, train_tokenizer
 from trl_padfix.trainers.resume import checkpoint_to_resume
 
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "orange")
 FORMS = {"circle": "ellipse", "square": "rectangle", "line": "line"}
-SIZE = 32
-"""Pixels of a picture, along one side."""
+SIZE, PATCH = 32, 8
+"""Pixels of a picture and of a patch of it, along one side."""
+
+IMAGE = "<image>"
+PARTS = (
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}"
+)
+TEMPLATE = CHAT_TEMPLATE.replace("{{ message['content'] or '' }}", PARTS)
+"""Chat template for messages whose content is a list of texts and pictures."""
 
 
 @dataclass
@@ -77,13 +87,45 @@ def draw_shape(draw: random.Random, colour: str, form: str) -> Pillow.Image:
     return picture
 
 
+def build_llava(tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """A random LLaVA (CLIP and Qwen2) and its processor; the image token is added to the tokenizer."""
+    tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
+    size = {"height": SIZE, "width": SIZE}
+    processor = transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size=size, crop_size=size),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="full",
+        chat_template=TEMPLATE,
+        num_additional_image_tokens=1,  # CLIP's class token, which the strategy "full" keeps
+    )
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=SIZE,
+        patch_size=PATCH,
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)}).config,
+        image_token_id=processor.image_token_id,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    set_seed(0)
+    return transformers.LlavaForConditionalGeneration(config), processor
+
+
 def build_tiny(directory: Path) -> str:
     """A tokenizer for the names of the shapes and a random LLaVA, saved like a downloaded one."""
     names = [f"a {colour} {form} and" for colour, form in itertools.product(COLOURS, FORMS)]
     texts = [*names, "user\nWhat do you see?\nassistant\n"] * 2
 
     def build(folder: Path) -> None:
-        model, processor = build_llava(train_tokenizer(texts, vocab_size=512), image_size=SIZE)
+        model, processor = build_llava(train_tokenizer(texts, vocab_size=512))
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import tempfile
@@ -11,33 +10,11 @@ from pathlib import Path
 
 
 __all__ = [
-    "DATA_FILES", "folder_obstacle", "is_missing_path", "output_obstacle", "refuse_missing", "write_whole",
-    "write_whole_folder",
+    "DATA_FILES", "folder_obstacle", "is_missing_path", "refuse_missing", "write_whole", "write_whole_folder",
 ]  # fmt: skip
 
 DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Builders of `datasets`, by the endings of data files."""
-
-_REFUSED = {
-    errno.ENOENT: "there is no folder {!r} that takes files. Create it, or write elsewhere",
-    errno.ENOTDIR: "{!r} is a file, not a folder. Write elsewhere",
-    errno.EISDIR: "it is a folder. Name a file in it",
-    errno.ENAMETOOLONG: "its name is too long. Choose a shorter one",
-    errno.EACCES: "no permission. Write elsewhere, or change the permission",
-}
-
-
-def output_obstacle(path: str | Path) -> str | None:
-    """Why a file cannot be written to `path`; `None` if it can. Commands call it before hours of work, not after."""
-    path = Path(path)
-    try:
-        if path.exists():  # a new file is not created: other processes may check the same path at the same time
-            path.open("ab").close()
-        with tempfile.TemporaryFile(dir=path.parent):  # the write itself creates a temporary file there
-            return None
-    except OSError as error:
-        why = _REFUSED.get(error.errno or 0, f"{error.strerror} (errno {error.errno}). Write elsewhere")
-        return f"{str(path)!r} cannot be written: {why.format(str(path.parent))}."
 
 
 def is_missing_path(name: str) -> bool:
@@ -57,14 +34,21 @@ def refuse_missing(data: str) -> None:
 
 
 def folder_obstacle(path: str | Path) -> str | None:
-    """Why no file can be written into the folder `path`, which need not exist yet; `None` if one can."""
+    """
+    Why no file can be written into the folder `path`, which need not exist yet; `None` if one can. Commands call it
+    before hours of work, not after.
+    """
     path = Path(path).absolute()
     if max(len(part.encode()) for part in path.parts) > 255:
         return f"{str(path)!r} has a name that is too long. Choose a shorter one."
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     if not existing.is_dir():
         return f"{str(existing)!r} is a file, not a folder."
-    return output_obstacle(existing / ".trl_padfix")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:
+        return f"{str(path)!r} cannot be written: {error.strerror}. Write elsewhere, or change the permission."
 
 
 def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
@@ -88,18 +72,16 @@ def write_whole(path: str | Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_whole_folder(path: str | Path, write: Callable[[Path], object]) -> Path:
-    """[`write_whole`] for a folder: `write` fills an empty folder next to `path`, which then replaces the old one."""
+    """[`write_whole`] for a new folder: `write` fills an empty one next to it. An existing folder stays as it is."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes may write the same folder: each has a temporary one of its own.
-    temporary, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         temporary.mkdir()
         write(temporary)
-        if path.exists():  # a folder cannot be renamed onto one that is not empty
-            path.rename(old)
-        temporary.rename(path)
+        if not path.exists():
+            temporary.rename(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
     return path

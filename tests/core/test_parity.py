@@ -17,7 +17,7 @@ from zoo.models import SUPPORTED, build, inputs
 import trl_padfix.core.attention.attention
 import trl_padfix.core.call.arguments
 import trl_padfix.core.call.layout_of
-import trl_padfix.core.parity.check as parity
+import trl_padfix.core.parity.limits as limits
 from trl_padfix import (
     PaddingRemovalError,
     ParityError,
@@ -278,7 +278,7 @@ def test_tf32_is_read_however_it_was_set(gpu, setting, dtype, monkeypatch):
         torch.backends.fp32_precision = setting  # what `tf32=True` sets; `allow_tf32` cannot be read from then on
         report = check_parity(model, batch)
         if setting == "tf32":
-            monkeypatch.setattr(parity, "multiplies_in_tf32", lambda: torch.backends.cuda.matmul.allow_tf32)
+            monkeypatch.setattr(limits, "multiplies_in_tf32", lambda: torch.backends.cuda.matmul.allow_tf32)
             with pytest.raises(RuntimeError):
                 check_parity(model, batch)
     finally:

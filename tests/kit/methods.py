@@ -18,6 +18,7 @@ import torch
 import trl
 from kit import dpo_cases, sft_cases
 from kit.online_runs import (
+    LOGPS,
     ONLINE_SETTINGS,
     admitted,
     load_policy,
@@ -151,8 +152,8 @@ class Method:
 
     def watch(self, config: dict[str, Any], completions: list) -> Callable[[Any, list], None]:
         if not self.side:
-            scores = getattr(self.ours.task_class, "scores")  # noqa: B009
-            return watch_forwards(completions, scores)
+            is_distilled = self.name == "Distillation"
+            return watch_forwards(completions, "_get_last_hidden_state" if is_distilled else LOGPS)
         has_kl = self.name == "KTO" and config.get("loss_type") != "apo_zero_unpaired"
         return watch_inputs("", *["KL_"] * has_kl)
 

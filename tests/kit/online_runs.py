@@ -17,6 +17,9 @@ from trl_padfix.trainers.checks import user_code
 
 user_code.TRUSTED += (__name__,)  # what watches forwards here leaves their values as they are
 
+LOGPS = "_get_per_token_logps_and_entropies"
+"""TRL's method with the forwards that score completions."""
+
 ENDS = [1, 2, 3, 4, 5]
 """Tokens that end a completion: so many that completions are ragged."""
 
@@ -56,7 +59,7 @@ def without_groups(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "num_generations"} | {"beta": 0.5}
 
 
-def watch_forwards(completions: list[list[int]], scores: str = "_get_per_token_logps_and_entropies"):
+def watch_forwards(completions: list[list[int]], scores: str = LOGPS):
     """Watch the forwards by which the policy `scores` completions, and all completions that are generated."""
 
     def watch(trainer: Any, batches: list) -> None:

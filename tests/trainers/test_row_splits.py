@@ -16,7 +16,7 @@ from kit.observe import entered_tokens
 import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.data import image_rows
-from trl_padfix.trainers.data.batch_parts import chunk_batches, scored_tokens
+from trl_padfix.trainers.data.batch_parts import scored_tokens
 from trl_padfix.trainers.data.image_rows import find_images
 
 
@@ -71,10 +71,8 @@ def test_columns_of_padding_are_left_out_and_those_that_are_scored_are_not(side)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     def widths(batch):
-        split = RowSplitter(9, sharing=False).split(ids, mask, scored=scored_tokens(batch))
-        return sorted(
-            chunk["labels"].shape[1] for chunk in chunk_batches(batch, split, 1, None, len(batch["input_ids"]))
-        )
+        parts = RowSplitter(9, sharing=False).split(ids, mask, scored=scored_tokens(batch))
+        return sorted(part["labels"].shape[1] for part in parts.of(batch))
 
     # On the left one column of padding stays: it predicts the first token, if that has a label.
     assert widths(batch) == [7 if side == "left" else 6, 9]

@@ -198,10 +198,11 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
 @pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
 def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
     accelerator = SimpleNamespace(native_amp=False, mixed_precision="no", device=torch.device("cuda"))
-    trainer, before = SimpleNamespace(accelerator=accelerator, model=build_model()), torch.backends.fp32_precision
+    trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False, is_deepspeed_enabled=False)
+    model, before = build_model(), torch.backends.fp32_precision
     try:
         torch.backends.fp32_precision = setting  # as `tf32=True` does
-        assert step_parity.precision_of(trainer) == dtype
+        assert step_parity.precision_in(trainer, model) == dtype
     finally:
         torch.backends.fp32_precision = before
 

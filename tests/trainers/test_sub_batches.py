@@ -266,7 +266,7 @@ def test_arguments_without_a_row_for_each_row_are_not_cut():
     call |= {"logits_to_keep": columns, "cache_position": columns}
     batch = SubBatches(partial(RowSplitter, 8, sharing=False))._split(ids, mask)
     assert len(batch.inputs) == 2
-    for rows, of_rows in zip(batch.split.rows, batch.calls(call, None), strict=True):
+    for rows, of_rows in zip(batch.parts.rows, batch.calls(call), strict=True):
         assert torch.equal(of_rows["labels"], ids[rows])
         assert torch.equal(of_rows["position_ids"], axes[:, rows])
         assert of_rows["logits_to_keep"] is of_rows["cache_position"] is columns

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -36,10 +37,7 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "at
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
 
-WORDS = {
-    "prefix_sharing": ["auto", *BOOLEANS],
-    "tiny_model": ["tiny", "small"],
-}
+WORDS = {"prefix_sharing": ["auto", "true", "false"], "tiny_model": ["tiny", "small"]}
 """Words that our fields take."""
 
 NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
@@ -76,7 +74,7 @@ def read_given(args: Sequence[str]) -> Given:
             flag, has_value, value = word.partition("=")
             following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
             name, words = name_of(flag), following or ["true"]
-            given.values[name] = words if name == "reward_funcs" else words[0]
+            given.values[name] = words if name in ("reward_funcs", "loss_type") else words[0]
             given.bare.update([] if following else [name])
             given.places[name] = flag
     return given
@@ -114,7 +112,7 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if no_value := next((name for name in given.bare if fields.get(name) in ({"str"}, {"str | None"})), None):
         raise ValueError(f"{given.places[no_value]} needs a value after it.")
     _check_numbers(given, fields)
-    _check_choices(given, fields)
+    _check_choices(method, given, fields)
     if "reward_funcs" in fields:
         _check_rewards(method, given)
     values = {_whole(name, fields): value for name, value in given.values.items()}
@@ -140,8 +138,7 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
     others = {*METHODS} - {method}
-    installed = map(find_spec, ("trl", "transformers", "accelerate"))
-    folder, transformers, accelerate = (Path(spec.origin).parent for spec in installed if spec and spec.origin)
+    folder, transformers, accelerate = map(_folder, ("trl", "transformers", "accelerate"))
     ours = Path(__file__).parents[1]
     files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
     files = [file for file in files if file.stem.removesuffix("_config") not in others]
@@ -149,8 +146,7 @@ def declared_fields(method: str) -> dict[str, set[str]]:
     files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
     files += [ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
     fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
-    trees = (ast.parse(file.read_text("utf-8")) for file in files if file.is_file())
-    for node in (node for tree in trees for node in ast.walk(tree)):
+    for node in (node for file in files for node in ast.walk(_tree(file))):
         if isinstance(node, ast.ClassDef):
             for part in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
                 fields.setdefault(ast.unparse(part.target), set()).add(ast.unparse(part.annotation))
@@ -205,35 +201,34 @@ def _check_numbers(given: Given, fields: dict[str, set[str]]) -> None:
             raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.{null}")
 
 
-def _check_choices(given: Given, fields: dict[str, set[str]]) -> None:
-    """Raise a `ValueError` for a word that a field, or the enumeration of its type, does not have."""
-    spec = find_spec("transformers")
-    folder = Path(spec.origin).parent if spec and spec.origin else Path()
-    attention = r"(ref_|teacher_)?attn_implementation"
-    for name in (n for n, v in given.values.items() if re.fullmatch(attention, n) and re.fullmatch(r"\w+", str(v))):
-        known = _keys_of(folder / "modeling_utils.py", "_global_mapping")  # others are kernels of the Hub, or mappings
-        words = ["auto", "eager", *sorted(known)]
-        if known and given.values[name] not in (*words, None):
-            raise _invalid_choice(given, name, words)
-    trees = (ast.parse((folder / file).read_text("utf-8")) for file in ("trainer_utils.py", "training_args.py"))
-    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
+def _check_choices(method: str, given: Given, fields: dict[str, set[str]]) -> None:
+    """Raise a `ValueError` for a word that a field does not take, as far as the source says which words it takes."""
     for name, value in given.values.items():
-        if (words := WORDS.get(name)) and isinstance(value, str) and value.lower() not in words:
-            shown = [word for word in words if word not in BOOLEANS] + ["true", "false"] * (BOOLEANS[0] in words)
-            raise _invalid_choice(given, name, shown)
         kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
-        enumeration = next((cls for kind, cls in classes.items() if kind in kinds and _is_enumeration(cls)), None)
-        if enumeration is None or not isinstance(value, str):
-            continue
-        members = [part.value for part in enumeration.body if isinstance(part, ast.Assign)]
-        words = [member.value for member in members if isinstance(member, ast.Constant)]
-        if len(words) == len(members) and value not in words:
-            raise _invalid_choice(given, name, words)
+        words = _words_of(method, name, kinds)
+        for word in value if isinstance(value, list) else [value]:
+            if not isinstance(word, str) or word in words or not words:
+                continue
+            is_flag = "true" in words and word.lower() in ("auto", *BOOLEANS)
+            if not (is_flag or ("attn" in name and re.search(r"\W", word))):  # kernels of the Hub, mappings
+                choices = ", ".join(words)
+                raise ValueError(f"{given.places[name]}: invalid choice: {word!r} (choose from {choices}).")
 
 
-def _invalid_choice(given: Given, name: str, words: list[str]) -> ValueError:
-    value = given.values[name]
-    return ValueError(f"{given.places[name]}: invalid choice: {value!r} (choose from {', '.join(words)}).")
+def _words_of(method: str, name: str, kinds: set[str]) -> list[str]:
+    """The words that a field takes, whose declared types are `kinds`; an empty list if the source does not say."""
+    if name in WORDS:
+        return WORDS[name]
+    transformers, trl = _folder("transformers"), _folder("trl")
+    if re.fullmatch("(ref_|teacher_)?attn_implementation", name):
+        known = _keys_of(transformers / "modeling_utils.py", "_global_mapping")
+        return ["auto", "eager", *sorted(known)] if known else []
+    if name == "loss_type":
+        return sorted(_compared_with(trl / f"trainer/{method}_trainer.py", name))
+    files = (transformers / "trainer_utils.py", transformers / "training_args.py")
+    classes = (node for file in files for node in _tree(file).body if isinstance(node, ast.ClassDef))
+    found = (cls for cls in classes if cls.name in kinds and "ExplicitEnum" in map(ast.unparse, cls.bases))
+    return [word for cls in found for word in _strings(x.value for x in cls.body if isinstance(x, ast.Assign))]
 
 
 def _check_rewards(method: str, given: Given) -> None:
@@ -241,9 +236,7 @@ def _check_rewards(method: str, given: Given) -> None:
     names = given.values.get("reward_funcs") or []
     if not names and not given.values.get("reward_model_name_or_path"):
         raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
-    spec = find_spec("trl")
-    script = Path(spec.origin).parent / f"scripts/{method}.py" if spec and spec.origin else Path()
-    known = _keys_of(script, "reward_funcs_registry")
+    known = _keys_of(_folder("trl") / f"scripts/{method}.py", "reward_funcs_registry")
     for name in names if known and isinstance(names, list) else ():
         package, dot, _ = str(name).partition(".")
         if not dot and name not in known:
@@ -256,34 +249,44 @@ def _check_rewards(method: str, given: Given) -> None:
             raise ValueError(f"{place}: {name!r}: there is no module {package!r} here or installed.")
 
 
+def _folder(package: str) -> Path:
+    """The folder of an installed package."""
+    spec = find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text("utf-8") if file.is_file() else "")
+
+
+def _strings(nodes: Iterable[ast.AST | None]) -> list[str]:
+    values = (node.value for node in nodes if isinstance(node, ast.Constant))
+    return [*dict.fromkeys(value for value in values if isinstance(value, str))]
+
+
 def _keys_of(file: Path, variable: str) -> list[str]:
     """The keys of the dictionary that a Python file assigns to a variable."""
-    assigned = (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Assign))
+    assigned = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Assign))
     keys = (n.value.keys for n in assigned if ast.unparse(n.targets[0]) == variable and isinstance(n.value, ast.Dict))
-    return [key.value for key in next(keys, []) if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+    return _strings(next(keys, []))
 
 
-def _is_enumeration(cls: ast.ClassDef) -> bool:
-    return any(ast.unparse(base) == "ExplicitEnum" for base in cls.bases)
+def _compared_with(file: Path, variable: str) -> list[str]:
+    """The strings that a Python file compares with variables or attributes of this name."""
+    compared = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Compare))
+    others = (n.comparators[0] for n in compared if ast.unparse(n.left).rpartition(".")[2] == variable)
+    return _strings(node for other in others for node in ast.walk(other))
 
 
-def _is_out_of_reach(name: str, kind: str) -> bool:
-    """Whether the Hub is offline, and a name is neither a path nor in one of its caches."""
-    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE
+def _is_out_of_reach(name: str) -> bool:
+    """Whether the Hub is offline, and a model is neither a folder nor in its cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub.file_download import repo_folder_name
 
     if not HF_HUB_OFFLINE or Path(name).expanduser().exists():
         return False
-    tables = os.environ.get("HF_DATASETS_CACHE", os.path.join(HF_HOME, "datasets"))
-    folders = [HF_HUB_CACHE, os.environ.get("TRANSFORMERS_CACHE", HF_HUB_CACHE), tables]
-    if (spec := find_spec("datasets")) and spec.origin:  # `load_dataset` also takes the name of a format
-        folders.append(os.path.join(os.path.dirname(spec.origin), "packaged_modules"))
-    found = {path.name.removeprefix(f"{kind}s--") for folder in folders for path in Path(folder).glob("*")}
-    # Caches write `/` as `--` or `___`, and `datasets` changes capitals.
-    return _letters(name) not in map(_letters, found)
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"\W|_", "", name).lower()
+    return not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists()
 
 
 def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | None:
@@ -299,11 +302,10 @@ def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | 
                 f"{place}: there is no file or folder {name!r} here ({Path.cwd()}). Correct the path, or first run "
                 "what writes it."
             )
-        kind = "dataset" if field == "dataset_name" else "model"
         moved = {"env", "model_init_kwargs"} & {*given}  # they may set another cache
-        if name and not moved and _is_out_of_reach(name, kind):
+        if name and field != "dataset_name" and not moved and _is_out_of_reach(name):
             raise ValueError(
-                f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no {kind} of this name in the cache "
+                f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no model of this name in the cache "
                 "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
             )
     model = Path(given.get("model_name_or_path") or "nowhere")

@@ -88,7 +88,7 @@ class MessagesTask(_SelfPreparedTask):
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
-        if not getattr(config, "use_teacher_server", False):
+        if not vars(config).get("use_teacher_server"):
             require_teacher(init_kwargs)
 
 

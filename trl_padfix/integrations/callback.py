@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from ..core.call.batch_cache import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.model.find import find_decoder, find_pretrained
+from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import remove_padding
 from ..core.switch import is_off
@@ -36,7 +37,7 @@ from ..trainers.parts.packing import attach_to_models
 from ..trainers.parts.parity import compare, first_call, print_reports
 from ..trainers.parts.part import entered
 from ..trainers.parts.saved_state import saved_state, without_noise
-from ..trainers.parts.step_parity import dtype_of_weights, has_padding, limits_of, other_padding
+from ..trainers.parts.step_parity import has_padding, other_padding, without_packing
 from ..trainers.settings import prefix_sharing_with_neftune
 from ..trainers.temporary_attributes import set_until_closed
 
@@ -89,21 +90,10 @@ class _Accelerator(AcceleratorState):
         return self.mixed_precision == "bf16" or (self.mixed_precision == "fp16" and self.device.type != "cpu")
 
 
-@dataclass
-class _Policy:
+def _policy_alone(model: Any, args: TrainingArguments) -> SimpleNamespace:
     """Stands for the trainer if none was attached: the model and the arguments that transformers passes."""
-
-    model: Any
-    args: TrainingArguments
-    is_fsdp_enabled = is_deepspeed_enabled = False
-
-    @property
-    def model_wrapped(self) -> Any:
-        return self.model
-
-    @property
-    def accelerator(self) -> _Accelerator:
-        return _Accelerator()
+    not_sharded = {"is_fsdp_enabled": False, "is_deepspeed_enabled": False}
+    return SimpleNamespace(model=model, model_wrapped=model, args=args, accelerator=_Accelerator(), **not_sharded)
 
 
 class PaddingRemovalCallback(TrainerCallback):
@@ -171,7 +161,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._given: Trainer | None = None
-        self._trainer: Any = None  # the running one: as given, or a `_Policy`
+        self._trainer: Any = None  # the running one: as given, or the `_policy_alone`
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
         self._first_call: dict[str, torch.Tensor] | None = None  # `None`: no parity check, or it is done
@@ -201,7 +191,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self._begin(trainer)
 
     def _begin(self, trainer: Any) -> None:
-        """Attach to the models of a trainer or `_Policy`."""
+        """Attach to the models of a trainer, or of a stand-in."""
         self.remove()
         if splitting_parallelism(trainer.accelerator, "cp_size"):
             raise PaddingRemovalError(
@@ -267,13 +257,9 @@ class PaddingRemovalCallback(TrainerCallback):
 
     def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
         """Whether the padded loss of a batch changes with embeddings and logits at padding."""
-        pretrained, losses = find_pretrained(trainer.model), []
-        embedding, head = pretrained.get_input_embeddings(), pretrained.get_output_embeddings()
+        head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
         for batches in ([], [inputs]):
-            with ExitStack() as stack:
-                for handle in self.handles:
-                    stack.enter_context(handle.disabled())
-                stack.enter_context(embedding.register_forward_hook(partial(other_padding, batches)))
+            with without_packing(self.handles, partial(other_padding, batches)), ExitStack() as stack:
                 if batches and head is not None:
                     stack.enter_context(
                         head.register_forward_hook(partial(_other_at_padding, inputs["attention_mask"]))
@@ -283,7 +269,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 stack.enter_context(torch.no_grad())
                 # A copy, because a loss may take entries out of its batch.
                 losses.append(float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))))
-        return abs(losses[0] - losses[1]) > limits_of(dtype_of_weights(trainer))[0] * max(abs(losses[0]), 1.0)
+        return abs(losses[0] - losses[1]) > Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(losses[0]), 1.0)
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""
@@ -300,7 +286,7 @@ class PaddingRemovalCallback(TrainerCallback):
             self.remove()
         if self._given is None:
             _refuse_sharded()
-            self._begin(_Policy(model, args))
+            self._begin(_policy_alone(model, args))
             logger.warning(NOT_COVERED)
             return
         trainer = self._given
@@ -457,9 +443,8 @@ def _refuse_taken_over(trainer: Trainer) -> None:
         wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
         if module._compiled_call_impl is not None or trainer.args.torch_compile:
             wrapper = COMPILER
-        if wrapper is None:
-            continue
-        raise _taken_over(wrapper, type(module).__name__)
+        if wrapper is not None:
+            raise _taken_over(wrapper, type(module).__name__)
 
 
 def _refuse_sharded() -> None:

@@ -70,11 +70,8 @@ def _engine(engine_class: type[Any], strategy: str) -> type[Any]:
 
         def _build_fsdp_module(self, module: Any) -> Any:
             """Attach before FSDP wraps the model."""
-            if _is_named_by(self.model_config):
-                self._attach(module)
-            return super()._build_fsdp_module(module)
-
-        def _attach(self, module: Any) -> None:
+            if not _is_named_by(self.model_config):
+                return super()._build_fsdp_module(module)
             if self.use_remove_padding:
                 raise PaddingRemovalError(
                     f"`external_lib={__name__}` removes padding in the model, and with `use_remove_padding=true` verl "
@@ -87,6 +84,7 @@ def _engine(engine_class: type[Any], strategy: str) -> type[Any]:
                     f"trl_padfix removes padding from {type(handle.anatomy.pretrained).__name__} in verl's "
                     f"{engine_class.__name__} (prefix sharing: {handle.prefix_sharing})."
                 )
+            return super()._build_fsdp_module(module)
 
     return PaddingRemovalEngine
 

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 
-__all__ = [
-    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "VISION_CHAT_TEMPLATE", "build_llava", "build_qwen2",
-    "train_tokenizer",
-]  # fmt: skip
+__all__ = ["CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "train_tokenizer"]
 
-Model = TypeVar("Model")
-
-PATCH = 8
-"""Pixels of a patch of an image, along one side."""
-
-PAD, EOS, START, IMAGE = "<|pad|>", "<|end|>", "<|start|>", "<image>"
+PAD, EOS, START = "<|pad|>", "<|end|>", "<|start|>"
 
 UNKNOWN = "<|endoftext|>"
 """The token that `AutoTokenizer` adds to the tokenizer of any Qwen2; a model without it would lack an embedding."""
@@ -49,15 +40,6 @@ RESPONSE_TEMPLATE = {
 }
 """How transformers reads an answer back from its text: TRL's rollout worker needs it."""
 
-VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ message['content'] or '' }}",
-    "{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}" + IMAGE + "{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}",
-)
-"""Chat template for messages whose content is a list of texts and images."""
-
-
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": dict(layers=2, hidden_size=128, heads=4, kv_heads=2, intermediate_size=352, vocab_size=2048),
     "small": dict(layers=6, hidden_size=512, heads=8, kv_heads=2, intermediate_size=1408, vocab_size=8192),
@@ -65,6 +47,10 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": dict(layers=28, hidden_size=3584, heads=28, kv_heads=4, intermediate_size=18944, vocab_size=152064),
 }
 """Shapes of Qwen2: two for CPUs, and the shapes of Qwen2.5-0.5B and Qwen2.5-7B."""
+
+
+_FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
+"""Names in a shape, and the fields of transformers' configurations."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -105,63 +91,13 @@ def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: A
         **shape:
             One of [`SHAPES`], and other fields of [`~transformers.Qwen2Config`].
     """
-    config = Qwen2Config(**_fields(tokenizer, shape), tie_word_embeddings=True)
-    return _seeded(lambda: Qwen2ForCausalLM(config), seed)
-
-
-# Names in a shape -> fields of transformers' configurations.
-_FIELDS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads"}
-
-
-def _fields(tokenizer: PreTrainedTokenizerFast, shape: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration for a shape, with the vocabulary and the special tokens of a tokenizer."""
     tokens = dict(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,  # Qwen2 begins no text with a token
     )
-    return tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
-
-
-def _seeded(build: Callable[[], Model], seed: int) -> Model:
-    """Call `build` with this seed; the global generator keeps its state."""
+    fields = tokens | {_FIELDS.get(name, name): value for name, value in shape.items()}
     with torch.random.fork_rng(devices=[]):  # of the CPU only
         torch.manual_seed(seed)
-        return build()
-
-
-def build_llava(tokenizer: PreTrainedTokenizerFast, image_size: int = 32) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """
-    Build a randomly initialized LLaVA (CLIP and Qwen2) and its processor, for images of `image_size` pixels a side.
-
-    The image token is added to the tokenizer in place.
-    """
-    tokenizer.add_special_tokens({"extra_special_tokens": [IMAGE]})
-    size = {"height": image_size, "width": image_size}
-    processor = transformers.LlavaProcessor(
-        transformers.CLIPImageProcessorPil(size=size, crop_size=size),
-        tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="full",
-        chat_template=VISION_CHAT_TEMPLATE,
-        num_additional_image_tokens=1,  # CLIP's class token, which the strategy "full" keeps
-    )
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=image_size,
-        patch_size=PATCH,
-    )
-    text = Qwen2Config(**_fields(tokenizer, SHAPES["tiny"] | {"vocab_size": len(tokenizer)}))
-    config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_id=processor.image_token_id,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return _seeded(lambda: transformers.LlavaForConditionalGeneration(config), seed=0), processor
+        return Qwen2ForCausalLM(Qwen2Config(**fields, tie_word_embeddings=True))

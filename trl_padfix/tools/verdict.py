@@ -76,7 +76,7 @@ class Verdict:
         ]
 
 
-def advise(lengths: Lengths, *, trainer: str, batch_size: int, seed: int = 0) -> Verdict:
+def advise(lengths: Lengths, *, trainer: str, batch_size: int) -> Verdict:
     """
     Count the tokens of batches under every setting.
 
@@ -87,16 +87,12 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int, seed: int = 0) ->
             `"dpo"`, `"sft"` and so on.
         batch_size (`int`):
             Rows of a batch; with fewer rows, one batch of all rows is counted.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the random batches.
 
     Returns:
         [`Verdict`]
     """
     size = min(batch_size, len(lengths))
-    random, grouped, by_length = (
-        batch_tokens(lengths, size, order=order, seed=seed) for order in ("random", "prefix", "length")
-    )
+    random, grouped, by_length = (batch_tokens(lengths, size, order=order) for order in ("random", "prefix", "length"))
     return Verdict(
         batch_size=size,
         trainer=trainer,

@@ -60,7 +60,7 @@ class AttentionConfig:
         turn_off(self)
         self.attn_implementation = parse_implementation(attn_implementation)
         for name in (f.name for f in fields(self) if f.name.endswith("_attn_implementation")):
-            setattr(self, name, parse_implementation(getattr(self, name)))
+            setattr(self, name, parse_implementation(vars(self)[name]))
         super().__post_init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def turn_off(config: TrainingArguments) -> None:
     if is_off():
         # Before the checks of the configuration.
         for name, off in COMPUTED.items():
-            if hasattr(config, name):
+            if name in vars(config):
                 setattr(config, name, off)
 
 
@@ -227,7 +227,7 @@ def check_field_types(config: TrainingArguments) -> None:
         return
     ours = {f.name for f in fields(Settings)}
     for flag in (f for f in fields(config) if f.type in FLAG_TYPES and f.name in ours):
-        value = getattr(config, flag.name)
+        value = vars(config)[flag.name]
         if value not in (None, False, True):
             raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
 
@@ -244,7 +244,7 @@ def check_packing(settings: Settings) -> None:
     check_prefix_sharing(settings.prefix_sharing)
     check_multiple(multiple := settings.packed_multiple_of)
     for name, reason in NEEDS_PADDING_FREE.items():
-        value = getattr(settings, name)
+        value = vars(settings)[name]
         if value and not settings.padding_free:
             raise ValueError(f"`{name}={value}` needs `padding_free=True`: {reason}. Set both, or neither.")
     budget = settings.max_tokens_per_batch
@@ -289,7 +289,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
-    if getattr(config, "packing", False) and config.packing_strategy != "wrapped":
+    if vars(config).get("packing") and config.packing_strategy != "wrapped":
         raise ValueError(
             "`packing=True` joins the rows of a batch, which `max_tokens_per_batch` cannot split. Lower "
             "`per_device_train_batch_size` and raise `gradient_accumulation_steps` instead: the step is the same."
@@ -300,7 +300,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
             "`max_tokens_per_batch` changes the batches. Leave one of them out."
         )
     for name in ("max_completion_length", "max_new_tokens"):
-        longest = getattr(config, name, None)
+        longest = vars(config).get(name)
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
@@ -320,13 +320,14 @@ def check_grouping(settings: Settings, config: TrainingArguments) -> None:
             "`group_by_prefix=True` needs `prefix_sharing=True` or 'auto': without it each row still computes its "
             "prefix, even next to rows that share it. Set both, or neither."
         )
-    if getattr(config, "packing", False):
+    given = vars(config)
+    if given.get("packing"):
         raise ValueError(
             "`packing=True` joins rows before they are sampled, and joined rows share no prefix. "
             "Set one of `packing` and `group_by_prefix`."
         )
-    strategy = getattr(config, "train_sampling_strategy", "random")
-    strategy = "group_by_length" if getattr(config, "group_by_length", False) is True else strategy
+    strategy = given.get("train_sampling_strategy", "random")
+    strategy = "group_by_length" if given.get("group_by_length") is True else strategy
     if strategy not in ("random", "sequential"):
         raise ValueError(
             f"`group_by_prefix=True` and `{strategy}` both choose which rows meet in a step: by prefix and by length. "

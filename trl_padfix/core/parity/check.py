@@ -10,6 +10,7 @@ its mask differently or has a wrong backward.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,13 +27,13 @@ from ..model.sharded import differentiates_in_parts, reset_gather_order, reshard
 from ..remove import attachment_of, remove_padding
 from .forwards import Forwards, Outcome, Scores
 from .gradients import relative_difference
-from .limits import WIDEST_SCORE, gradient_limit, score_limits
+from .limits import WIDEST_SCORE, Limits, precision_of
 from .report import Distance, ParityReport
 from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest
 from .scores import logits_of, scores_of, select_columns
 
 
-__all__ = ["check_longest_row", "check_parity", "multiplied_in"]
+__all__ = ["check_longest_row", "check_parity"]
 
 LONG_ROW_TOKENS = 4096
 """With context parallelism, tokens of the longest row that are compared with a forward on one process."""
@@ -58,7 +59,7 @@ def check_parity(
     A batch with images of a multimodal model cannot be cut into snippets. All its rows run through the model twice,
     and the scores of up to `MAX_COLUMNS` columns are compared.
 
-    In float64 and float32 the limit of the differences follows from the size of the model ([`score_limits`]). In half
+    In float64 and float32 the limit of the differences follows from the size of the model ([`Limits`]). In half
     precision (also under autocast, and in TF32) the same rows run through the padded model once more, with another
     attention function (`eager` for `sdpa`). Packed and padded may differ by 3 times the difference of these two padded
     forwards. A fixed limit would fail: rounding depends on depth and weights, so it would accept a token that sees
@@ -117,7 +118,7 @@ def check_parity(
     """
     with _comparing(model, batch, prepare, bool(prefix_sharing)) as (model, sample, handle):
         handle.accept_hooks()
-        dtype = dtype or _precision(handle.decoder, sample.ids.device)
+        dtype = dtype or precision_of(handle.decoder, sample.ids.device)
         forwards = Forwards(model, sample, handle, dtype)
         outcome = forwards.compute(gradients)
         reset_gather_order(handle.anatomy.pretrained, sample.ids)
@@ -142,11 +143,11 @@ def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityRep
     with without_hooks(model), _comparing(model, batch, prepare_longest) as (called, sample, handle):
         packed, alone = Forwards(called, sample, handle, report.dtype).packed_and_alone()
         difference = (packed - alone).abs()
-        limits = report.mean_tolerance, report.maximum_tolerance
+        mean, maximum = report.mean_tolerance, report.maximum_tolerance
         if report.dtype in WIDEST_SCORE:
             unmeasured = torch.zeros_like(difference)
-            limits = score_limits(report.dtype, unmeasured, size=0, terms=0, depth=0, widest=True)
-        return Distance(difference.mean().item(), difference.max().item(), *limits)
+            mean, _, maximum = Limits.of_scores(report.dtype, unmeasured, 0.0, size=1, terms=math.inf, depth=1)
+        return Distance(difference.mean().item(), difference.max().item(), mean, maximum)
 
 
 @contextlib.contextmanager
@@ -232,15 +233,15 @@ def _distance(scores: Scores, reference: Scores, others: list[Scores], forwards:
         difference = torch.cat([difference, scores.long_row])
     handle, dtype = forwards.handle, forwards.dtype
     longest_sum = max((weight.shape[-1] for weight in handle.decoder.parameters() if weight.dim() > 1), default=1)
-    sums: Any = {"terms": longest_sum, "depth": 8 * len(handle.mixers.mixers), "widest": widest}
-    limits = score_limits(dtype, rounding, size=forwards.size, **sums)
-    gradient, limit = None, None
+    gradient, rounded = None, 0.0
     gradients = [other.gradient for other in others if other.gradient is not None]
     if scores.gradient is not None and reference.gradient is not None and gradients:
         gradient = relative_difference(scores.gradient, reference.gradient)
         rounded = max(relative_difference(other, reference.gradient) for other in gradients)
-        limit = gradient_limit(dtype, rounded, **sums)
-    return Distance(difference.mean().item(), difference.max().item(), *limits, gradient, limit)
+    terms, depth = math.inf if widest else longest_sum, 8 * len(handle.mixers.mixers)
+    limits = Limits.of_scores(dtype, rounding, rounded, size=forwards.size, terms=terms, depth=depth)
+    limit = None if gradient is None else limits.gradient
+    return Distance(difference.mean().item(), difference.max().item(), limits.mean, limits.maximum, gradient, limit)
 
 
 def _differences(scores: Scores, reference: Scores) -> torch.Tensor:
@@ -267,25 +268,3 @@ def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRe
         return (distributed - scores()).abs()
     finally:
         handle.context_parallel = group
-
-
-def _precision(decoder: nn.Module, device: torch.device) -> torch.dtype:
-    """The precision of a forward: autocast dtype, else the dtype of the weights; float16 for TF32."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return multiplied_in(next((p.dtype for p in decoder.parameters() if p.is_floating_point()), torch.float32), device)
-
-
-def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The precision of products of `dtype` on `device`: float16 for TF32, since both have 10 bits of mantissa."""
-    in_tf32 = device.type == "cuda" and dtype == torch.float32 and multiplies_in_tf32()
-    return torch.float16 if in_tf32 else dtype
-
-
-def multiplies_in_tf32() -> bool:
-    """Whether GPUs multiply float32 matrices in TF32."""
-    matmul = torch.backends.cuda.matmul
-    # torch 2.9 has two settings. Reading the older one raises an error if the newer one was set, which transformers
-    # does for `tf32=True`.
-    precision = getattr(matmul, "fp32_precision", None)
-    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

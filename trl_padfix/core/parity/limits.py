@@ -1,13 +1,22 @@
-"""Limits of the parity check: how far rounding alone can move two computations of the same numbers apart."""
+"""
+Limits of the parity checks: how far rounding alone can move two computations of the same numbers apart.
+
+The same kernels on the same shapes round equally: between such computations only the dtype of the weights counts.
+Others round differently: their limit is derived from the size of the model, or it is measured, with two computations
+that are right.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 
-__all__ = ["DEVIATIONS", "TIMES_ROUNDING", "gradient_limit", "score_limits", "tolerance"]
+__all__ = ["DEVIATIONS", "TIMES_ROUNDING", "Limits", "lowest_dtype", "precision_of", "tolerance"]
 
 DEVIATIONS = 8
 """Standard deviations of one computation. Both round, so 8 are 5.7 deviations of their difference: one in 10**8
@@ -22,8 +31,14 @@ WIDEST_SCORE = {torch.float64: 1e-7, torch.float32: 1e-3}
 WIDEST_GRADIENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """The same for a gradient, relative to its norm."""
 
+STEP = (2e-5, 1e-4)
+"""Relative differences of the loss and the gradient of a step that pass unmeasured, in float32 and float64."""
 
-def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
+HALF_STEP = (0.25, 2.0)
+"""The same in half precision, in units of the dtype's epsilon."""
+
+
+def tolerance(size: float, *, terms: float, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """
     The largest difference that rounding explains between two computations of one number.
 
@@ -37,7 +52,7 @@ def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = t
         size (`float`):
             The largest magnitude that is summed: of the compared values, or of the values that they are differences of
             (logits, for log-probabilities).
-        terms (`int`):
+        terms (`float`):
             Length of the longest sum: hidden size, vocabulary, keys of a query, tokens of a mean.
         depth (`int`, *optional*, defaults to 1):
             Sums in sequence: about eight in a layer forward, twice as many with its backward, times steps.
@@ -55,45 +70,85 @@ def tolerance(size: float, *, terms: int, depth: int = 1, dtype: torch.dtype = t
     return DEVIATIONS * torch.finfo(dtype).eps / 2 * size * math.sqrt(terms * depth)
 
 
-def score_limits(
-    dtype: torch.dtype, rounding: torch.Tensor, *, size: float, terms: int, depth: int, widest: bool = False
-) -> tuple[float, float]:
-    """
-    Largest allowed mean difference and largest allowed single difference of scores.
+class Limits(NamedTuple):
+    """The largest differences: of a mean (a loss), of a gradient relative to its norm, and of one score."""
 
-    `rounding`, `(n,)`, are the differences of two computations that are right, or zeros where none is measured:
-    The limits are [`TIMES_ROUNDING`] times their mean and twice [`TIMES_ROUNDING`] times their maximum, with a floor:
+    mean: float
+    gradient: float
+    maximum: float = math.inf
 
-    - In float64 and float32 [`tolerance`] of float32, in which layers of any dtype compute norms and angles, and at
-      most [`WIDEST_SCORE`]. Recurrent layers amplify rounding beyond it; where that cannot be measured the floor is
-      the `widest`.
-    - In half precision sums are kept in float32, results are stored in half, and the errors of stored states depend on
-      depth and weights: they are measured. A shallow model may round equally in both computations. So the floor is one
-      rounding at storage (`terms=1`): of a log-probability of 4 (a token of 2 percent) for the largest difference, and
-      one standard deviation at size 1 for the mean.
+    def allow(self, mean: float, gradient: float) -> bool:
+        """Whether these differences are within the limits; a NaN never is."""
+        return mean <= self.mean and gradient <= self.gradient
 
-    The mean of many differences is one standard deviation, the largest is [`DEVIATIONS`] of them. For few scores both
-    are estimates, so the limit of the mean is wider: twice for 8 scores, by 5 percent for 160.
-    """
-    few = 1 + DEVIATIONS / max(len(rounding), 1)
-    if dtype in WIDEST_SCORE:
-        derived = math.inf if widest else tolerance(size, terms=terms, depth=depth)
-        largest_floor = min(derived, WIDEST_SCORE[dtype])
-        mean_floor = min(few * largest_floor / DEVIATIONS, WIDEST_SCORE[dtype] / 10)
-    else:
-        largest_floor, mean_floor = tolerance(4, terms=1, dtype=dtype), tolerance(1, terms=1, dtype=dtype) / DEVIATIONS
-    times = TIMES_ROUNDING * few
-    return max(times * rounding.mean().item(), mean_floor), max(2 * times * rounding.max().item(), largest_floor)
+    @classmethod
+    def of_scores(
+        cls, dtype: torch.dtype, rounding: torch.Tensor, of_gradient: float, *, size: float, terms: float, depth: int
+    ) -> Limits:
+        """
+        The limits of differences of scores and of their gradient.
+
+        `rounding`, `(n,)`, are the differences of the scores of two computations that are right, or zeros where none
+        is measured, and `of_gradient` is the difference of their gradients. The limits are [`TIMES_ROUNDING`] times
+        the mean and the gradient, and twice [`TIMES_ROUNDING`] times the largest, with a floor:
+
+        - In float64 and float32 [`tolerance`] of float32, in which layers of any dtype compute norms and angles, and
+          at most [`WIDEST_SCORE`]. Recurrent layers amplify rounding beyond it; where that cannot be measured, `terms`
+          is infinite, and the floor the widest. For gradients, of size 1, the depth is twice as much.
+        - In half precision sums are kept in float32, results are stored in half, and the errors of stored states
+          depend on depth and weights: they are measured. A shallow model may round equally in both computations. So
+          the floor is one rounding at storage (`terms=1`): of a log-probability of 4 (a token of 2 percent) for the
+          largest difference, and one standard deviation at size 1 for the mean.
+
+        The mean of many differences is one standard deviation, the largest is [`DEVIATIONS`] of them. For few scores
+        both are estimates, so the limit of the mean is wider: twice for 8 scores, by 5 percent for 160.
+        """
+        few = 1 + DEVIATIONS / max(len(rounding), 1)
+        gradient = tolerance(1, terms=1, dtype=dtype)
+        if dtype in WIDEST_SCORE:
+            maximum = min(WIDEST_SCORE[dtype], tolerance(size, terms=terms, depth=depth))
+            mean = min(few * maximum / DEVIATIONS, WIDEST_SCORE[dtype] / 10)
+            gradient = min(WIDEST_GRADIENT[dtype], tolerance(1, terms=terms, depth=2 * depth))
+        else:
+            maximum, mean = tolerance(4, terms=1, dtype=dtype), tolerance(1, terms=1, dtype=dtype) / DEVIATIONS
+        times = TIMES_ROUNDING * few
+        return cls(
+            max(times * rounding.mean().item(), mean),
+            max(TIMES_ROUNDING * of_gradient, gradient),
+            max(2 * times * rounding.max().item(), maximum),
+        )
+
+    @classmethod
+    def of_step(cls, dtype: torch.dtype, rounding: Iterable[tuple[float, float]] = ()) -> Limits:
+        """
+        The limits of relative differences of the loss and the gradient of a step.
+
+        They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right.
+        """
+        eps = torch.finfo(dtype).eps
+        fixed = STEP if dtype.itemsize > 2 else [times * eps for times in HALF_STEP]
+        measured = ([TIMES_ROUNDING * x for x in differences] for differences in rounding)
+        return cls(*map(max, zip(fixed, *measured, strict=True)))
 
 
-def gradient_limit(dtype: torch.dtype, rounding: float, *, terms: int, depth: int, widest: bool = False) -> float:
-    """
-    Largest allowed difference of a gradient, relative to its norm.
+def lowest_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of lowest precision among the weights of a module; quantized ones have none."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
-    As [`score_limits`], of size 1: [`tolerance`] with twice the depth, for the backward, or one rounding at storage.
-    """
-    floor = tolerance(1, terms=1, dtype=dtype)
-    if dtype in WIDEST_GRADIENT:
-        derived = math.inf if widest else tolerance(1, terms=terms, depth=2 * depth)
-        floor = min(derived, WIDEST_GRADIENT[dtype])
-    return max(TIMES_ROUNDING * rounding, floor)
+
+def precision_of(module: nn.Module, device: torch.device) -> torch.dtype:
+    """The precision of a forward: autocast dtype, else dtype of the weights; float16 for TF32, which rounds alike."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    dtype = lowest_dtype(module)
+    return torch.float16 if device.type == "cuda" and dtype == torch.float32 and multiplies_in_tf32() else dtype
+
+
+def multiplies_in_tf32() -> bool:
+    """Whether GPUs multiply float32 matrices in TF32."""
+    matmul = torch.backends.cuda.matmul
+    # torch 2.9 has two settings. Reading the older one raises an error if the newer one was set, which transformers
+    # does for `tf32=True`.
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

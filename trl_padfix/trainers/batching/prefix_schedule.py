@@ -249,8 +249,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     functions = filter(None, (m.get("_gradient_checkpointing_func") for m in checkpointed))
     is_reentrant = [not isinstance(f, partial) or f.keywords.get("use_reentrant", True) for f in functions]
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name, and the older one
-        if (is_on := getattr(args, name, None)) is not None:
-            is_reentrant.append(is_on and (getattr(args, f"{name}_kwargs", None) or {}).get("use_reentrant"))
+        if (is_on := vars(args).get(name)) is not None:
+            is_reentrant.append(is_on and (vars(args).get(f"{name}_kwargs") or {}).get("use_reentrant"))
             break
     if any(is_reentrant):
         return "reentrant gradient checkpointing keeps no graph of keys and values (set `use_reentrant=False`)"

@@ -180,7 +180,7 @@ class RowOrder(Part):
     def costs(self, rows: Dataset) -> RowCosts:
         """Token costs of rows."""
         args, task = self.trainer.args, self.trainer.padding.task
-        mode = getattr(args, "truncation_mode", None) or "keep_start"
+        mode = vars(args).get("truncation_mode") or "keep_start"
         return dataset_costs(rows, task.sequences, args.max_length, mode, bool(self.settings.prefix_sharing))
 
 

@@ -1,14 +1,14 @@
 """
 The rows of a batch, split within a token budget.
 
-The ids and masks of a batch, copied to the host once, decide how it is split. [`RowSplitter`] finds the rows of each
-part, and [`chunk_batches`] its batch (`data/batch_parts.py`).
+The ids and masks of a batch, copied to the host once, decide how it is split. [`RowSplitter`] returns its [`Parts`]
+(`data/batch_parts.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from ...core.call.batch_cache import on_host
 from ...core.context import context
 from ...core.layout.flat_maps import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
-from ..data.batch_parts import SplitRows, scored_tokens, used_columns
-from ..data.image_rows import ImageCounts, are_cut_by_rows, has_pixels, split_images
+from ..data.batch_parts import Parts
+from ..data.image_rows import ImageCounts, has_pixels, split_images
 from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
 from .token_costs import RowCosts, batch_costs
 
@@ -69,20 +69,6 @@ class RowSplitter:
                 return False
         return not has_images or split_images(batch, count, images) is not None
 
-    def split_batch(
-        self,
-        batch: Mapping[str, Any],
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        rows_per_item: int,
-        images: ImageCounts | None,
-    ) -> SplitRows | None:
-        """[`RowSplitter.split`] of a batch with these ids and mask; `None` if its values cannot be cut by rows."""
-        scored = scored_tokens(batch)
-        if not (self.can_split(batch, len(ids), images) and are_cut_by_rows(batch, len(ids), rows_per_item)):
-            return None
-        return self.split(ids, mask, rows_per_item=rows_per_item, scored=scored, images=images)
-
     def split(
         self,
         ids: torch.Tensor,
@@ -91,7 +77,7 @@ class RowSplitter:
         rows_per_item: int = 1,
         scored: torch.Tensor | None = None,
         images: ImageCounts | None = None,
-    ) -> SplitRows:
+    ) -> Parts:
         """
         Split a batch by its values on the host.
 
@@ -117,15 +103,12 @@ class RowSplitter:
         if images is not None:
             # DDP reduces the gradients of the parameters that the last backward used, so parts with images come last.
             items.sort(key=lambda part: any(images["num_images"][item] for item in part))
-        count = len(ids) // rows_per_item
-        rows = [torch.tensor([item + k * count for k in range(rows_per_item) for item in part]) for part in items]
-        columns = [used_columns(is_needed[numbers]) for numbers in rows]
-        plan = None
-        if self.shares_across and has_ids and len(rows) > 1:
-            parts = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(rows, columns, strict=True)]
-            unmoved = plan_shared_prefixes(parts, self.budget, self.gather)
+        parts, plan = Parts.of_items(items, is_needed, rows_per_item, images), None
+        if self.shares_across and has_ids and len(items) > 1:
+            cut = [(host_ids[r][:, c], host_mask[r][:, c]) for r, c in zip(parts.rows, parts.columns, strict=True)]
+            unmoved = plan_shared_prefixes(cut, self.budget, self.gather)
             plan = unmoved and move_maps(unmoved, ids.device)  # in one copy
-        return SplitRows([numbers.to(ids.device) for numbers in rows], columns, plan)
+        return replace(parts, rows=[numbers.to(ids.device) for numbers in parts.rows], plan=plan)
 
     def pack(self, costs: RowCosts) -> list[list[int]]:
         """The items of each part."""

@@ -30,10 +30,11 @@ from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.find import find_decoder, find_multimodal
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
+from ..data.batch_parts import Parts
 from ..data.image_rows import ImageCounts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
 from .prefix_schedule import PrefixSchedule
-from .row_splits import RowSplitter, SplitRows
+from .row_splits import RowSplitter
 
 
 __all__ = ["SubBatches"]
@@ -49,19 +50,18 @@ _SUMS = {"num_correct_tokens", "entropy_sum", "num_valid_tokens"}
 
 
 @dataclass(frozen=True, eq=False)
-class _SplitBatch:
-    """Ids (or embeddings) and mask of a batch, its [`SplitRows`], and ids and mask of each sub-batch."""
+class _Batch:
+    """A batch in parts: its ids (or embeddings) and mask, and those of each sub-batch."""
 
     version: BatchVersion
-    split: SplitRows
+    parts: Parts
     inputs: list[tuple[torch.Tensor, torch.Tensor | None]]
 
-    def calls(self, call: dict[str, Any], images: ImageCounts | None) -> list[dict[str, Any]]:
+    def calls(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """The arguments of each sub-batch: its rows of values with one entry per row, and all other values."""
-        name, count = _name_of_tokens(call), len(_tokens(call))
-        calls = []
-        for rows, (tokens, mask) in zip(self.split.rows, self.inputs, strict=True):
-            of_rows = select_rows(call, rows, count, images)
+        name, parts, calls = _name_of_tokens(call), self.parts, []
+        for rows, (tokens, mask) in zip(parts.rows, self.inputs, strict=True):
+            of_rows = select_rows(call, rows, parts.count, parts.images)
             if (positions := call.get("position_ids")) is not None and positions.dim() == 3:
                 of_rows["position_ids"] = positions[:, rows]  # M-RoPE: `(3, B, L)`, also where `B` is 3
             # The same tensors, not copies: later forwards on them find the layout of the first one.
@@ -89,20 +89,20 @@ class SubBatches:
     images: ImageCounts | None = None
     keeps: bool = True
     checked_models: MutableSet[Any] = field(default_factory=WeakSet)
-    _batches: list[_SplitBatch] = field(default_factory=list, init=False)  # all that were split so far
+    _batches: list[_Batch] = field(default_factory=list, init=False)  # all that were split so far
 
     @cached_property
     def splitter(self) -> RowSplitter:
         return self.make_splitter()
 
-    def _split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _SplitBatch:
+    def _split(self, ids: torch.Tensor, mask: torch.Tensor | None) -> _Batch:
         """The sub-batches of a batch with these ids `(B, L)`, or embeddings `(B, L, H)`, and this mask."""
         for batch in self._batches:
             if batch.version.matches(ids, mask):
                 return batch
-        split = self.splitter.split(ids, mask, images=self.images)
-        inputs = [(ids[rows], None if mask is None else mask[rows]) for rows in split.rows]
-        batch = _SplitBatch(BatchVersion.of(ids, mask), split, inputs)
+        parts = self.splitter.split(ids, mask, images=self.images)
+        inputs = [(ids[rows], None if mask is None else mask[rows]) for rows in parts.rows]
+        batch = _Batch(BatchVersion.of(ids, mask), parts, inputs)
         self._batches += [batch] if self.keeps else []
         return batch
 
@@ -121,8 +121,8 @@ class SubBatches:
         if len(batch.inputs) == 1:
             return forward(**call)
         model_forward = _ModelForward(model, forward, _wants_router_logits(model, call))
-        calls = batch.calls(call, self.images)
-        layouts = model_forward.layouts(batch.split.plan, calls)
+        calls = batch.calls(call)
+        layouts = model_forward.layouts(batch.parts.plan, calls)
         # The backward pass begins with the last sub-batch, so its activations are kept and not recomputed.
         *recomputed, last = zip(calls, layouts, strict=True)
         if torch.is_grad_enabled():
@@ -134,7 +134,7 @@ class SubBatches:
             reason = "it returns a loss that is not a known function of its logits. Compute the loss from the logits"
             self.leave(model, call, reason)
             return forward(**call)
-        output = _concatenated(model, outputs, calls, torch.cat(batch.split.rows))
+        output = _concatenated(model, outputs, calls, torch.cat(batch.parts.rows))
         if outputs[0].get("aux_loss") is not None:
             masks = [sub_call.get("attention_mask") for sub_call in calls]
             if model not in self.checked_models:

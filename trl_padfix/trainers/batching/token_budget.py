@@ -12,7 +12,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -22,7 +22,6 @@ from transformers import Trainer
 
 from ...core.call.runner_patch import attach_runner_patch
 from ...core.context import within
-from ...core.layout.shared_prefixes import PrefixPlan
 from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
 from ..checks.arguments import rope_kind_beyond
@@ -33,8 +32,8 @@ from ..checks.user_code import (
     hook_beside_loss,
     module_hook_names,
 )
-from ..data.batch_parts import chunk_batches
-from ..data.image_rows import ImageCounts, find_images, has_pixels
+from ..data.batch_parts import Parts, scored_tokens
+from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
     is_sharded,
@@ -64,15 +63,6 @@ if TYPE_CHECKING:
 __all__ = ["TokenBudget"]
 
 logger = get_logger(__name__)
-
-
-class _Split(NamedTuple):
-    """Number of chunks of a batch, how it is cut into them, the plan of their shared prefixes, and its images."""
-
-    count: int
-    cut: Callable[[dict[str, Any]], list[dict[str, Any]]]
-    plan: PrefixPlan | None = None
-    images: ImageCounts | None = None
 
 
 class TokenBudget(Part):
@@ -115,7 +105,7 @@ class TokenBudget(Part):
                 "`max_tokens_per_batch` splits the batch of a process, and under tensor parallelism several processes "
                 "compute one batch. Leave one of them out."
             )
-        if kind := rope_kind_beyond(trainer.model, getattr(trainer.args, "max_length", None)):
+        if kind := rope_kind_beyond(trainer.model, vars(trainer.args).get("max_length")):
             raise ValueError(
                 f"The model's {kind!r} rotary embedding depends on the longest row of a forward, and "
                 "`max_tokens_per_batch` splits forwards. Leave the budget out, or lower `max_length`."
@@ -275,22 +265,22 @@ class TokenBudget(Part):
         num_items = call.get("num_items_in_batch")
         if call.get("return_outputs") or not self._is_sum_over_rows(inputs, num_items):
             return compute(inputs, *args, **kwargs)
-        split, has_others = self._split(inputs), trainer.accelerator.num_processes > 1
-        if has_others and max_over_processes(trainer, int(split is None)):  # all processes must agree
-            split = None
-        if split is None or (split.count == 1 and not has_others):
+        parts, has_others = self._parts_of(inputs), trainer.accelerator.num_processes > 1
+        if has_others and max_over_processes(trainer, int(parts is None)):  # all processes must agree
+            parts = None
+        if parts is None or (len(parts.rows) == 1 and not has_others):
             return compute(inputs, *args, **kwargs)
         # A single process reduces nothing. All threads share accelerate's state, and another one may run a step.
         is_alone = not (has_others or trainer.is_deepspeed_enabled)
-        runner = ChunkRunner(split.count, split.plan, with_head=self._shards)
+        runner = ChunkRunner(len(parts.rows), parts.plan, with_head=self._shards)
         metrics = ChunkMetrics(trainer)
         with (
-            task.around_chunks(inputs, self._sub_batches(split.images)) as inputs,
+            task.around_chunks(inputs, self._sub_batches(parts.images)) as inputs,
             temporarily_set(self, _chunks=runner),
             within(runner=runner),
         ):
             total: Any = 0.0
-            for i, chunk in enumerate(split.cut(inputs)):
+            for i, chunk in enumerate(parts.of(inputs)):
                 is_last = i == runner.count - 1
                 weight, items = task.chunk_weight(chunk, inputs, num_items), task.num_loss_items(chunk)
                 weighted = partial(_weighted, compute, weight, chunk, *args, **kwargs)
@@ -308,17 +298,16 @@ class TokenBudget(Part):
         metrics.log()
         return total
 
-    def _split(self, inputs: dict[str, Any]) -> _Split | None:
-        """How a batch is split into chunks; `None` if its values cannot be cut by rows."""
+    def _parts_of(self, inputs: dict[str, Any]) -> Parts | None:
+        """The parts of a batch; `None` if its values cannot be cut by rows."""
         task, (ids, mask) = self.trainer.padding.task, self._ids_and_mask(inputs)
         if mask is not None and mask.shape != ids.shape[:2]:  # a four-dimensional mask
             return None
-        images, per_item = find_images(inputs, ids, self._config), task.rows_per_item
         splitter = self._splitter(self._shares_across, gather_object if self._matches else None)
-        if (rows := splitter.split_batch(inputs, ids, mask, per_item, images)) is None:
+        images, count, of_item = find_images(inputs, ids, self._config), len(ids), task.rows_per_item
+        if not (splitter.can_split(inputs, count, images) and are_cut_by_rows(inputs, count, of_item)):
             return None
-        cut = partial(chunk_batches, split=rows, rows_per_item=per_item, images=images, count=len(ids))
-        return _Split(len(rows.rows), cut, rows.plan, images)
+        return splitter.split(ids, mask, rows_per_item=of_item, scored=scored_tokens(inputs), images=images)
 
     def _ids_and_mask(self, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
         forward = self.trainer.padding.task.padded_batches(batch)[0]

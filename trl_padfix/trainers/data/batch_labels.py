@@ -23,22 +23,20 @@ def scores_padding(batch: object) -> bool:
     """Whether a loss over the labels or completion masks of a batch scores tokens from padding."""
     if not isinstance(batch, Mapping):  # tuples and the like: only their loss can interpret them
         return False
-    forwards = [{name: _tensor(batch, prefix + name) for name in _READ} for prefix in PREFIXES]
-    labeled = [forward for forward in forwards if _has_token_labels(forward)]
-    on_host(*(x for forward in labeled for x in forward.values()))  # one wait, also for the layouts of these forwards
-    return any(_follow_padding(**forward) for forward in labeled)
+    forwards = [[_tensor(batch.get(prefix + name)) for name in _READ] for prefix in PREFIXES]
+    labeled = [forward for forward in forwards if _has_token_labels(*forward)]
+    on_host(*(x for forward in labeled for x in forward))  # one wait, also for the layouts of these forwards
+    return any(_follow_padding(*forward) for forward in labeled)
 
 
-def _tensor(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
-    value = batch.get(name)
+def _tensor(value: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _has_token_labels(forward: dict[str, Any]) -> bool:
-    """Whether a batch has a mask, and a label for each token: a classifier has one for each row or class."""
-    labels = forward["completion_mask"] if forward["labels"] is None else forward["labels"]
-    ids, mask = forward["input_ids"], forward["attention_mask"]
-    return labels is not None and ids is not None and mask is not None and labels.shape == ids.shape == mask.shape
+def _has_token_labels(labels: Any, completion_mask: Any, *others: Any) -> bool:
+    """Whether a forward has ids, a mask, and a label for each token: a classifier has one for each row or class."""
+    tensors = [completion_mask if labels is None else labels, *others]
+    return all(x is not None and x.shape == tensors[0].shape for x in tensors)
 
 
 def _follow_padding(labels: Any, completion_mask: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:

@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
-__all__ = ["TEMPLATE_COLUMNS", "check_turns", "renderer", "tools_of"]
-
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""Columns that are arguments of the chat template."""
+__all__ = ["check_turns", "renderer", "tools_of"]
 
 MAX_RENDERED_ROWS = 1000
 """Maximum number of rows of a dataset that [`check_turns`] renders."""

@@ -124,7 +124,7 @@ def expand_datasets(datasets: Any, name: str) -> Any:
 def check_turn_settings(config: TrainingArguments) -> None:
     """Raise a `ValueError` if a field of the config contradicts `expand_turns`, which trains on one turn per row."""
     for field, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
-        if getattr(config, field, None) is refused:
+        if vars(config).get(field) is refused:
             raise ValueError(
                 f"`expand_turns=True` makes a row of each turn and trains on that turn; `{field}={refused}` asks "
                 f"for other tokens. Leave `{field}` out: each turn of the assistant is trained on, and nothing else."

@@ -40,26 +40,20 @@ class DataCollatorForVisionPreference(SidedCollator, trl_dpo.DataCollatorForVisi
     Example:
 
     ```python
-    >>> from PIL import Image
-    >>> from trl_padfix import DataCollatorForVisionPreference
-    >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
+    from transformers import AutoProcessor
+    from trl_padfix import DataCollatorForVisionPreference
 
-    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat. A dog, I think."] * 2, vocab_size=400))
-    >>> collator = DataCollatorForVisionPreference(processor, padding_side="left")
-    >>> image = Image.new("RGB", (32, 32))
-    >>> batch = collator([
-    ...     {
-    ...         "images": [image],
-    ...         "prompt": [{"role": "user", "content": "What is it?"}],
-    ...         "chosen": [{"role": "assistant", "content": "A cat."}],
-    ...         "rejected": [{"role": "assistant", "content": "A dog, I think."}],
-    ...     }
-    ... ])
-    >>> batch["attention_mask"][:, 0]
-    tensor([0, 1])
-    >>> batch["pixel_values"].shape
-    torch.Size([2, 3, 32, 32])
-
+    processor = AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")
+    collator = DataCollatorForVisionPreference(processor, padding_side="left")
+    batch = collator([
+        {
+            "images": [image],
+            "prompt": [{"role": "user", "content": "What is it?"}],
+            "chosen": [{"role": "assistant", "content": "A cat."}],
+            "rejected": [{"role": "assistant", "content": "A dog, I think."}],
+        }
+    ])
+    batch["attention_mask"][:, 0]  # tensor([0, 1])
     ```
     """
 
@@ -87,15 +81,13 @@ class DataCollatorForVisionLanguageModeling(SidedCollator, trl_sft.DataCollatorF
     Example:
 
     ```python
-    >>> from trl_padfix import DataCollatorForVisionLanguageModeling
-    >>> from trl_padfix.tools.tiny import build_llava, train_tokenizer
+    from transformers import AutoProcessor
+    from trl_padfix import DataCollatorForVisionLanguageModeling
 
-    >>> _, processor = build_llava(train_tokenizer(["What is it? A cat."] * 4, vocab_size=400))
-    >>> collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
-    >>> rows = [{"images": [], "messages": [{"role": "user", "content": text}]} for text in ("What is it?", "It")]
-    >>> collator(rows)["attention_mask"][:, 0]
-    tensor([1, 0])
-
+    processor = AutoProcessor.from_pretrained("Qwen/Qwen2.5-VL-3B-Instruct")
+    collator = DataCollatorForVisionLanguageModeling(processor, padding_side="left")
+    rows = [{"images": [], "messages": [{"role": "user", "content": text}]} for text in ("What is it?", "It")]
+    collator(rows)["attention_mask"][:, 0]  # tensor([1, 0])
     ```
     """
 

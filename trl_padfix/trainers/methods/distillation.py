@@ -23,8 +23,6 @@ __all__ = ["DistillationTrainer"]
 class DistillationTask(OnlineTask):
     """Each row is a prompt with a completion; student and teacher compute its hidden states."""
 
-    scores = "_get_last_hidden_state"
-
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
         require_teacher(init_kwargs)
@@ -71,5 +69,5 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
     def _get_last_hidden_state(
         self, model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        with self.scoring(input_ids, attention_mask):
+        with self.padding.budget.split_forwards(input_ids, attention_mask):
             return super()._get_last_hidden_state(model, input_ids, attention_mask, *args, **kwargs)

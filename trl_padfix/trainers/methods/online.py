@@ -6,7 +6,6 @@ These scoring forwards are packed. Generation stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,10 +20,9 @@ from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
 from ..data.columns import column_names
-from ..data.image_rows import ImageCounts, numbered_images, without_images
+from ..data.image_rows import numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
-from ..distributed import datasets_of
 from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
@@ -53,10 +51,8 @@ class OnlineTask(Task):
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
+    texts = ("prompt",)
     generates_rows = True
-
-    scores = "_get_per_token_logps_and_entropies"
-    """TRL's method with the forwards that score completions."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         dataset = init_kwargs.get("train_dataset")
@@ -67,9 +63,12 @@ class OnlineTask(Task):
     def on_attached(self) -> None:
         trainer = self.trainer
         check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", ("prompt",))
-        for name, dataset in datasets_of(trainer).items():
-            validate_rows(dataset, name, ("prompt",))
+        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", self.texts)
+        rows = trainer.eval_dataset
+        if isinstance(rows, dict):
+            trainer.eval_dataset = {name: validate_rows(dataset, name, self.texts) for name, dataset in rows.items()}
+        else:
+            trainer.eval_dataset = validate_rows(rows, "eval", self.texts)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
@@ -107,7 +106,7 @@ class OnlineTask(Task):
         """
         trainer, args, settings = self.trainer, self.trainer.args, self.trainer.padding.settings
         accumulated = args.gradient_accumulation_steps
-        steps = getattr(args, "steps_per_generation", accumulated)
+        steps = vars(args).get("steps_per_generation", accumulated)
         # Under a budget a batch keeps exactly TRL's rows; one big batch shares all prefixes of a step.
         shares = trainer.padding.is_removed and settings.prefix_sharing and settings.max_tokens_per_batch is None
         if not shares or accumulated == 1 or (steps % accumulated and accumulated % steps):
@@ -156,16 +155,10 @@ class OnlineTrainer(PaddingFreeMixin):
             given = {f"argument {i}": value for i, value in enumerate(args, 6)} | kwargs
             require_rows_in(without_images(given), batch_size, "`max_tokens_per_batch` splits them. Leave it out.")
         score = super()._get_per_token_logps_and_entropies
-        with self.scoring(input_ids, attention_mask, numbered_images(kwargs)):
+        with self.padding.budget.split_forwards(input_ids, attention_mask, images=numbered_images(kwargs)):
             if args:
                 return score(model, input_ids, attention_mask, logits_to_keep, batch_size, *args, **kwargs)
             return score(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **kwargs)
-
-    def scoring(
-        self, ids: torch.Tensor, mask: torch.Tensor, images: ImageCounts | None = None
-    ) -> contextlib.AbstractContextManager[None]:
-        """A block with a scoring forward, which the token budget splits."""
-        return self.padding.budget.split_forwards(ids, mask, images=images)
 
     @hook
     def _prepare_inputs(self, generation_batch: Any) -> Any:

@@ -73,7 +73,8 @@ class Generation(Part):
             )
         for name, dataset in (evaluated if isinstance(evaluated, dict) else {"eval": evaluated}).items():
             _require_prompts(dataset, name)
-            for _ in self._batches(dataset, range(len(dataset))):  # a prompt without a token is an error
+            # A prompt without a token is an error. Images have tokens, and encoding all of them takes long.
+            for _ in self._batches(dataset, range(0 if trainer._is_vision_dataset else len(dataset))):
                 pass
             is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # weights may come later
             if not is_sharded:  # one token for the first prompt: `generate` refuses what it cannot do

@@ -14,14 +14,7 @@ from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_on, remove_padding
 from ..data.row_checks import check_ids
-from ..distributed import (
-    check_launch,
-    datasets_of,
-    is_zero,
-    models_of,
-    trains_on_images,
-    warn_of_launch,
-)
+from ..distributed import check_launch, datasets_of, is_zero, models_of, trains_on_images, warn_of_launch
 from ..settings import prefix_sharing_with_neftune
 from ..temporary_attributes import temporarily_set
 from .part import Part
@@ -56,8 +49,7 @@ class RemovePadding(Part):
         self._prefix_sharing = prefix_sharing_with_neftune(self.settings.prefix_sharing, config)
 
     def around_init(self, config: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
-        # Here the decoder packs. TRL's own `padding_free` would pack in the collator: TRL 0.29 and later warn that
-        # this is off, and earlier versions raise an error.
+        # Here the decoder packs. TRL's own `padding_free` would pack in the collator, and TRL warns that it is off.
         values: dict[str, Any] = {"padding_free": False}
         if self.settings.padding_free and config is not None and config.torch_compile:
             # `_compile` compiles single layers. accelerate would compile the model whenever a backend is set, so
@@ -113,23 +105,14 @@ class RemovePadding(Part):
         self._attachments.append(attachment)
         return attachment
 
-    def _vocabulary(self) -> int | None:
-        """Number of token embeddings of the model; `None` if the model has none."""
-        embedding = find_pretrained(self.trainer.model).get_input_embeddings()
-        return embedding.num_embeddings if isinstance(embedding, torch.nn.Embedding) else None
-
     def _check_token_ids(self) -> None:
-        """Refuse token ids without an embedding, which no model computes."""
-        trainer = self.trainer
-        size = None if trains_on_images(trainer) or not trainer.padding.checks_columns else self._vocabulary()
-        if size is not None:
+        """Refuse token ids without an embedding, which no model computes, in columns that training reads."""
+        trainer, embedding = self.trainer, find_pretrained(self.trainer.model).get_input_embeddings()
+        is_text = trainer.padding.checks_columns and not trains_on_images(trainer)
+        if is_text and isinstance(embedding, torch.nn.Embedding):
+            trainer._set_signature_columns_if_needed()
             for name, dataset in datasets_of(trainer).items():
-                check_ids(dataset, name, size, self._used_columns())
-
-    def _used_columns(self) -> list[str]:
-        """The columns that TRL's collator, or the model, reads; others may be in the dataset, too."""
-        self.trainer._set_signature_columns_if_needed()
-        return self.trainer._signature_columns or []
+                check_ids(dataset, name, embedding.num_embeddings, trainer._signature_columns or [])
 
     def on_init_end(self) -> None:
         if self.trainer.args.torch_compile:

@@ -27,7 +27,7 @@ from ...core.remove import attachment_of
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
-from .step_parity import check_step, has_padding, precision_of
+from .step_parity import check_step, has_padding, precision_in
 
 
 if TYPE_CHECKING:
@@ -180,10 +180,10 @@ class Parity(Part):
 
     def _announce(self) -> None:
         """Say before a comparison that it takes long, where it does."""
-        accelerator = self.trainer.accelerator
-        is_large = sum(p.numel() for p in self.trainer.model.parameters()) > LARGE_ON_CPU
-        is_slow = accelerator.device.type == "cpu" and precision_of(self.trainer).itemsize < 4 and is_large
-        if is_slow and accelerator.is_local_main_process:
+        accelerator, model = self.trainer.accelerator, self.trainer.model
+        is_large = sum(p.numel() for p in model.parameters()) > LARGE_ON_CPU
+        is_slow = accelerator.device.type == "cpu" and precision_in(self.trainer, model).itemsize < 4
+        if is_large and is_slow and accelerator.is_local_main_process:
             say(
                 "Comparing packed with padded on the first batch. Many CPUs compute half precision slowly: "
                 "`bf16=False` trains in float32, and `parity_check=False` leaves the comparison out."
@@ -323,16 +323,12 @@ def compare(
     Raises:
         ParityError: If packed and padded differ.
     """
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    # `fp16=True` on a CPU computes in float32: accelerate puts no autocast around the forward there.
-    accelerator, precisions = trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
-    casts = sharded or accelerator.native_amp
-    dtype = precisions.get(accelerator.mixed_precision) if casts else None
-    compared = len(reports)
+    sharded, compared = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled, len(reports)
     for model in models:
         # Sharded weights are gathered by the hooks of the wrapper, so the check has to call the wrapped model.
         trains, unwrapped = gradients and model is models[0], trainer.accelerator.unwrap_model
-        report = check_parity(model if sharded else unwrapped(model), inputs, dtype=dtype, gradients=trains)
+        dtype, model = precision_in(trainer, model), model if sharded else unwrapped(model)
+        report = check_parity(model, inputs, dtype=dtype, gradients=trains)
         reports.append(report)
         if not report.compared:
             logger.warning(str(report))

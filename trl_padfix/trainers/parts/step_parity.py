@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,15 +24,14 @@ from torch import nn
 from ...core.call.batch_cache import on_host
 from ...core.context import within
 from ...core.errors import UnpackableCallError
-from ...core.handle import PaddingStats
+from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
-from ...core.parity.check import multiplied_in
 from ...core.parity.forwards import other_attention
-from ...core.parity.limits import TIMES_ROUNDING
+from ...core.parity.limits import Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
-from ..data.batch_parts import SplitRows, chunk_batches, scored_tokens, used_columns
+from ..data.batch_parts import Parts, scored_tokens
 from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
 from ..messages import counted
@@ -45,24 +44,15 @@ if TYPE_CHECKING:
     from .part import PaddingFreeTrainer, Step
 
 
-__all__ = ["StepReport", "check_step", "dtype_of_weights", "has_padding", "limits_of", "other_padding", "precision_of"]
+__all__ = ["StepReport", "check_step", "has_padding", "other_padding", "precision_in", "without_packing"]
 
 logger = get_logger(__name__)
 
 ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
-EXACT = (2e-5, 1e-4)
-"""Relative differences of loss and gradient that pass without measuring the rounding, in float32."""
-
-HALF_LIMITS = (0.25, 2.0)
-"""The same in half precision, in units of the dtype's epsilon."""
-
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
-
-
-NOTHING = (0.0, 0.0)
 
 
 class _Values(NamedTuple):
@@ -90,8 +80,8 @@ class StepReport:
         distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
         refilled (`tuple[float, float]`, *optional*):
             Relative differences of the padded step when other tokens stand at padding, if computed.
-        limits (`tuple[float, float]`): The largest differences that rounding explains.
-        same (`tuple[float, float]`): The same limits for two steps with the same kernels on the same shapes.
+        limits ([`Limits`]): The largest differences that rounding explains.
+        same ([`Limits`]): The same for two steps with the same kernels on the same shapes.
         items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
@@ -101,8 +91,8 @@ class StepReport:
     reference: float
     distance: tuple[float, float]
     refilled: tuple[float, float] | None
-    limits: tuple[float, float]
-    same: tuple[float, float]
+    limits: Limits
+    same: Limits
     items: str
     arbiter: str = "padded"
     error: str = ""
@@ -110,9 +100,8 @@ class StepReport:
     @property
     def ok(self) -> bool:
         """Whether both differences are within their limits; a NaN never is."""
-        within = all(x <= limit for x, limit in zip(self.distance, self.limits, strict=True))
-        refilled = self.refilled or NOTHING
-        return not self.error and within and all(x <= limit for x, limit in zip(refilled, self.same, strict=True))
+        is_same = self.refilled is None or self.same.allow(*self.refilled)
+        return not self.error and is_same and self.limits.allow(*self.distance)
 
     def __str__(self) -> str:
         if self.error:
@@ -120,8 +109,8 @@ class StepReport:
         found = {"off by": (self.distance, self.limits)}
         found |= {"with other tokens at padding off by": (self.refilled, self.same)} if self.refilled else {}
         parts = [
-            f"{name} {loss:.1e} (at most {loss_limit:.0e}), gradient by {gradient:.1e} (at most {gradient_limit:.0e})"
-            for name, ((loss, gradient), (loss_limit, gradient_limit)) in found.items()
+            f"{name} {loss:.1e} (at most {most.mean:.0e}), gradient by {gradient:.1e} (at most {most.gradient:.0e})"
+            for name, ((loss, gradient), most) in found.items()
         ]
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
@@ -140,7 +129,8 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     Returns:
         [`StepReport`], *optional*: `None` if the trainer cannot be run on a part of its batch.
     """
-    if not _can_repeat(trainer):
+    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
+    if pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"):
         return None
     batches = _few_items(trainer, step.inputs)
     # Losses gather metrics and sharded models gather parameters: all processes compute equally many forwards.
@@ -160,12 +150,6 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     return report
 
 
-def _can_repeat(trainer: PaddingFreeTrainer) -> bool:
-    """Whether a step can be computed several times, with padding removal and without it."""
-    pools = trainer.padding.settings.pool_last_token  # scores another token than the padded model, as requested
-    return not (pools or splitting_parallelism(trainer.accelerator, "tp_size", "cp_size", "sp_size"))
-
-
 def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]:
     """The batch of a few short items of different lengths, and the batch of each; empty if it cannot be cut."""
     task = trainer.padding.task
@@ -183,12 +167,8 @@ def _few_items(trainer: PaddingFreeTrainer, inputs: Any) -> list[dict[str, Any]]
     items = sorted([*dict.fromkeys([*(longer[:1] or by_length[-1:]), *by_length])][:ITEMS])
     scored = scored_tokens(inputs)
     needed = mask.bool() if scored is None else mask.bool() | scored
-    rows = [
-        torch.tensor([item + k * len(lengths) for k in range(of_item) for item in part], device=ids.device)
-        for part in (items, *([item] for item in items))
-    ]
-    split = SplitRows(rows, [used_columns(needed[numbers]) for numbers in rows])
-    return [task.trimmed(batch) for batch in chunk_batches(inputs, split, of_item, images, count)]
+    parts = Parts.of_items([items, *([item] for item in items)], needed, of_item, images)
+    return [task.trimmed(batch) for batch in parts.of(inputs)]
 
 
 class _Comparison:
@@ -198,7 +178,7 @@ class _Comparison:
         self.trainer, self.step, self.gradients = trainer, step, gradients
         self.parameters = [p for p in trainer.model.parameters() if p.requires_grad] if gradients else []
         self.num_items = step.arguments.get("num_items_in_batch")
-        self.dtype = precision_of(trainer)
+        self.dtype = precision_in(trainer, trainer.model)
 
     def report(self, batch: dict[str, Any], *items: dict[str, Any]) -> StepReport | None:
         """Compare the steps on `batch`; `items` are the batches of its rows (pairs)."""
@@ -212,7 +192,7 @@ class _Comparison:
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        limits, same = limits_of(self.dtype), limits_of(dtype_of_weights(self.trainer))
+        limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
         packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
@@ -224,10 +204,9 @@ class _Comparison:
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
-            return StepReport(math.nan, reference.loss, NOTHING, None, limits, same, compared, arbiter, failed)
-        report = StepReport(
-            packed.loss, reference.loss, packed.distance(reference), None, EXACT, same, compared, arbiter
-        )
+            return StepReport(math.nan, reference.loss, (0.0, 0.0), None, limits, same, compared, arbiter, failed)
+        distance, exact = packed.distance(reference), Limits.of_step(torch.float32)
+        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter)
         if weights is not None and not self._on_any_process(not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -238,8 +217,8 @@ class _Comparison:
         report = replace(report, refilled=refilled, limits=limits)
         if not self._on_any_process(not report.ok):
             return report
-        measured = [[TIMES_ROUNDING * x for x in v.distance(padded)] for v in self._differently_rounded(batch)]
-        return replace(report, limits=tuple(map(max, zip(limits, *measured, strict=True))))
+        rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
+        return replace(report, limits=Limits.of_step(self.dtype, rounding))
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
@@ -254,13 +233,7 @@ class _Comparison:
 
     def _padded(self, batch: dict[str, Any], on_embeddings: Callable[..., Any] | None = None) -> _Values:
         """The step without padding removal, perhaps with a forward hook on the embeddings of the model."""
-        with contextlib.ExitStack() as stack:
-            for handle in self.trainer.padding.handles:
-                stack.enter_context(handle.disabled())
-                stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
-            if on_embeddings is not None:
-                embedding = self.trainer.padding.handles[0].anatomy.pretrained.get_input_embeddings()
-                stack.enter_context(embedding.register_forward_hook(on_embeddings))
+        with without_packing(self.trainer.padding.handles, on_embeddings):
             return self._values(batch, None)
 
     def _differently_rounded(self, batch: dict[str, Any]) -> list[_Values]:
@@ -316,22 +289,26 @@ class _Comparison:
         return torch.cat(entries)
 
 
-def precision_of(trainer: PaddingFreeTrainer) -> torch.dtype:
-    """The lowest precision of the forwards of a trainer."""
-    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if trainer.accelerator.native_amp and trainer.accelerator.mixed_precision in precisions:
-        return precisions[trainer.accelerator.mixed_precision]
-    return multiplied_in(dtype_of_weights(trainer), trainer.accelerator.device)
+@contextlib.contextmanager
+def without_packing(handles: list[PaddingRemoval], on_embeddings: Callable[..., Any] | None = None) -> Iterator[None]:
+    """A block without padding removal, perhaps with a forward hook on the embeddings of the policy."""
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle.disabled())
+            stack.enter_context(number_padded_rows(handle.anatomy.pretrained) or contextlib.nullcontext())
+        if on_embeddings is not None:
+            embedding = handles[0].anatomy.pretrained.get_input_embeddings()
+            stack.enter_context(embedding.register_forward_hook(on_embeddings))
+        yield
 
 
-def limits_of(dtype: torch.dtype) -> tuple[float, float]:
-    loss, gradient = (times * torch.finfo(dtype).eps for times in HALF_LIMITS)
-    return EXACT if dtype.itemsize > 2 else (loss, gradient)
-
-
-def dtype_of_weights(trainer: PaddingFreeTrainer) -> torch.dtype:
-    dtypes = {p.dtype for p in trainer.model.parameters() if p.is_floating_point() and p.dtype.itemsize > 1}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+def precision_in(trainer: PaddingFreeTrainer, model: nn.Module) -> torch.dtype:
+    """The lowest precision of the forwards of a model in a trainer."""
+    accelerator, precisions = trainer.accelerator, {"bf16": torch.bfloat16, "fp16": torch.float16}
+    # `fp16=True` on a CPU computes in float32: accelerate puts no autocast around the forward there.
+    casts = accelerator.native_amp or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    dtype = precisions.get(accelerator.mixed_precision) if casts else None
+    return dtype or precision_of(model, accelerator.device)
 
 
 def has_padding(batches: list[dict[str, torch.Tensor]]) -> bool:
