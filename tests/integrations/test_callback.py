@@ -266,6 +266,31 @@ def test_a_callback_serves_one_trainer_at_a_time(tmp_path):
         assert callback.stats.forwards == 1
 
 
+class Interrupts(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_cell_of_a_notebook_runs_again_after_an_interrupted_training(attach, tmp_path):
+    model, tokens = build_model(), []
+    for interrupts in ([Interrupts()], []):
+        callback = PaddingRemovalCallback()  # a new one, since the cell makes it
+        trainer = build_trainer(tmp_path, Trainer, [callback, *interrupts], attach, model=model)
+        if interrupts:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train()
+            assert attachment_of(model) is not None
+        else:
+            trainer.train()
+        tokens.append(callback.stats.packed_tokens)
+    assert 0 < tokens[0] < tokens[1]
+    assert attachment_of(model) is None
+    trainer.add_callback(PaddingRemovalCallback())  # the control: two in one training
+    with pytest.raises(ValueError, match="attached to this"):
+        trainer.train()
+
+
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
     for build, config, error, said in BAD.values():
         callback = PaddingRemovalCallback(prefix_sharing=True)

@@ -14,6 +14,7 @@ from functools import partial, wraps
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.logging import get_logger
@@ -27,7 +28,7 @@ from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, 
 from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
-from ..core.remove import remove_padding
+from ..core.remove import attachment_of, remove_padding
 from ..core.switch import is_off
 from ..trainers.checks.user_code import why_padded
 from ..trainers.distributed import max_over_processes, models_of, splitting_parallelism
@@ -72,6 +73,10 @@ NOT_COVERED = (
     "labels from padding, gets packed values; trackers get no `padfix/` metrics. Call `callback.attach(trainer)` "
     "before `trainer.train()` to have all of it."
 )
+
+
+_attached_by: WeakKeyDictionary[Any, PaddingRemovalCallback] = WeakKeyDictionary()
+"""The callback that each handle belongs to. Not an attribute of the handle, which a deep copy of the model copies."""
 
 
 class _Accelerator(AcceleratorState):
@@ -161,6 +166,7 @@ class PaddingRemovalCallback(TrainerCallback):
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._given: Trainer | None = None
+        self._state: TrainerState | None = None  # of the current or last training
         self._trainer: Any = None  # the running one: as given, or the `_policy_alone`
         self._undo = ExitStack()  # `close` detaches from the models
         self._recording = ExitStack()  # `close` ends the recording of the first packed call
@@ -219,6 +225,10 @@ class PaddingRemovalCallback(TrainerCallback):
             raise
 
     def _remove_padding(self, model: torch.nn.Module) -> PaddingRemoval:
+        attached = attachment_of(model)
+        earlier = None if attached is None else _attached_by.get(attached)
+        if earlier is not None and not earlier._is_beside(self):
+            earlier.remove()  # a training that raised an error, in a notebook, has left it
         handle = remove_padding(
             model,
             prefix_sharing=self._prefix_sharing,
@@ -228,7 +238,13 @@ class PaddingRemovalCallback(TrainerCallback):
         )
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(self._undo.enter_context(handle))
+        _attached_by[handle] = self
         return handle
+
+    def _is_beside(self, other: PaddingRemovalCallback) -> bool:
+        """Whether two callbacks belong to one trainer, or to one training."""
+        pairs = ((self._given, other._given), (self._state, other._state))
+        return any(one is another is not None for one, another in pairs)
 
     def _pad_steps(self, trainer: Trainer) -> None:
         """Compute a batch padded if its loss needs states that a packed forward does not have."""
@@ -282,6 +298,7 @@ class PaddingRemovalCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
     ) -> None:
+        self._state = state
         if self._is_training:  # the last training raised an error, so it had no end
             self.remove()
         if self._given is None:
