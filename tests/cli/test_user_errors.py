@@ -71,6 +71,9 @@ CASES = [
     (["sft", *CPU, "--eval_strategy", "often"], "invalid choice: 'often' (choose from no, steps, epoch)"),
     (["grpo", *RUN, "--reward_funcs", "think_format_reward", "acuracy"], "TRL has no reward 'acuracy' (choose"),
     (["rloo", *RUN, "--reward_funcs", "rewards.length"], "'rewards.length': there is no module 'rewards' here"),
+    (["sft", *CPU, "--dtype", "bf16"], "invalid choice: 'bf16' (choose from auto, bfloat16, float16, float32)"),
+    (["grpo", *RUN, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
+    (["dpo", *RUN, "--config", "no.yaml"], 'line 1: eval_strategy: YAML takes `no` for false. Write "no" in quotes.'),
     (["grpo", *RUN], "no reward is given: set `--reward_funcs`"),
     (["dpo", *RUN, "--ref_attn_implementation", "sdap"], "invalid choice: 'sdap' (choose from auto, eager, flash_a"),
     (["trainn"], "trainn"),
@@ -83,6 +86,8 @@ def material(tmp_path_factory) -> Path:
     build_bad_data(folder)
     build_bad_models(folder / "models")
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
+    (folder / "a_word.yaml").write_text("reward_funcs: length\n")
+    (folder / "no.yaml").write_text("eval_strategy: no\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()

@@ -137,16 +137,8 @@ def declared_fields(method: str) -> dict[str, set[str]]:
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    others = {*METHODS} - {method}
-    folder, transformers, accelerate = map(_folder, ("trl", "transformers", "accelerate"))
-    ours = Path(__file__).parents[1]
-    files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
-    files = [file for file in files if file.stem.removesuffix("_config") not in others]
-    files += folder.glob(f"experimental/{method}/*_config.py")
-    files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
-    files += [ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
     fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
-    for node in (node for file in files for node in ast.walk(_tree(file))):
+    for node in (node for file in _config_files(method) for node in ast.walk(_tree(file))):
         if isinstance(node, ast.ClassDef):
             for part in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
                 fields.setdefault(ast.unparse(part.target), set()).add(ast.unparse(part.annotation))
@@ -155,6 +147,18 @@ def declared_fields(method: str) -> dict[str, set[str]]:
             for flag in (flag for flag in flags if flag.startswith("--")):
                 fields.setdefault(name_of(flag), set())
     return fields
+
+
+def _config_files(method: str) -> list[Path]:
+    """The files that declare the fields of a method and the flags of `accelerate launch`."""
+    others = {*METHODS} - {method}
+    folder, transformers, accelerate = map(_folder, ("trl", "transformers", "accelerate"))
+    ours = Path(__file__).parents[1]
+    files = [*folder.glob("trainer/*_config.py"), folder / "scripts/utils.py", folder / f"scripts/{method}.py"]
+    files = [file for file in files if file.stem.removesuffix("_config") not in others]
+    files += folder.glob(f"experimental/{method}/*_config.py")
+    files += [transformers / "training_args.py", accelerate / "commands/launch.py", ours / "trainers/settings.py"]
+    return [*files, ours / "trainers/config.py", ours / "trainers/methods/distillation_config.py"]
 
 
 def check_names(method: str, given: Given, known: Iterable[str]) -> None:
@@ -206,6 +210,8 @@ def _check_choices(method: str, given: Given, fields: dict[str, set[str]]) -> No
     for name, value in given.values.items():
         kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
         words = _words_of(method, name, kinds)
+        if value is False and "no" in words:  # YAML's reading of `no`
+            raise ValueError(f'{given.places[name]}: YAML takes `no` for false. Write "no" in quotes.')
         for word in value if isinstance(value, list) else [value]:
             if not isinstance(word, str) or word in words or not words:
                 continue
@@ -225,6 +231,8 @@ def _words_of(method: str, name: str, kinds: set[str]) -> list[str]:
         return ["auto", "eager", *sorted(known)] if known else []
     if name == "loss_type":
         return sorted(_compared_with(trl / f"trainer/{method}_trainer.py", name))
+    if words := _listed_choices(name, _config_files(method)):
+        return words
     files = (transformers / "trainer_utils.py", transformers / "training_args.py")
     classes = (node for file in files for node in _tree(file).body if isinstance(node, ast.ClassDef))
     found = (cls for cls in classes if cls.name in kinds and "ExplicitEnum" in map(ast.unparse, cls.bases))
@@ -237,7 +245,9 @@ def _check_rewards(method: str, given: Given) -> None:
     if not names and not given.values.get("reward_model_name_or_path"):
         raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
     known = _keys_of(_folder("trl") / f"scripts/{method}.py", "reward_funcs_registry")
-    for name in names if known and isinstance(names, list) else ():
+    if isinstance(names, str):
+        raise ValueError(f"{given.places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
+    for name in names if known else ():
         package, dot, _ = str(name).partition(".")
         if not dot and name not in known:
             raise ValueError(
@@ -263,6 +273,15 @@ def _tree(file: Path) -> ast.Module:
 def _strings(nodes: Iterable[ast.AST | None]) -> list[str]:
     values = (node.value for node in nodes if isinstance(node, ast.Constant))
     return [*dict.fromkeys(value for value in values if isinstance(value, str))]
+
+
+def _listed_choices(field: str, files: Iterable[Path]) -> list[str]:
+    """The `choices` in the metadata of a field; an empty list if it has none, or is declared twice."""
+    declared = [n for file in files for n in ast.walk(_tree(file)) if isinstance(n, ast.AnnAssign)]
+    declared = [node.value for node in declared if ast.unparse(node.target) == field and node.value]
+    metadata = (node for value in declared for node in ast.walk(value) if isinstance(node, ast.Dict))
+    lists = [v for d in metadata for k, v in zip(d.keys, d.values, strict=True) if k and _strings([k]) == ["choices"]]
+    return _strings(ast.walk(lists[0])) if len(declared) == len(lists) == 1 else []
 
 
 def _keys_of(file: Path, variable: str) -> list[str]:

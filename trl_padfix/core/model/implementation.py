@@ -21,6 +21,10 @@ def set_attention(model: nn.Module, implementation: dict[str, str] | str) -> lis
     Raises:
         ValueError: If the model cannot be switched after loading.
     """
+    if "auto" in (implementation.values() if isinstance(implementation, dict) else [implementation]):
+        raise ValueError(
+            "`attn_implementation='auto'` is for the trainers of trl_padfix. Name one, for instance 'sdpa'."
+        )
     pretrained = find_pretrained(model)
     # The parts of a vision model have configurations of their own, and several modules may share one.
     configs = {id(m.config): m.config for m in pretrained.modules() if isinstance(m, PreTrainedModel)}.values()
