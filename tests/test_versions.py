@@ -192,8 +192,8 @@ def test_a_name_that_nobody_has_is_an_attribute_error():
 
 
 def test_a_trainer_that_nobody_has_says_what_to_do():
-    with pytest.raises(ImportError, match=r"Neither .* has `PPOTrainer`\. For .*padding_free_trainer.*remove_padding"):
-        _ = trl_padfix.PPOTrainer
+    with pytest.raises(ImportError, match=r"Neither .* has `NoTrainer`\. For .*padding_free_trainer.*remove_padding"):
+        _ = trl_padfix.NoTrainer
     with pytest.raises(ImportError, match=r"has `SFTrainer`\. Did you mean `SFTTrainer`\?"):
         _ = trl_padfix.SFTrainer
 
