@@ -1,4 +1,4 @@
-"""What SECURITY.md says that this package decides: code and YAML execute nothing, and only names ask for the network."""
+"""What SECURITY.md says of this package: code and YAML execute nothing, and only names ask for the network."""
 
 import json
 import os
