@@ -37,20 +37,13 @@ from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
 class Case(NamedTuple):
-    """
-    A loss under a budget.
-
-    Attributes:
-        kind (`str`): The trainer.
-        config (`dict`): Its settings.
-        given (`Callable`): Makes further arguments of the trainer.
-        is_sum (`bool`): Whether the loss is a sum over rows with known weights.
-    """
+    """A loss under a budget: of which trainer, with which settings and further arguments."""
 
     kind: str
     config: dict[str, Any] = {}
     given: Callable[[], dict[str, Any]] = dict
     is_sum: bool = True
+    """Whether it is a sum over rows with known weights."""
 
 
 def experts(kind: str = "mixtral", **more: Any) -> Callable[[], dict[str, Any]]:
