@@ -159,12 +159,7 @@ def families() -> list[str]:
 
 
 def build(family: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """
-    A tiny random model of a family (a model type, or one of `VARIANTS`), in evaluation mode.
-
-    Raises:
-        NotBuiltError: If it cannot be built offline; with the reason.
-    """
+    """A tiny random model of a family (a model type, or one of `VARIANTS`), in evaluation mode."""
     return build_type(*VARIANTS.get(family, (family, {})), attn_implementation)
 
 

@@ -228,12 +228,7 @@ def vision_families() -> list[str]:
 
 
 def build_vision(family: str, attn_implementation: str | None = None, **given: Any) -> VisionModel:
-    """
-    A tiny random model of a type, in evaluation mode, and the way in which it takes images.
-
-    Raises:
-        NotBuiltError: If it cannot be built offline; with the reason.
-    """
+    """A tiny random model of a type, in evaluation mode, and the way in which it takes images."""
     if family in NOT_BUILT:
         raise NotBuiltError(NOT_BUILT[family])
     try:
