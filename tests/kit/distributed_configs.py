@@ -57,8 +57,6 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 MODES: dict[str, dict[str, Any]] = {
     "sharing": {"padding_free": True, "prefix_sharing": True},
     "budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
-    "LoRA, sharing": {"padding_free": True, "prefix_sharing": True},
-    "LoRA, budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
     "router logits": {"padding_free": True, "prefix_sharing": True} | BUDGET,  # asked for, and in no loss
     "confused": {"padding_free": True, "prefix_sharing": True, "parity_check": False},
 }
@@ -106,7 +104,7 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, **c
     elif method == "DPO":
         given["ref_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
-    given |= MODES.get(mode, {}) | config
+    given |= MODES.get(mode.removeprefix("LoRA, "), {}) | config
     trainer = make_trainer(trl if mode in ("", "LoRA") else trl_padfix, method, folder / "run", **given)
     if method == "GRPO":
         answer_from_table(trainer, int(os.environ.get("RANK", 0)) // shared)
