@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.cells import MATRIX, by_turns
 from kit.observe import entered_tokens
@@ -169,7 +169,7 @@ def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], .
     return found
 
 
-@given(strategies.booleans(), drawn_batches())
+@given(st.booleans(), drawn_batches())
 def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
     ids, mask = batch
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
@@ -185,7 +185,7 @@ def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sha
 
 
 @settings(max_examples=60)
-@given(strategies.booleans(), drawn_batches())
+@given(st.booleans(), drawn_batches())
 def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     ids, mask = batch
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)

@@ -58,7 +58,6 @@ COMMANDS = [
     "dpo --help",
 ]
 
-
 NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.stats"]
 TRAINING = "--model_name_or_path models/good --dataset_name good_folder --save_strategy steps --max_steps 1 "
 TRAINING += "--max_length 16 --use_cpu true --bf16 false --report_to none --padding_free true "

@@ -132,7 +132,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Settings that change what a layer does: name, model type, and fields of its config."""
 
-
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),

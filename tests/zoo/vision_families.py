@@ -33,7 +33,6 @@ _GRID_VISION = dict(
 )  # fmt: skip
 _SQUARE_VISION = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 2}
 
-
 _TOKENS = {f"image_token_{kind}": IMAGE for kind in ("id", "index")}
 _TOKENS |= {f"video_token_{kind}": VIDEO for kind in ("id", "index")}
 _TOKENS |= {
@@ -96,7 +95,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _HALF_ROPE},
 }
 """Fields of configs that the recipe cannot derive, merged into the fields of their parts."""
-
 
 _TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
 _PARTS = "The recipe for tiny models does not know the fields by which the parts of its configuration fit one another."
