@@ -13,7 +13,6 @@ Every pair of transformers and TRL that the package is tested with, each in an e
     nox -s "plugins(verl)"   the plug-in of another stack, in that stack; without the argument all of them
     nox -s distributions     sdist and wheel, built and checked as the release workflow does
     nox -s installed         these in empty environments of every Python that is here, and a training in each
-    nox -s browser           the site in headless Chromium
 
 `TRL_PADFIX_TORCH` says which torch to install first, for instance `torch==2.13.0`; by default whatever the others ask
 for. More arguments go to pytest: `nox -- -x`; tests among them are run in place of the suite. With
@@ -325,10 +324,3 @@ def installed(session: nox.Session, what: str) -> None:
         script = str(ROOT / "tests/kit/first_training.py")
         pairs = str(ROOT / "recipes/data/preferences/train.jsonl")
         session.run("python", script, session.virtualenv.location, str(Path(folder) / "run"), pairs, env=offline)
-
-
-@nox.session
-def browser(session: nox.Session) -> None:
-    """The pages as wide as a desk and as a phone, and their search, in a Chromium that is installed."""
-    install(session, "-e", f"{ROOT}[cli,trl,docs]", *TESTS, "playwright")
-    session.run("pytest", "-m", "slow", "tests/end_to_end/test_browser.py", *session.posargs)

@@ -111,27 +111,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
-_DESELECTED = pytest.StashKey[int]()
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    config = items[0].config
-    config.stash[_DESELECTED] = config.stash.get(_DESELECTED, 0) + len(items)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist says how many tests it left out; the summary has no other source."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["deselected"] = session.config.stash.get(_DESELECTED, 0)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    left_out = getattr(node, "workeroutput", {}).get("deselected", 0)
-    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
-    reporter.stats["deselected"] = [node] * left_out  # the same of each worker
-
-
 def pytest_collection_finish() -> None:
     """Keep the garbage collector off what all imports have left, and let it wait for a few trainings to be done."""
     gc.freeze()

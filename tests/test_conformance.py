@@ -22,7 +22,6 @@ OURS = {adapter.name: adapter for adapter in ADAPTERS}
 BATCH_LENGTH = ("dynamic RoPE", "long RoPE")
 """Here the package keeps what transformers computes of the padded batch: frequencies of its longest row."""
 
-
 MODES_OF_PACKAGE = [
     ("padfix-remove-padding", "padfix-sft-padding-free", "padfix-dpo-left"),
     ("padfix-remove-padding-sharing", "padfix-sft-sharing", "padfix-dpo-right"),

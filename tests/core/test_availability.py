@@ -163,11 +163,6 @@ def test_what_a_model_cannot_do_is_an_obstacle(installed):
         assert assess(name, half(H100, config=Qwen2Config())).usable
 
 
-def test_without_padding_what_cannot_pack_is_refused(installed):
-    assert assess("flex_attention", half(H100)).usable
-    assert "padding cannot be removed with it" in assess("flex_attention", half(H100, padding_free=True)).reason
-
-
 def test_a_registered_function_is_usable(monkeypatch):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -12,7 +12,7 @@ import torch._dynamo
 from kit.cells import slow_but
 from kit.tolerance import assert_close, tolerance
 from simulated_gpu.conformance import CASES, conform, of_operator
-from zoo.gpu_models import build, step
+from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.compiled
 from trl_padfix import remove_padding
@@ -23,14 +23,7 @@ from trl_padfix.core.model.patching import ForwardPatch
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of which no two have the same shape, and rows of which pairs begin alike."""
-    generator, made = torch.Generator().manual_seed(0), []
-    for n in range(count):
-        rows, columns = 4 + 2 * (n % 5), 12 + 3 * n
-        ids = torch.randint(0, 96, (rows, columns), generator=generator)
-        ids[rows // 2 :, : columns // 2] = ids[: rows // 2, : columns // 2]
-        lengths = columns - torch.randint(1, columns // 3, (rows, 1), generator=generator)
-        made.append((ids, (torch.arange(columns) < lengths).long()))
-    return made
+    return [pairs(4 + 2 * (n % 5), 12 + 3 * n, common=6 + n) for n in range(count)]
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from zoo.families import build, families
-from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes, leaking_layouts
+from zoo.families import families
+from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes
 from zoo.family_tables import general, parts, write
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
@@ -30,8 +29,6 @@ from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
 
 WAYS = (PACKED, FORKED, ROWS)
 RECORD = Path(__file__).with_name("families.json")
-REPRESENTATIVES = ["llama", "gpt2", "bart", "mistral", "gemma3_text", "deepseek_v3", "mixtral"]
-REPRESENTATIVES += ["inkling2_text", "qwen3_5_text", "mamba2", "jamba", "lfm2", "bloom", "deepseek_v32", "nemotron_h"]
 
 INTRODUCTION = """\
 # Families
@@ -112,12 +109,6 @@ def test_the_record_has_every_family_and_none_is_wrong():
             assert outcomes.get(mode, {}).get("outcome") != "wrong", family
 
 
-def test_enough_families_are_exact():
-    types = {f: o for f, o in record().items() if "," not in f and "not_built" not in o}
-    assert sum(o["padding_free"]["outcome"] == "exact" for o in types.values()) >= 180
-    assert sum(o["prefix_sharing"]["outcome"] == "exact" for o in types.values()) >= 175
-
-
 def test_the_table_is_that_of_the_record():
     assert parts()[0] == table(record())
 
@@ -135,20 +126,6 @@ def test_a_family_is_exact_or_refused_as_recorded(family):
             figures = {name: value for name, value in outcome.items() if name not in ("outcome", "leak")}
             assert all(value <= TOLERANCE for value in figures.values()), figures
             assert outcome["leak"] >= LEAK, "a leak between rows would not have been seen"
-
-
-@pytest.mark.families
-@pytest.mark.parametrize("family", REPRESENTATIVES)
-def test_a_leaking_layout_is_found_wrong(family):
-    with leaking_layouts():
-        outcomes = family_outcomes(family)
-    assert [outcomes[mode]["outcome"] for mode in MODES] == ["wrong", "wrong"]
-
-
-def test_models_of_the_families_are_the_same_each_time():
-    first, second = build("qwen2"), build("qwen2")
-    for name, parameter in first.state_dict().items():
-        assert torch.equal(parameter, second.state_dict()[name])
 
 
 if __name__ == "__main__":  # arguments: "--write", then types of models

@@ -23,7 +23,6 @@ from trl_padfix.core.remove import attachment_of
 
 pytestmark = pytest.mark.usefixtures("flash")
 
-
 SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS}
 SIDES = ["left", "right", "mixed", "both", "holes"]
 
@@ -182,7 +181,6 @@ def call(**settings):
 
 
 BART = {"vocab_size": 40, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
-
 
 REFUSED = [
     ({"inputs": {"attention_mask": None}}, ValueError, "batch of 7 prompts has no `attention_mask`"),

@@ -1,8 +1,7 @@
-"""Which module imports which: downwards only, and in no circle. Tests mirror the files."""
+"""Which module imports which: downwards only, and in no circle."""
 
 import ast
 import functools
-import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,19 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LAYERS = ("core", "trainers", "integrations", "tools", "cli")
 FILES = {layer: sorted((ROOT / "trl_padfix" / layer).rglob("*.py")) for layer in LAYERS}
-TESTS = {  # files, and folders of a subject with many chapters
-    layer: {
-        path.stem.removeprefix("test_") for path in (ROOT / "tests" / layer).glob("[!_]*") if path.stem != "conftest"
-    }
-    for layer in LAYERS
-}
-NO_SOURCE = {  # tests of what no single module does
-    "core": {"families", "imports", "row_bits", "stacks", "upstream", "vision", "vision_families"},
-    "trainers": {"every_method", "experimental", "mixers", "off", "row_bits", "vision"},
-    "integrations": {"sentence_transformers"},
-    "tools": {"bench", "gpu_report"},
-    "cli": set(),
-}
 
 
 def module_name(path: Path) -> str:
@@ -88,19 +74,3 @@ def test_one_file_of_core_reads_the_code_of_models():
     assert readers == {"inspection.py", "patching.py"}  # a patch hands on the signature of what it wraps
     words = ("co_names", "co_varnames", "co_flags", "getclosurevars", "getsource")
     assert {file.name for file in files if any(word in file.read_text() for word in words)} == {"inspection.py"}
-
-
-def test_no_test_imports_a_test():
-    tests = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
-    importing = re.compile(r"^\s*(?:from|import) (?:tests\b|\S*\btest_)|^\s*from \S+ import .*\btest_", re.MULTILINE)
-    assert importing.search("    from kit import arbiter, test_arbiter")
-    assert [name for name, text in tests.items() if importing.search(text)] == []
-
-
-def test_every_test_file_mirrors_a_source_file():
-    """`test_<module>.py`, `test_<module>_<part>.py`, or a folder `<module>` of test files."""
-    for layer in LAYERS:
-        sources = {file.stem for file in FILES[layer]} | {file.parent.name for file in FILES[layer]}
-        parts = tuple(f"{source}_" for source in sources)
-        unknown = {name for name in TESTS[layer] if name not in sources and not name.startswith(parts)}
-        assert unknown == NO_SOURCE[layer]

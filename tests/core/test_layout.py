@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.cells import MATRIX, by_turns
 from kit.observe import entered_tokens
@@ -99,15 +99,6 @@ def test_a_layout_is_trivial_when_it_removes_nothing():
     assert not prefix_sharing_layout(torch.tensor([[1, 2], [1, 4]]), torch.ones(2, 2)).is_trivial
 
 
-def test_gradients_of_a_shared_token_are_summed():
-    layout = prefix_sharing_layout(IDS, MASK)
-    packed = torch.zeros(1, layout.packed_tokens, requires_grad=True)
-
-    unpack(packed, layout).sum().backward()
-
-    assert packed.grad.tolist() == [[5, 4, 1, 1, 2, 1, 1, 1]]  # five rows begin with 1, four with 1-2, two are 1-2-5
-
-
 def test_packed_index_of_finds_the_token_that_computes_a_real_token():
     index = torch.tensor([18, 6, 0, 21])  # ids 2, 5, 1 and 2 of rows 4, 1, 0 and 5
     assert prefix_sharing_layout(IDS, MASK).packed_index_of(index).tolist() == [1, 4, 0, 7]
@@ -178,7 +169,7 @@ def attended(layout: Layout, ids: torch.Tensor) -> list[tuple[tuple[int, int], .
     return found
 
 
-@given(strategies.booleans(), drawn_batches())
+@given(st.booleans(), drawn_batches())
 def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sharing, batch):
     ids, mask = batch
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
@@ -194,7 +185,7 @@ def test_each_distinct_prefix_or_real_token_is_computed_once_and_sees_itself(sha
 
 
 @settings(max_examples=60)
-@given(strategies.booleans(), drawn_batches())
+@given(st.booleans(), drawn_batches())
 def test_the_dense_mask_shows_each_token_its_path(sharing, batch):
     ids, mask = batch
     layout = prefix_sharing_layout(ids, mask) if sharing else padding_free_layout(mask)
@@ -221,12 +212,6 @@ def test_rows_are_sorted_and_share_what_they_begin_with(rows):
         # No row before it has more in common with a row than the one just before.
         for i, row in enumerate(in_order[1:], 1):
             assert shared[i] == max(common(before, row) for before in in_order[:i])
-
-
-def test_several_keys_tell_tokens_apart():
-    ids, places = torch.tensor([1, 2, 1, 2]), torch.tensor([0, 1, 0, 2])
-    assert sort_by_keys([ids], [2, 2]).shared == [0, 2]
-    assert sort_by_keys([places, ids], [2, 2]).shared == [0, 1]
 
 
 # -- `packed_multiple_of`: packed rows of few lengths, with the numbers of rows of any length

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from kit.observe import entered_tokens
 from kit.tolerance import tolerance
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 from zoo.models import PAD, batch, build
 
 from trl_padfix import remove_padding
@@ -44,7 +44,6 @@ KINDS = {
     "causal": {},
     "decoder": {"auto": AutoModel},
     "classifier": {"auto": AutoModelForSequenceClassification, "num_labels": 1, "pad_token_id": PAD},
-    "tokens": {"auto": AutoModelForTokenClassification, "num_labels": 2},
 }
 
 

@@ -84,7 +84,6 @@ def layout_of(*rows: list[int]) -> Any:
 
 LAYOUT = layout_of(list(range(1, 15)), [*range(1, 10), 20, 21], [1, 2, 3, 30, 31, 32, 33], [40, 41, 42])
 
-
 EVEN = layout_of([*range(1, 13)], [1, 2, 3, 30, 31], [*range(40, 52)], [40, 41, 42, 60, 61], [*range(80, 94)])
 """Two trees of 14 tokens and a row of 14: even for three processes."""
 

@@ -29,7 +29,6 @@ from trl_padfix.core.layout.tree_arguments import tree_arguments_in, tree_layout
 FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_5_text", "bamba", "lfm2", "mamba2"]
 """Windows, sinks with experts, gated delta nets, Mamba 2 beside attention and alone, short convolutions."""
 
-
 LOSS, GRADIENTS = (tolerance(1, terms=64, depth=depth) for depth in (24, 48))
 """Relative to a value, and to the norm of all gradients."""
 

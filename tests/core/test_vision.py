@@ -119,20 +119,6 @@ def test_positions_of_another_row_are_found_wrong(monkeypatch):
             check_parity(vision.model, collate(vision, ROWS).call()).raise_if_failed()
 
 
-def test_deep_stack_features_of_another_token_are_found_wrong(monkeypatch):
-    vision = build_vision("qwen3_vl")
-    expected = alone(vision, ROWS)[0]
-    pack = trl_padfix.core.call.arguments._pack_value
-
-    def unpermuted(layout, visual, name, value):
-        visual = visual and (visual[0], torch.arange(visual[0]).flip(0)[: len(visual[1])])
-        return pack(layout, visual, name, value)
-
-    monkeypatch.setattr(trl_padfix.core.call.arguments, "_pack_value", unpermuted)
-    with remove_padding(vision.model, prefix_sharing=True):
-        assert difference(vision, ROWS, "left", expected) > 0.01
-
-
 @pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
 def test_an_image_is_part_of_what_a_prefix_is(family, monkeypatch):
     vision = build_vision(family)

@@ -47,7 +47,6 @@ ZERO_3 = {
 }
 """All parameters are gathered when a module is called, and given up behind it."""
 
-
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs `pip install deepspeed`")
 
 

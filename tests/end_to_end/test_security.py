@@ -1,4 +1,4 @@
-"""What SECURITY.md says: inputs are data, they execute nothing, and nothing is fetched that was not named."""
+"""What SECURITY.md says of this package: code and YAML execute nothing, and only names ask for the network."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from kit.bad_inputs import build_bad_data, build_bad_models
 from kit.commands import trl_padfix_command
 
@@ -53,26 +52,11 @@ def trap(tmp_path) -> Path:
     return tmp_path / "executed"
 
 
-class Bomb:
-    def __init__(self, trap: Path):
-        self.trap = str(trap)
-
-    def __reduce__(self):
-        return (open, (self.trap, "w"))
-
-
-def test_the_trap_works(trap, tmp_path):
-    torch.save(Bomb(trap), tmp_path / "bomb.bin")
-    torch.load(tmp_path / "bomb.bin", weights_only=False)
-    assert trap.exists()
-
-
 COMMANDS = [
     "doctor --model models/good",
     "stats good.jsonl --tokenizer models/good",
     "dpo --help",
 ]
-
 
 NAMES = ["trl_padfix", "trl_padfix.cli.app", "trl_padfix.tools.stats"]
 TRAINING = "--model_name_or_path models/good --dataset_name good_folder --save_strategy steps --max_steps 1 "
@@ -147,16 +131,6 @@ def test_code_beside_a_model_is_not_run(command, material, trap, tmp_path, monke
     assert command == "stats" or result.exit_code != 0  # a tokenizer of a known kind is read without the code
 
 
-@pytest.mark.slow
-def test_a_pickle_in_place_of_weights_is_not_executed(material, trap, tmp_path):
-    model = shutil.copytree(material / "models" / "good", tmp_path / "model")
-    (model / "model.safetensors").unlink()
-    torch.save(Bomb(trap), model / "pytorch_model.bin")
-    flags = ["--model_name_or_path", str(model), "--dataset_name", str(material / "good_folder"), *ONE_STEP]
-    assert trl_padfix_command("sft", *flags, "--output_dir", str(tmp_path / "out")).exit_code != 0
-    assert not trap.exists()
-
-
 YAMLS = [
     "dataset_name: !!python/object/apply:builtins.open [{trap}, w]\n",
     "!!python/module:antigravity\n",
@@ -173,26 +147,3 @@ def test_a_yaml_executes_nothing(trap, tmp_path):
         said = f"{result.output} {result.exception}"
         assert any(t in said for t in ("could not determine a constructor", "does not map fields", "not a field"))
         assert not trap.exists()
-
-
-def test_a_chat_template_executes_nothing(material, trap, tmp_path):
-    model = shutil.copytree(material / "models" / "good", tmp_path / "model")
-    reach = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
-    (model / "chat_template.jinja").write_text(reach % trap)
-    data = tmp_path / "chat.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n')
-    result = trl_padfix_command("stats", str(data), "--tokenizer", str(model))
-    assert result.exit_code == 1
-    assert not trap.exists()
-
-
-def test_data_that_is_or_looks_like_code_is_data(trap, tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
-    (data / "data.py").write_text(f"open({str(trap)!r}, 'w').close()\n")
-    texts = [f"__import__('os').system('touch {trap}')", f"$(touch {trap})", "{{ 7 * 7 }}", "[bold]x[/nowhere]"]
-    (data / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    for given in (data, data / "train.jsonl"):
-        result = trl_padfix_command("stats", str(given), "--train-tokenizer", "300")
-        assert not trap.exists()
-    assert result.exit_code == 0, result.exception

@@ -1,11 +1,8 @@
-"""The wheel: what is in it, and a training with what it needs and no more."""
+"""What the package imports is declared, and without the extra `cli` the command says how to get it."""
 
 import ast
-import os
 import subprocess
 import sys
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -79,32 +76,3 @@ importlib.util.find_spec = lambda name, *more: (
 sys.meta_path.insert(0, Absent())
 """
 """Before the code of a test: the packages of the extra `cli` are not there."""
-
-PAIRS = ROOT / "recipes/data/preferences/train.jsonl"
-TRAINING = (ROOT / "tests/kit/first_training.py").read_text()
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the wheel of this tree, unpacked as pip does it."""
-    wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
-    if find_spec("hatchling") is None:
-        pytest.skip("`pip install hatchling`, which builds the wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(ROOT)]
-    subprocess.run(build, check=True)
-    (wheel,) = wheels.glob("*.whl")
-    inside = zipfile.ZipFile(wheel).namelist()
-    assert "trl_padfix/cli/launch.py" in inside
-    assert not [name for name in inside if "recipes" in name]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
-    return folder
-
-
-@pytest.mark.slow
-def test_a_training_runs_without_the_extra(installed, tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT + TRAINING, str(installed), str(tmp_path), str(PAIRS)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "TRAINED" in done.stdout

@@ -109,7 +109,6 @@ def train(folder, method: str, callback: str | None, *more: str, kind="text", na
 
 CALLBACKS = {"dpo": "padfix_sharing", "grpo": "padfix_auto", "rm": "padfix_sharing_unchecked"}
 
-
 NEEDS_TORCHVISION = pytest.mark.skipif(not torchvision_loads(), reason="Qwen2.5-VL's processor needs torchvision")
 KINDS = ["text", pytest.param("images", marks=NEEDS_TORCHVISION)]
 

@@ -19,7 +19,6 @@ from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 DEPTH = {"terms": 64, "depth": 2 * 8 * 3}
 """Sums of two layers and a head, with their backward, as in `tolerance`."""
 
-
 MODELS = {
     "last token, right": lambda folder: build_embedder(folder, "lasttoken", "right"),
     "mean, left": lambda folder: build_embedder(folder, "mean", "left"),

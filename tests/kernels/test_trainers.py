@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from kit.cells import slow_but
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
 from kit.rows import build_prompts, build_rows
-from kit.trainer_runs import MODES, assert_same, break_mode, run
+from kit.trainer_runs import MODES, assert_same, break_mode, rows_for, run
 
 import trl_padfix
 
@@ -30,19 +29,13 @@ pytestmark = pytest.mark.kernels
 KINDS = ["DPO", "SFT", "SFT, packed", "KTO", "Reward", "GRPO", "RLOO"]
 
 
-def unpaired(pairs: Dataset) -> Dataset:
-    names = "rejected", "chosen"
-    rows = [{"prompt": r["prompt"], "completion": r[names[i % 2]], "label": bool(i % 2)} for i, r in enumerate(pairs)]
-    return Dataset.from_list(rows)
-
-
 def given(kind: str) -> dict[str, Any]:
     """Arguments of a trainer and of its configuration."""
     match kind:
         case "DPO" | "Reward":
             return {"train_dataset": build_pairs(4)}
         case "KTO":
-            return {"train_dataset": unpaired(build_pairs(4))}
+            return {"train_dataset": rows_for("KTO", build_pairs(4))}
         case "SFT" | "SFT, packed":
             packing = {"packing": True, "max_length": 24} if kind.endswith("packed") else {}
             return {"train_dataset": build_rows(4, kind="texts")} | packing

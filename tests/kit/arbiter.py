@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from zoo.model_numbers import gradients
 
 from conformance.arbiter import in_precision
 
@@ -28,20 +29,8 @@ def weighted_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return -(logps * torch.linspace(0.5, 1.5, logps.shape[1] + 1, dtype=logps.dtype)[1:]).sum()
 
 
-def _gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def alone(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Alone:
-    """
-    Compute each row of a padded batch alone, in float64.
-
-    Args:
-        model (`torch.nn.Module`):
-            A causal language model, on which nothing is attached. It is copied.
-        ids, mask (`torch.Tensor` of shape `(B, L)`):
-            Token ids, and any mask of zeros and ones: rows are what it keeps.
-    """
+    """Compute each row of a padded batch alone, in float64: what any mask keeps of it. The model is copied."""
     exact = in_precision(model)
     exact.zero_grad()
     logits = []
@@ -52,7 +41,7 @@ def alone(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Alon
         output = exact(input_ids=row.unsqueeze(0), use_cache=False, **holes).logits[:, real]
         weighted_loss(output, row[real].unsqueeze(0)).backward()
         logits.append(output[0].detach())
-    return Alone(logits, _gradients(exact))
+    return Alone(logits, gradients(exact))
 
 
 def batched(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Alone:
@@ -61,4 +50,4 @@ def batched(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> Al
     output = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     rows = [(output[i, keep], ids[i, keep]) for i, keep in enumerate(mask.bool())]
     torch.stack([weighted_loss(logits[None], row[None]) for logits, row in rows]).sum().backward()
-    return Alone([logits.detach() for logits, _ in rows], _gradients(model))
+    return Alone([logits.detach() for logits, _ in rows], gradients(model))

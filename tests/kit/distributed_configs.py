@@ -27,7 +27,7 @@ from trl_padfix.core.layout import shared_prefixes
 from trl_padfix.core.model.sharded import reshard_parameters
 
 
-__all__ = ["BAD", "MODES", "SIZES", "save_models", "train"]
+__all__ = ["BAD", "SIZES", "save_models", "train"]
 
 BUDGET = {"max_tokens_per_batch": 40}
 SIZES: dict[str, dict[str, Any]] = {
@@ -55,11 +55,8 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
 }
 """Sizes, settings and processes of trainings that cannot run, and what each process says."""
 MODES: dict[str, dict[str, Any]] = {
-    "padded": {},
     "sharing": {"padding_free": True, "prefix_sharing": True},
     "budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
-    "LoRA, sharing": {"padding_free": True, "prefix_sharing": True},
-    "LoRA, budget": {"padding_free": True, "prefix_sharing": True} | BUDGET,
     "router logits": {"padding_free": True, "prefix_sharing": True} | BUDGET,  # asked for, and in no loss
     "confused": {"padding_free": True, "prefix_sharing": True, "parity_check": False},
 }
@@ -107,7 +104,7 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, **c
     elif method == "DPO":
         given["ref_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
-    given |= MODES.get(mode, {}) | config
+    given |= MODES.get(mode.removeprefix("LoRA, "), {}) | config
     trainer = make_trainer(trl if mode in ("", "LoRA") else trl_padfix, method, folder / "run", **given)
     if method == "GRPO":
         answer_from_table(trainer, int(os.environ.get("RANK", 0)) // shared)
@@ -138,10 +135,6 @@ def answer_from_table(trainer: Any, batch: int) -> None:
     trainer._generate_single_turn = answered
 
 
-HOW = ("full_tensor", "to_local")
-"""Methods of sharded tensors: all of one, and the part of this process."""
-
-
 def main(path: str, *cells: str) -> None:
     torch.set_num_threads(1)
     shared_prefixes.MIN_SAVED_TOKENS = 1
@@ -163,7 +156,7 @@ def main(path: str, *cells: str) -> None:
             done = train(method, mode, folder, SIZES[size])
             reshard_parameters(done.trainer.model)  # the head is gathered after an evaluation
             weights = [p.detach() for p in done.trainer.model.parameters() if p.requires_grad]
-            full, own = ([getattr(p, how)() if hasattr(p, how) else p for p in weights] for how in HOW)
+            full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]
             found["run"] = Run(None, done.logs, done.entered, forwards=done.forwards)
-            found |= {"weights": torch.cat([p.flatten() for p in full]), "local": sum(p.numel() for p in own)}
+            found["weights"] = torch.cat([p.flatten() for p in full])
         torch.save(found, folder / f"{cell}-{rank}.pt")

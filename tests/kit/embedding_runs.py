@@ -96,12 +96,7 @@ def scored_pairs(count: int) -> Dataset:
 
 
 def build_trainer(folder: Path, model: Any, loss: str, trainer_class: Any = None, **settings: Any) -> Any:
-    """
-    The trainer of sentence-transformers for a model and one of [`LOSSES`]; or another class in its place.
-
-    Args:
-        settings: Fields of the configuration, and `callbacks` and `eval_dataset` of the trainer.
-    """
+    """The trainer of sentence-transformers for a model and one of [`LOSSES`]; or another class in its place."""
     is_embedder = isinstance(model, SentenceTransformer)
     config_class = SentenceTransformerTrainingArguments if is_embedder else CrossEncoderTrainingArguments
     given = {name: settings.pop(name) for name in ("callbacks", "eval_dataset") if name in settings}

@@ -36,7 +36,6 @@ SHARDED_LAYERS = {"qwen3_5_text": "Qwen3_5DecoderLayer"}
 WITH_BUFFERS = {"nemotron_h", "deepseek_v32"}
 """Models with buffers in their checkpoints (of experts), which accelerate 1.15 cannot hand to other processes."""
 
-
 build_pairs = partial(trainer_runs.build_pairs, prompt=(2, 14), answer=(1, 10), common=None, end="<eos>")
 
 

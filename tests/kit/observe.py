@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -64,39 +62,3 @@ def each_row_alone(
     """Results of `compute(ids, mask)` for the real tokens of each row in a batch of its own, concatenated."""
     rows = [row[kept.bool()][None] for row, kept in zip(ids, mask, strict=True)]
     return torch.cat([compute(row, torch.ones_like(row)) for row in rows])
-
-
-class LiveBytes:
-    """Bytes of the storages that autograd keeps for backward, now and at most; each storage counts once."""
-
-    def __init__(self, permanent: list[torch.Tensor]):
-        self.excluded = {tensor.untyped_storage().data_ptr() for tensor in permanent}
-        self.users: Counter[int] = Counter()
-        self.now = self.most = 0
-
-    def __enter__(self) -> LiveBytes:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor)
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.hooks.__exit__(*error)
-
-    def _keep(self, tensor: torch.Tensor) -> _Kept:
-        kept, storage = _Kept(tensor), tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address not in self.excluded:
-            self.now += size if not self.users[address] else 0
-            self.most = max(self.most, self.now)
-            self.users[address] += 1
-            weakref.finalize(kept, self._free, address, size)  # autograd drops it when its node has run backward
-        return kept
-
-    def _free(self, address: int, size: int) -> None:
-        self.users[address] -= 1
-        self.now -= size if not self.users[address] else 0
-
-
-class _Kept:
-    def __init__(self, tensor: torch.Tensor):
-        self.tensor = tensor

@@ -23,7 +23,6 @@ __all__ = ["main"]
 RANK = int(os.environ.get("RANK", 0))
 PACKED = {"padding_free": True, "prefix_sharing": True}
 
-
 FAULTS = {
     "first batch": mock.patch.object(ParityReport, "ok", False),
     "longest row": mock.patch.object(parity, "check_longest_row", return_value=Distance(1, 1, 0, 0)),

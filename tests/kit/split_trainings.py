@@ -31,7 +31,6 @@ from trl_padfix.core.parallel.layout import ContextParallelLayout
 
 __all__ = ["LENGTH", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
 
-
 BUDGET = {"max_tokens_per_batch": 60}
 LENGTH = 16
 FEW = {"packed_multiple_of": LENGTH, "parity_check": False}  # which computes one whole row packed, not split

@@ -173,13 +173,8 @@ def _shared(rows: list[tuple[int, ...]]) -> int:
 
 def run(trainer: Any, watch: Callable[[Any, list], None] | None = None, **how: Any) -> Run:
     """
-    Train, and evaluate where there is something to evaluate on.
-
-    Args:
-        watch (`Callable`, *optional*):
-            Called with the trainer and a list; lets the trainer append ids and mask of each of its forwards.
-        how:
-            Given to `train`.
+    Train, and evaluate where there is something to evaluate on. `watch(trainer, batches)` lets the trainer append ids
+    and mask of each of its forwards; `how` is given to `train`.
     """
     entered, batches, counting = [], [], [True]
 
@@ -311,18 +306,10 @@ def break_mode(monkeypatch: pytest.MonkeyPatch, mode: str) -> dict[str, bool]:
     return MODES[mode]
 
 
-def train_beside_plain(way: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def train_beside_plain(way: str, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """
     Raise unless the callback, or a class of `padding_free_trainer`, trains as the plain trainer, with a comparison.
-
-    Args:
-        way (`str`):
-            `"callback"`, or `"trainer"` for the class.
-        make (`Callable`):
-            Builds a trainer with the arguments `callbacks` and `trainer_class`, and the plain one without them.
-
-    Returns:
-        The trainer with prefix sharing, after its training.
+    `make` builds a trainer with `callbacks` or a `trainer_class`, and the plain one without.
     """
     plain = make()
     theirs = trained(plain)
@@ -341,7 +328,6 @@ def train_beside_plain(way: str, make: Callable[..., Any], monkeypatch: pytest.M
     break_mode(monkeypatch, "prefix sharing")
     with pytest.raises(ParityError):
         ours()[0].train()
-    return trainer
 
 
 def is_bare(model: Any) -> bool:

@@ -21,7 +21,6 @@ from trl_padfix.versions import installed_version
 
 __all__ = ["Upstream", "contract", "fits", "unmet"]
 
-
 PACKAGES = {"trl", "transformers", "accelerate", "peft", "torch"}
 
 

@@ -2,8 +2,8 @@
 
 Inside `flash_attention_stand_in()`, transformers finds a `flash_attn` package, takes it for installed and usable, and
 runs models with `attn_implementation="flash_attention_2"` through its usual unpadding, packing and windowing code.
-Works with transformers 4.52 to 5.23. Models that need more of the package than attention (rotary kernels, say) fail
-on import.
+Works with the tested versions of transformers. Models that need more of the package than attention (rotary kernels,
+say) fail on import.
 """
 
 import functools
@@ -66,7 +66,7 @@ def _adapt_to_version(stack: ExitStack) -> None:
     """The one place that knows how versions of transformers differ; it looks for names, not for version numbers."""
     module = vars(modeling_flash_attention_utils)
 
-    # Since 4.54 the functions are imported on first use and kept in globals; before, when the module is imported.
+    # Since 4.54 the functions are imported on first use and kept in globals; in 4.52, when the module is imported.
     # Leaving `patch.dict` puts the whole module back, with whatever the block loaded gone.
     if "_lazy_imports" in module:
         globals_ = {name: None for name in _LOADED_ON_FIRST_USE if name in module}
@@ -79,13 +79,6 @@ def _adapt_to_version(stack: ExitStack) -> None:
             "unpad_input": unpad_input,
             "flash_241": True,
             "_flash_supports_window_size": True,
-            # 4.53 only
-            "flash_attn_2_func": reference.flash_attn_func,
-            "flash_attn_2_varlen_func": reference.flash_attn_varlen_func,
-            "pad_input_fa2": pad_input,
-            "unpad_input_fa2": unpad_input,
-            "HAS_FA2": True,
-            "FA_VERSION": 2,
         }
     stack.enter_context(mock.patch.dict(module, globals_))
 

@@ -12,7 +12,6 @@ import pytest
 import trl
 from kit.methods import make_trainer
 from kit.trainer_runs import our_warnings
-from trl import TrlParser
 
 import trl_padfix
 from trl_padfix import DPOConfig
@@ -21,11 +20,6 @@ from trl_padfix.trainers.settings import trls_configuration
 
 HAS_DISTILLATION = "DistillationConfig" in trl_padfix.__all__
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
-
-
-def parse(*flags):
-    (config,) = TrlParser((DPOConfig,)).parse_args_and_config([*flags, "--use_cpu", "--bf16", "false"])
-    return config
 
 
 def run_python(code):

@@ -123,10 +123,7 @@ def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
 
 def test_sizes_that_are_not_the_processes_are_an_error(tmp_path):
     """One is launched here; torch would say that the mesh is bigger than the world."""
-    cp_size = 2
     args = DPOConfig(str(tmp_path), padding_free=True, use_cpu=True, bf16=False)
-    args.parallelism_config = ParallelismConfig(cp_size=cp_size)
-    with pytest.raises(
-        ValueError, match=f"`cp_size={cp_size}` and the other sizes.* make {cp_size} processes, and 1 w"
-    ):
+    args.parallelism_config = ParallelismConfig(cp_size=2)
+    with pytest.raises(ValueError, match=r"`cp_size=2` and the other sizes.* make 2 processes, and 1 w"):
         DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import sys
 from contextlib import nullcontext
-from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -46,26 +45,15 @@ FLASH = "flash_attention_2"
 
 
 class Cell(NamedTuple):
-    """
-    A training.
-
-    Attributes:
-        method (`str`): Which trainer.
-        case (`str`): One of the cases of the method: data, loss, adapters, accumulation, checkpointing.
-        mode (`str`): One of `MODES`.
-        side (`str`): Where rows are padded, if there is a collator.
-        attention (`str`): What the policy runs with. TRL's run has SDPA.
-        budget (`int`, *optional*): `max_tokens_per_batch`.
-        multiple (`int`, *optional*): `packed_multiple_of`.
-    """
+    """Our training of a case of a method in one of `MODES`. TRL's run has SDPA, and no budget."""
 
     method: str
     case: str
     mode: str
-    side: str = ""
+    side: str = ""  # of the padding, if there is a collator
     attention: str = "sdpa"
-    budget: int | None = None
-    multiple: int | None = None
+    budget: int | None = None  # max_tokens_per_batch
+    multiple: int | None = None  # packed_multiple_of
 
 
 CELLS = [
@@ -114,41 +102,6 @@ CELLS = [
     Cell("Distillation", "accumulation", "prefix sharing", "", "sdpa", BUDGET),
     Cell("Distillation", "lora", "padding-free"),
 ]
-
-
-def traits(cell: Cell) -> dict[str, Any]:
-    """Where a cell is on each axis."""
-    settings = METHODS[cell.method].cases[cell.case][0]
-    accumulates = settings.get("gradient_accumulation_steps", 1) > 1
-    return {
-        "method": cell.method,
-        "mode": cell.mode,
-        "side": cell.side,
-        "attention": cell.attention,
-        "budget": cell.budget is not None,
-        "adapters": "lora" in cell.case,
-        "steps": (accumulates, settings.get("gradient_checkpointing", False)),
-    }
-
-
-@LATER
-def test_any_two_values_of_any_two_axes_meet_in_a_cell():
-    found = [traits(cell) for cell in CELLS]
-    axes = {name: {cell[name] for cell in found} for name in found[0]}
-    online = {name for name, method in METHODS.items() if not method.side}
-    missing = {
-        ((a, x), (b, y))
-        for a, b in combinations(axes, 2)
-        for x in axes[a]
-        for y in axes[b]
-        if not any(cell[a] == x and cell[b] == y for cell in found)
-    }
-    packed = {pair for pair in missing if ("mode", "padded") not in pair}  # padded, most is TRL's code alone
-    sided = {pair for pair in packed if not {("method", name) for name in online} & {*pair}}
-    # Trainers that generate have no side, and the stand-in of FlashAttention does not serve a cache.
-    assert {pair for pair in sided if ("side", "") not in pair and ("steps", (True, True)) not in pair} == set()
-    of_online = {p for p in packed - sided if not any(axis == "side" or value == FLASH for axis, value in p)}
-    assert of_online == set()
 
 
 def train(make: Maker, cell: Cell, **more: Any) -> Run:

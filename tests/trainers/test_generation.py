@@ -264,9 +264,7 @@ def test_the_models_own_settings_give_one_prediction_for_each_prompt(tmp_path):
 CHAT = Dataset.from_list([{"messages": conversation("w2", "w3")}])
 UNANSWERED = Dataset.from_list([{"messages": conversation("w2", "w3")[:1]}])
 
-
 EMPTY = Dataset.from_list([{"prompt": "w2", "completion": "w3"}, {"prompt": "", "completion": "w3"}])
-
 
 REFUSED = [
     ("dpo", {"eval_dataset": None}, "No `eval_dataset` is given"),

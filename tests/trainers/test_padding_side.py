@@ -70,13 +70,9 @@ def test_prompts_of_several_lengths_are_not_continued_together():
     assert equal.shape == (2, 4)
 
 
-def test_a_collator_of_ours_that_pads_left_is_an_error(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+def test_to_pad_left_is_an_error(mode, tmp_path):
     collator = trl_padfix.DataCollatorForLanguageModeling(pad_token_id=39, padding_side="left")
-    for fields in MODES.values():
+    for left in ({"data_collator": collator}, {"padding_side": "left"}):
         with pytest.raises(ValueError, match="PEFT puts its virtual tokens before the padding"):
-            make_trainer(trl_padfix, "SFT", tmp_path, model=tuned(), data_collator=collator, **fields)
-
-
-def test_to_pad_left_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="PEFT puts its virtual tokens before the padding"):
-        losses(trl_padfix, "SFT", "prompt tuning", tmp_path, padding_side="left")
+            make_trainer(trl_padfix, "SFT", tmp_path, model=tuned(), **left, **MODES[mode])

@@ -12,7 +12,7 @@ from datasets import Dataset
 from kit.cells import slow_but
 from kit.methods import make_trainer
 from kit.row_bits import SIZE, skip_without_one_order, with_calls_of_segments
-from kit.trainer_runs import build_model, words
+from kit.trainer_runs import MODES, build_model, words
 
 import trl_padfix
 from trl_padfix.trainers.checks import user_code
@@ -20,10 +20,6 @@ from trl_padfix.trainers.checks import user_code
 
 user_code.TRUSTED += (__name__,)  # what records here leaves values as they are
 
-MODES = {
-    "padding-free": {"padding_free": True},
-    "prefix sharing": {"padding_free": True, "prefix_sharing": True},
-}
 BUDGETS = {"padding-free": 1200, "prefix sharing": 600}
 """Less than half of the tokens of a batch."""
 
@@ -84,7 +80,7 @@ def ratios(folder: Any, **config: Any) -> list[torch.Tensor]:
     ("has_budget", "bf16", "mode"),
     slow_but(
         [(False, True, "padding-free"), (False, False, "prefix sharing"), (True, True, "prefix sharing")],
-        product([False, True], [True, False], MODES),
+        product([False, True], [True, False], BUDGETS),
     ),
 )
 def test_the_ratio_of_an_on_policy_step_is_exactly_one(has_budget, bf16, mode, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trl
+from bench import live_bytes, profiled
 from kit.budget_runs import (
     BUDGETS,
     FREE,
@@ -25,7 +26,6 @@ from kit.budget_runs import (
     train_split,
 )
 from kit.cells import slow_but
-from kit.observe import LiveBytes
 from kit.processes import logged
 from kit.rows import build_pairs
 from kit.trainer_runs import figures, lora
@@ -37,20 +37,13 @@ from trl_padfix.trainers.batching.token_budget import TokenBudget
 
 
 class Case(NamedTuple):
-    """
-    A loss under a budget.
-
-    Attributes:
-        kind (`str`): The trainer.
-        config (`dict`): Its settings.
-        given (`Callable`): Makes further arguments of the trainer.
-        is_sum (`bool`): Whether the loss is a sum over rows with known weights.
-    """
+    """A loss under a budget: of which trainer, with which settings and further arguments."""
 
     kind: str
     config: dict[str, Any] = {}
     given: Callable[[], dict[str, Any]] = dict
     is_sum: bool = True
+    """Whether it is a sum over rows with known weights."""
 
 
 def experts(kind: str = "mixtral", **more: Any) -> Callable[[], dict[str, Any]]:
@@ -224,19 +217,10 @@ def test_two_processes_have_trls_numbers_and_resume(strategy, tmp_path):
 
 
 def kept_bytes(trainer: Any) -> int:
-    """The most bytes that autograd keeps for backward in a step, without the weights."""
-    kept = LiveBytes(
-        [p for model in (trainer.model, getattr(trainer, "ref_model", None)) if model for p in model.parameters()]
-    )
-    step = trainer.training_step
-
-    def measured(*args: Any, **kwargs: Any) -> Any:
-        with kept:
-            return step(*args, **kwargs)
-
-    trainer.training_step = measured
-    trainer.train()
-    return kept.most
+    """The most bytes that a step keeps at once, beyond those before it."""
+    with profiled(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        trainer.train()
+    return max(live_bytes(profile))
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO, aot", "GRPO, grpo", "DPO, images"])

@@ -86,10 +86,6 @@ def test_rows_that_share_a_long_prefix_are_together_whatever_their_lengths():
         assert (len(split_by_length(costs, most=1000)) == 2) is apart
 
 
-def test_a_row_beyond_the_budget_is_alone():
-    assert pack_by_budget(text_costs([50, 3, 4]), budget=10) == [[0], [1, 2]]
-
-
 @given(drawn_costs(), st.integers(1, 4))
 def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
     costs = costs[: len(costs) // processes * processes]

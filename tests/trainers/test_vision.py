@@ -17,7 +17,7 @@ from datasets import Dataset
 from kit import trainer_runs
 from kit.cells import MATRIX
 from kit.observe import accept_hooks, entered_tokens, has_cache
-from kit.trainer_runs import assert_other, assert_same, break_mode, trained
+from kit.trainer_runs import SIDED_MODES, assert_other, assert_same, break_mode, trained
 from kit.vision_runs import (
     NEEDS_TORCHVISION,
     PROCESSORS,
@@ -42,11 +42,6 @@ FAMILIES = [
     pytest.param(family, marks=needs_torchvision if family in NEEDS_TORCHVISION else ()) for family in PROCESSORS
 ]
 DATA = {"DPO": build_pairs, "SFT": build_captions}
-MODES = {
-    "padded, left": {"padding_side": "left"},
-    "padding-free, left": {"padding_free": True, "padding_side": "left"},
-    "prefix sharing, right": {"padding_free": True, "prefix_sharing": True},
-}
 IMAGES = (2, 0, 1)
 """Images of the examples, by turns."""
 
@@ -74,7 +69,7 @@ CELLS = [  # each family in a fast cell and in a slow one, by turns
 
 @pytest.mark.parametrize(("family", "kind", "mode"), CELLS)
 def test_training_on_images_is_trls(family, kind, mode, tmp_path):
-    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **MODES[mode])
+    trainer = build_trainer(trl_padfix, kind, family, tmp_path, **SIDED_MODES[mode])
     computed = entered_tokens(trainer.model.get_decoder())
     assert_same(trained(trainer), trls(kind, family))
 

@@ -132,7 +132,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Settings that change what a layer does: name, model type, and fields of its config."""
 
-
 NOT_BUILT: dict[str, str] = {
     **dict.fromkeys(
         ("gemma4_assistant", "gemma4_unified_assistant"),
@@ -159,12 +158,7 @@ def families() -> list[str]:
 
 
 def build(family: str, attn_implementation: str | None = None) -> PreTrainedModel:
-    """
-    A tiny random model of a family (a model type, or one of `VARIANTS`), in evaluation mode.
-
-    Raises:
-        NotBuiltError: If it cannot be built offline; with the reason.
-    """
+    """A tiny random model of a family (a model type, or one of `VARIANTS`), in evaluation mode."""
     return build_type(*VARIANTS.get(family, (family, {})), attn_implementation)
 
 

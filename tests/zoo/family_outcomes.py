@@ -66,11 +66,8 @@ def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def family_outcomes(family: str) -> dict[str, Any]:
     """
-    Outcomes of a family in both modes, on both padding sides, with its default attention and the eager one.
-
-    Returns:
-        `dict` with `padding_free` and `prefix_sharing`, each with an `outcome` (`exact`, `refused`, `wrong`) and its
-        figures or reason, and with `mixers`, how many of them run in each way; or with `not_built`.
+    For both modes the `outcome` (`exact`, `refused`, `wrong`) of a family with its figures or reason, on both padding
+    sides, with its default attention and the eager one; and how many `mixers` run in each way. Or `not_built`.
     """
     try:
         model = build(family)

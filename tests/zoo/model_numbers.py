@@ -77,17 +77,6 @@ def assert_equal_where_real(got: torch.Tensor, expected: torch.Tensor, mask: tor
     assert_close(got[mask.bool()], expected[mask.bool()], terms=64, depth=24)
 
 
-# -- nothing stays behind
-
-
-def attached_parts(model: torch.nn.Module) -> list[str]:
-    """Names of the modules that are still patched."""
-    return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-# -- what is refused, and why
-
-
 TINY = SHAPE | {"num_hidden_layers": 2}
 
 

@@ -96,12 +96,8 @@ ROWS = [
 
 def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    [`ROWS`] as padded ids and attention mask, both `(7, 14)`.
-
-    Args:
-        side (`str`):
-            Where the padding is: `"left"`, `"right"`, `"mixed"` (left and right by turns), `"both"` ends, or
-            `"holes"` (mixed, and tokens inside rows masked too).
+    [`ROWS`] as padded ids and attention mask, both `(7, 14)`: padded `"left"`, `"right"`, `"mixed"` (by turns), at
+    `"both"` ends, or with `"holes"` (mixed, and tokens inside rows masked too).
     """
     ids = torch.full((len(ROWS), COLUMNS), PAD)
     mask = torch.zeros_like(ids)

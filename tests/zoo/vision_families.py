@@ -33,7 +33,6 @@ _GRID_VISION = dict(
 )  # fmt: skip
 _SQUARE_VISION = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 2}
 
-
 _TOKENS = {f"image_token_{kind}": IMAGE for kind in ("id", "index")}
 _TOKENS |= {f"video_token_{kind}": VIDEO for kind in ("id", "index")}
 _TOKENS |= {
@@ -96,7 +95,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": _HALF_ROPE},
 }
 """Fields of configs that the recipe cannot derive, merged into the fields of their parts."""
-
 
 _TIMM = "Its vision tower comes from timm, which needs torchvision; neither is installed here."
 _PARTS = "The recipe for tiny models does not know the fields by which the parts of its configuration fit one another."
@@ -228,12 +226,7 @@ def vision_families() -> list[str]:
 
 
 def build_vision(family: str, attn_implementation: str | None = None, **given: Any) -> VisionModel:
-    """
-    A tiny random model of a type, in evaluation mode, and the way in which it takes images.
-
-    Raises:
-        NotBuiltError: If it cannot be built offline; with the reason.
-    """
+    """A tiny random model of a type, in evaluation mode, and the way in which it takes images."""
     if family in NOT_BUILT:
         raise NotBuiltError(NOT_BUILT[family])
     try:

@@ -61,12 +61,8 @@ def alone(vision: VisionModel, rows: list[Row]) -> tuple[torch.Tensor, dict[str,
 
 def vision_outcomes(family: str) -> dict[str, Any]:
     """
-    Outcomes of a type with images and on text alone, in both modes, on both padding sides.
-
-    Returns:
-        `dict` with `images` and `text`, each with `padding_free` and `prefix_sharing`, each with an `outcome`
-        (`exact`, `refused`, `wrong`) and its figures or reason; or with `not_built`. A kind of batch that the model
-        itself cannot be given here has `not_run`.
+    For `images` and `text`, in both modes, the `outcome` (`exact`, `refused`, `wrong`) of a type with its figures or
+    reason, on both padding sides; `not_run` for batches that the model itself cannot be given here. Or `not_built`.
     """
     try:
         vision = build_vision(family)

@@ -50,7 +50,6 @@ STORIES = {
     for title, body in re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 }
 
-
 WORDS = {"<bos>": 0, "<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, 39)}
 
 
