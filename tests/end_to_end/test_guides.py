@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 import yaml
+from kit.tolerance import assert_close
 from transformers import AutoTokenizer
 
 from trl_padfix import build_tiny
@@ -128,20 +130,19 @@ def test_the_evaluation_of_images_runs_packed(tmp_path, monkeypatch):
         {
             'name = "Qwen/Qwen2.5-VL-3B-Instruct"': f"name = {sft_vlm.build_tiny(tmp_path / 'model')!r}",
             ', device_map="cuda"': "",
-            "prefix_sharing=True)": "prefix_sharing=True) as handle",
+            'prefix_sharing="auto")': 'prefix_sharing="auto") as handle',
         },
     )
-    rows = sft_vlm.draw_shapes(4, seed=0)
-    pictures = [row["images"] for row in rows]
-    questions = [
-        [{"role": "user", "content": [*({"type": "image"} for _ in row["images"]), {"type": "text", "text": "What?"}]}]
-        for row in rows
-    ]
-    scope = {"pictures": pictures, "questions": questions}
+    scope: dict = {}
     exec(code, scope)
-    assert scope["answers"].shape[0] == len(rows)
+    decoded = [scope["processor"].decode(row[row >= 0]) for row in scope["labels"].where(scope["is_answer"], -1)]
+    assert decoded == scope["right"]
     assert 0 < scope["handle"].stats.packed_tokens < scope["handle"].stats.padded_tokens
     assert scope["handle"].stats.padded_forwards == 0
+    with torch.no_grad():
+        padded = -scope["model"](**scope["both"], labels=scope["labels"]).loss
+        other = -scope["model"](**scope["both"], labels=scope["both"]["input_ids"]).loss
+    assert_close(scope["score"], padded, terms=64, depth=16, control=other)
 
 
 @pytest.mark.matrix
@@ -149,7 +150,7 @@ def test_the_evaluation_of_images_runs_packed(tmp_path, monkeypatch):
 def test_the_comparison_with_trl_prints_equal_losses(tmp_path):
     """As printed, but with all of the log: TRL's run has no metric of this package."""
     page = (DOCS / "from_trl.md").read_text()
-    commands, printed = re.search(r"```bash\n(run=.*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
+    commands, printed = re.search(r"```bash\n(run\(\).*?)```.*?```text\n(.*?)```", page, re.DOTALL).groups()
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     shown = re.search(r"grep -o .*", commands)[0]
     commands = replaced(commands, {shown: "cat", "TRL_PADFIX_OFF": "echo ---; TRL_PADFIX_OFF"})

@@ -41,7 +41,7 @@ __all__ = ["Lengths", "PaddingRemoval", "PaddingStats", "PrefixSharing", "check_
 logger = logging.get_logger(__name__)
 
 PrefixSharing = bool | Literal["auto"]
-"""Whether shared prefixes are computed once; with `"auto"` what cannot share them is no error."""
+"""Whether shared prefixes are computed once; `True` also warns where sharing is impossible."""
 
 Lengths = int | Sequence[int]
 """Lengths of packed rows: multiples of one number, or one of several numbers in ascending order."""
@@ -175,7 +175,7 @@ class PaddingRemoval(Attachment):
     >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
     ...                                      num_attention_heads=2, num_key_value_heads=1))
     >>> ids = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0]])  # (B, L)
-    >>> handle = remove_padding(model, prefix_sharing=True)
+    >>> handle = remove_padding(model, prefix_sharing="auto")
     >>> model(ids, attention_mask=(ids > 0).long()).logits.shape  # (B, L, V), as without it
     torch.Size([2, 4, 32])
     >>> handle.stats.packed_tokens, handle.stats.padded_tokens

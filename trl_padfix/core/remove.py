@@ -72,9 +72,9 @@ def remove_padding(
             A [`~transformers.PreTrainedModel`], or anything that contains one: a PEFT model, a DDP or value-head
             wrapper, a `SentenceTransformer` or `CrossEncoder`.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Whether to compute a token prefix that several rows have in common only once. In a batch where this would
-            cost more than it saves, nothing is shared. `True` warns of a call that cannot share prefixes, and with
-            `strict` refuses it; with `"auto"` its padding is removed, and nothing is shared.
+            Whether to compute a token prefix that several rows have in common only once. Both `"auto"` and `True`
+            share only where it pays. They differ where sharing is impossible: `"auto"` runs unshared; `True` warns,
+            and is an error with `strict`.
         pool_last_token (`bool`, *optional*, defaults to `False`):
             Whether a sequence classifier scores the last token of each row's attention mask, with any id. By
             default it scores the same token as without padding removal: the last one that is not the pad token.

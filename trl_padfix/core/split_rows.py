@@ -43,7 +43,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
     Example:
 
     ```python
-    handle = remove_padding(model, prefix_sharing=True)
+    handle = remove_padding(model, prefix_sharing="auto")
     split_rows(handle)  # under torchrun
     loss = model(**batch).loss  # the same batch on every process
     loss.backward()

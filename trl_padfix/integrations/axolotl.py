@@ -2,7 +2,7 @@
 Plug-in of axolotl: padding removal by two lines of YAML.
 
     plugins: [trl_padfix.integrations.axolotl.PaddingRemovalPlugin]
-    padfix_prefix_sharing: true
+    padfix_prefix_sharing: auto
 """
 
 from __future__ import annotations

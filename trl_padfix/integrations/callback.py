@@ -144,7 +144,7 @@ class PaddingRemovalCallback(TrainerCallback):
     from transformers import Trainer
     from trl_padfix import PaddingRemovalCallback
 
-    callback = PaddingRemovalCallback(prefix_sharing=True)
+    callback = PaddingRemovalCallback(prefix_sharing="auto")
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
     callback.attach(trainer)
     trainer.train()

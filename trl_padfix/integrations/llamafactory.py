@@ -1,7 +1,7 @@
 """
 Runs LLaMA-Factory with the callback: use this module instead of `llamafactory-cli train`, which stops at the key.
 
-    python -m trl_padfix.integrations.llamafactory config.yaml            # with `padfix_prefix_sharing: true` in it
+    python -m trl_padfix.integrations.llamafactory config.yaml            # with `padfix_prefix_sharing: auto` in it
     torchrun --nproc-per-node 2 -m trl_padfix.integrations.llamafactory config.yaml
 """
 

@@ -419,7 +419,7 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
     >>> from transformers import Trainer
     >>> from trl_padfix import padding_free_trainer
 
-    >>> PaddingFreeTrainer = padding_free_trainer(Trainer, prefix_sharing=True)
+    >>> PaddingFreeTrainer = padding_free_trainer(Trainer, prefix_sharing="auto")
     >>> PaddingFreeTrainer.__name__, issubclass(PaddingFreeTrainer, Trainer)
     ('PaddingFreeTrainer', True)
 

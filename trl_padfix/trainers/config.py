@@ -38,10 +38,10 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Both
-            `True` and `'auto'` share where this saves more than it costs. With NEFTune, `True` is an error, and
-            `'auto'` trains without sharing and prints why. A call that cannot share, for example with
-            `inputs_embeds`, runs unshared; `True` warns about it (with `strict`: an error). Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Set
+            `'auto'`; set `True` only to be warned. Both share only where it pays. They differ where sharing is
+            impossible: `'auto'` runs unshared (and prints why under NEFTune); `True` warns, and is an error with
+            NEFTune or `strict`. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
@@ -90,7 +90,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     ```python
     >>> from trl_padfix import DPOConfig
 
-    >>> args = DPOConfig("runs/dpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args = DPOConfig("runs/dpo", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
 
     ```
     """
@@ -187,7 +187,7 @@ class GRPOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     ```python
     >>> from trl_padfix import GRPOConfig
 
-    >>> args = GRPOConfig("runs/grpo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args = GRPOConfig("runs/grpo", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
 
     ```
     """
@@ -215,7 +215,7 @@ class RLOOConfig(ReferenceAttentionConfig, ForwardBudgetConfig, PackingConfig, t
     ```python
     >>> from trl_padfix import RLOOConfig
 
-    >>> args = RLOOConfig("runs/rloo", padding_free=True, prefix_sharing=True, use_cpu=True, bf16=False)
+    >>> args = RLOOConfig("runs/rloo", padding_free=True, prefix_sharing="auto", use_cpu=True, bf16=False)
 
     ```
     """

@@ -1,4 +1,4 @@
-"""The stories on `docs/troubleshooting.md`, executed: what is said to raise raises, and what follows it runs."""
+"""Failures of padding_side='right', executed: what is said to raise raises, and what follows it runs."""
 
 from __future__ import annotations
 
@@ -45,10 +45,36 @@ from trl_padfix import remove_padding
 
 PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 
+EXAMPLE = PAGE.read_text().partition("## An example of padding_side='right'")[2]
+REWARD_MODEL = [
+    """
+reward_model = AutoModelForSequenceClassification.from_pretrained(
+    path, num_labels=1, attn_implementation="flash_attention_2"
+)
+rewards = reward_model(sequences, attention_mask=attention_mask).logits
+""",
+    """
+remove_padding(reward_model, pool_last_token=True)
+rewards = reward_model(sequences, attention_mask=attention_mask).logits
+""",
+]
+GENERATION = [
+    """
+inputs = processor(text=prompts, images=images, padding=True, return_tensors="pt")
+answers = vision_model.generate(**inputs, max_new_tokens=6)
+""",
+    """
+from trl_padfix import generate
+
+answers = generate(vision_model, inputs, max_new_tokens=6)
+""",
+]
 STORIES = {
-    title: re.findall(r"```python\n(.*?)```", body, re.DOTALL)
-    for title, body in re.findall(r"^### (.*?)\n(.*?)(?=^##|\Z)", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    "the page's": re.findall(r"```python\n(.*?)```", EXAMPLE, re.DOTALL),
+    "a reward model": REWARD_MODEL,
+    "generation": GENERATION,
 }
+"""For each, code that raises an error, and code that does not."""
 
 WORDS = {"<bos>": 0, "<eos>": EOS, "<pad>": PAD} | {f"w{i}": i for i in range(2, 39)}
 
@@ -121,7 +147,7 @@ def flash_attention():
 
 @pytest.fixture
 def names(tmp_path):
-    """What the page takes for granted."""
+    """What the stories take for granted."""
     with flash_attention():
         sequences = torch.tensor([[PAD, 5, 6, 13, 14, PAD], [7, 8, 9, 15, PAD, PAD], [PAD, PAD, 4, 2, 8, 9]])
         args = DPOConfig(
@@ -148,14 +174,15 @@ def names(tmp_path):
         }
 
 
-def test_the_page_has_its_stories():
-    assert [len(blocks) for blocks in STORIES.values()] == [2] * 3
+def test_the_page_has_its_example():
+    before, after = STORIES["the page's"]
+    assert before.strip().endswith("# ValueError")
+    assert "remove_padding(model)" in after
 
 
 @pytest.mark.parametrize("story", STORIES)
 def test_story(story, names):
     before, after = STORIES[story]
-    assert "ValueError" in before.splitlines()[-1]
     with pytest.raises(ValueError, match="batched generation with padding_side='right'"):
         exec(before, names)
     exec(after, names)

@@ -71,7 +71,7 @@ class RecordedRollouts:
     from trl_padfix import GRPOConfig, GRPOTrainer, RecordedRollouts
 
     recorded = RecordedRollouts(rollouts, tokenizer)
-    args = GRPOConfig(output_dir="runs/agent", num_generations=recorded.trials, padding_free=True, prefix_sharing=True)
+    args = GRPOConfig("runs/agent", num_generations=recorded.trials, padding_free=True, prefix_sharing="auto")
     trainer = GRPOTrainer(model, recorded.rewards, args, recorded.prompts, rollout_func=recorded)
     ```
     """

@@ -40,7 +40,7 @@ class DistillationTrainer(OnlineTrainer, trl.DistillationTrainer):
     """
     TRL's [`~trl.DistillationTrainer`] without padding in the forwards of student and teacher, like [`GRPOTrainer`].
 
-    `prefix_sharing=True` computes shared prefixes of prompts once: a system prompt, the same prompt drawn twice.
+    `prefix_sharing` computes shared prefixes of prompts once: a system prompt, the same prompt drawn twice.
     Generation, the chunked divergence and the gradients are TRL's.
 
     Args:

@@ -47,7 +47,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     TRL's [`~trl.DPOTrainer`] without padding.
 
     It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
-    reference compute real tokens only; with `prefix_sharing=True` they compute each prompt once. Batches are padded on
+    reference compute real tokens only; with `prefix_sharing` they compute each prompt once. Batches are padded on
     the tokenizer's side, or on `padding_side`. Losses, metrics and gradients equal the padded computation's.
 
     Logs `perf/tokens_per_second` (real tokens per second of wall time), `padfix/pad_fraction` (share of the padded
@@ -74,7 +74,7 @@ class DPOTrainer(PaddingFreeMixin, trl.DPOTrainer):
     ```python
     from trl_padfix import DPOConfig, DPOTrainer
 
-    args = DPOConfig(output_dir="runs/dpo", padding_free=True, prefix_sharing=True)
+    args = DPOConfig(output_dir="runs/dpo", padding_free=True, prefix_sharing="auto")
     trainer = DPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=pairs)
     trainer.train()  # columns of the data: prompt, chosen, rejected
     ```

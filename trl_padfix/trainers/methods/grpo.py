@@ -48,10 +48,10 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
     TRL's [`~trl.GRPOTrainer`] without padding.
 
     It has the arguments of TRL's trainer. With `padding_free=True` in its configuration the decoders of policy and
-    reference compute real tokens only, in all forwards for log-probabilities. With `prefix_sharing=True` the prompt of
+    reference compute real tokens only, in all forwards for log-probabilities. With `prefix_sharing` the prompt of
     a group is computed once for all its completions. Generation, losses, rewards and gradients are TRL's.
 
-    TRL scatters the completions of a group over the micro-batches of an optimizer step. With `prefix_sharing=True`,
+    TRL scatters the completions of a group over the micro-batches of an optimizer step. With `prefix_sharing`,
     gradient accumulation and a loss that is a sum over completions (every `loss_type` except `"bnpo"`, no entropy
     bonus, `top_entropy_quantile=1`), they are moved into one micro-batch. The step stays the same; metrics that are
     means over micro-batches change, because the micro-batches do.
@@ -78,7 +78,7 @@ class GRPOTrainer(OnlineTrainer, trl.GRPOTrainer):
         return [-len(completion) for completion in completions]
 
 
-    args = GRPOConfig(output_dir="runs/grpo", padding_free=True, prefix_sharing=True)
+    args = GRPOConfig(output_dir="runs/grpo", padding_free=True, prefix_sharing="auto")
     trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=shorter, args=args, train_dataset=prompts)
     trainer.train()  # columns of the data: prompt
     ```

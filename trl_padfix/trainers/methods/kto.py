@@ -162,7 +162,7 @@ class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     TRL's [`~trl.KTOTrainer`] without padding, like [`DPOTrainer`].
 
     The forward of the mismatched completions of the KL term is packed, too, and the logged `padfix/` metrics count it.
-    `prefix_sharing=True` shares prefixes within each of the two forwards.
+    `prefix_sharing` shares prefixes within each of the two forwards.
 
     Args:
         *args, **kwargs:
@@ -177,7 +177,7 @@ class KTOTrainer(PaddingFreeMixin, trl.KTOTrainer):
     ```python
     from trl_padfix import KTOConfig, KTOTrainer
 
-    args = KTOConfig(output_dir="runs/kto", padding_free=True, prefix_sharing=True)
+    args = KTOConfig(output_dir="runs/kto", padding_free=True, prefix_sharing="auto")
     trainer = KTOTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=judged)
     trainer.train()  # columns of the data: prompt, completion, label
     ```

@@ -88,7 +88,7 @@ class RewardTrainer(PaddingFreeMixin, trl.RewardTrainer):
     ```python
     from trl_padfix import RewardConfig, RewardTrainer
 
-    args = RewardConfig(output_dir="runs/reward", padding_free=True, prefix_sharing=True)
+    args = RewardConfig(output_dir="runs/reward", padding_free=True, prefix_sharing="auto")
     trainer = RewardTrainer("Qwen/Qwen2.5-0.5B-Instruct", args=args, train_dataset=pairs)
     trainer.train()  # columns of the data: chosen, rejected
     ```

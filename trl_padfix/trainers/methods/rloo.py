@@ -26,7 +26,7 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] without padding, like [`GRPOTrainer`].
 
-    With `prefix_sharing=True` and gradient accumulation the completions of a group stay in one micro-batch.
+    With `prefix_sharing` and gradient accumulation the completions of a group stay in one micro-batch.
 
     Args:
         *args, **kwargs:
@@ -41,7 +41,7 @@ class RLOOTrainer(OnlineTrainer, trl.RLOOTrainer):
     ```python
     from trl_padfix import RLOOConfig, RLOOTrainer
 
-    args = RLOOConfig(output_dir="runs/rloo", padding_free=True, prefix_sharing=True)
+    args = RLOOConfig(output_dir="runs/rloo", padding_free=True, prefix_sharing="auto")
     trainer = RLOOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=shorter, args=args, train_dataset=prompts)
     trainer.train()  # columns of the data: prompt; a reward function as for GRPO
     ```

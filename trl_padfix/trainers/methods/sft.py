@@ -156,7 +156,7 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
 
     With `padding_free=True` the decoder computes real tokens only, also with `max_length`, with your own collator and
     in evaluation. It keeps the sequences of a row of `packing=True` apart with any attention implementation, in memory
-    that grows linearly with the row. With `prefix_sharing=True` it computes shared prefixes of rows (a system prompt)
+    that grows linearly with the row. With `prefix_sharing` it computes shared prefixes of rows (a system prompt)
     once.
 
     With `expand_turns=True` each turn of the assistant in a conversation becomes a row of its own; see
