@@ -21,6 +21,8 @@ from .temporary_attributes import temporarily_set
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from .protocols import TaskTrainer
+
 
 __all__ = [
     "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
@@ -32,7 +34,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 
-def named_models_of(trainer: Trainer) -> dict[str, Any]:
+def named_models_of(trainer: TaskTrainer) -> dict[str, Any]:
     """The policy, and the reference and the teacher if these are separate models."""
     attributes = {"reference model": "ref_model", "teacher": "teacher_model"}
     others = {name: getattr(trainer, attribute, None) for name, attribute in attributes.items()}
@@ -40,23 +42,23 @@ def named_models_of(trainer: Trainer) -> dict[str, Any]:
     return {"model": trainer.model} | models
 
 
-def models_of(trainer: Trainer) -> list[Any]:
+def models_of(trainer: TaskTrainer) -> list[Any]:
     """The models of [`named_models_of`], the policy first."""
     return [*named_models_of(trainer).values()]
 
 
-def datasets_of(trainer: Trainer) -> dict[str, Any]:
+def datasets_of(trainer: TaskTrainer) -> dict[str, Any]:
     """The datasets of a trainer by name, without those that are `None`."""
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     return {name: d for name, d in {"train": trainer.train_dataset, **evaluated}.items() if d is not None}
 
 
-def trains_on_images(trainer: Trainer) -> bool | None:
+def trains_on_images(trainer: TaskTrainer) -> bool | None:
     """Whether TRL's trainer has found images in its dataset; `None` for trainers that do not look for them."""
     return getattr(trainer, "_is_vision_dataset", None)
 
 
-def check_launch(trainer: Trainer) -> None:
+def check_launch(trainer: TaskTrainer) -> None:
     """
     Raises:
         PaddingRemovalError: If the model is copied to several devices, or padded rows are split over processes.
@@ -104,7 +106,7 @@ def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:
     return next((s for s in sizes if parallelism is not None and (vars(parallelism).get(s) or 1) > 1), None)
 
 
-def data_replicas(trainer: Trainer) -> int:
+def data_replicas(trainer: TaskTrainer) -> int:
     """Number of processes with the same rows, under tensor or context parallelism."""
     return getattr(trainer, "get_tp_size", lambda: 1)()
 
@@ -121,13 +123,13 @@ def _size_at_load(model: torch.nn.Module, name: str) -> int:
     return getattr(sizes, name, None) or 1
 
 
-def is_fsdp2(trainer: Trainer) -> bool:
+def is_fsdp2(trainer: TaskTrainer) -> bool:
     """Whether FSDP2 shards all models: accelerate has wrapped them, or transformers has loaded them sharded."""
     is_loaded_so = all(_size_at_load(model, "dp_size") > 1 for model in models_of(trainer))
     return is_loaded_so or getattr(trainer.accelerator, "is_fsdp2", False)
 
 
-def is_sharded(trainer: Trainer) -> bool:
+def is_sharded(trainer: TaskTrainer) -> bool:
     """
     Whether processes with different rows meet in every forward, not only at the end of the step: FSDP, ZeRO-3, and
     models that transformers has loaded sharded, including expert parallelism.
@@ -136,7 +138,7 @@ def is_sharded(trainer: Trainer) -> bool:
     return is_loaded_so or trainer.is_fsdp_enabled or is_zero(3, trainer.accelerator)
 
 
-def max_over_processes(trainer: Trainer, count: int) -> int:
+def max_over_processes(trainer: TaskTrainer, count: int) -> int:
     """The largest `count` of all processes."""
     if trainer.accelerator.num_processes == 1:
         return count
@@ -169,7 +171,7 @@ def raise_on_all(error: Exception | None) -> None:
 
 
 @contextlib.contextmanager
-def sync_gradients_in_last(trainer: Trainer, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
+def sync_gradients_in_last(trainer: TaskTrainer, model: torch.nn.Module, is_last: bool) -> Iterator[None]:
     """A block with one of several backwards of a step, whose gradients are reduced over processes in the last one."""
     accelerator = trainer.accelerator
     state = accelerator.gradient_state
@@ -185,13 +187,15 @@ def sync_gradients_in_last(trainer: Trainer, model: torch.nn.Module, is_last: bo
         state._set_sync_gradients(saved)
 
 
-def _no_sync(trainer: Trainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+def _no_sync(trainer: TaskTrainer, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
     """`no_sync` of the wrapper of the model; accelerate does not wrap a model that transformers has sharded."""
     is_sharded = _size_at_load(trainer.model, "dp_size") > 1
     return trainer._defer_fsdp_gradient_reduction() if is_sharded else trainer.accelerator.no_sync(model)
 
 
-def step_on_prepared(trainer: Trainer, model: torch.nn.Module, inputs: dict[str, Any], num_items: Any) -> torch.Tensor:
+def step_on_prepared(
+    trainer: TaskTrainer, model: torch.nn.Module, inputs: dict[str, Any], num_items: Any
+) -> torch.Tensor:
     """Loss and backward of prepared `inputs`, by transformers' `training_step`; callable within a running one."""
     prepared = temporarily_set(
         trainer,

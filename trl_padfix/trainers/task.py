@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import IterableDataset
     from transformers import TrainingArguments
 
-    from .parts.part import PaddingFreeTrainer
+    from .protocols import TaskTrainer
 
 
 __all__ = ["PairTask", "Task"]
@@ -65,7 +65,7 @@ class Task:
     min_max_metrics: ClassVar[dict[str, Callable]] = {}
     """Metrics that are a minimum or maximum over rows instead of a mean, with `torch.min` or `torch.max`."""
 
-    def __init__(self, trainer: PaddingFreeTrainer):
+    def __init__(self, trainer: TaskTrainer):
         self.trainer = trainer
 
     # -- checks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,17 +14,21 @@ from .calls import LAYOUT, ModelCall
 from .prepared_masks import PreparedMasks, plain_mask
 
 
-if TYPE_CHECKING:
-    from ..handle import PaddingRemoval
-
-
-__all__ = ["DecoderInputs"]
+__all__ = ["DecoderInputs", "DecoderTraits"]
 
 _ROW_ARGUMENTS = ("attention_mask", "position_ids", *CACHES)
 """Arguments of a decoder that describe its rows, or continue rows of an earlier call."""
 
 _COVERED_BY_IDS = {"input_ids", "attention_mask", "position_ids", "labels", "seq_idx", "completion_mask"}
 """Per-token arguments that are equal, or do not matter to the decoder, wherever ids and positions are equal."""
+
+
+class DecoderTraits(Protocol):
+    """Members of a [`PaddingRemoval`] that are needed to read a call."""
+
+    decoder: Any
+    anatomy: Any
+    takes_positions: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,7 @@ class DecoderInputs:
 
     @classmethod
     def read(
-        cls, call: dict[str, Any], handle: PaddingRemoval, outer: ModelCall | None = None, is_causal: bool = True
+        cls, call: dict[str, Any], handle: DecoderTraits, outer: ModelCall | None = None, is_causal: bool = True
     ) -> DecoderInputs:
         """
         Read a decoder call.

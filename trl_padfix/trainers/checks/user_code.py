@@ -27,9 +27,9 @@ from ..temporary_attributes import set_until_closed, temporarily_set
 
 if TYPE_CHECKING:
     import torch
-    from transformers import Trainer
 
     from ...core.handle import PaddingRemoval
+    from ..protocols import TaskTrainer
 
 
 __all__ = [
@@ -50,7 +50,7 @@ DECORATORS = ("torch.utils._contextlib", "contextlib")
 """Modules with decorators of TRL's methods, which do not change the value of a loss."""
 
 
-def custom_loss_name(trainer: Trainer) -> str | None:
+def custom_loss_name(trainer: TaskTrainer) -> str | None:
     """
     Name of the user's code that computes the loss of a trainer, or a part of it; `None` if TRL computes all of it.
 
@@ -64,7 +64,7 @@ def custom_loss_name(trainer: Trainer) -> str | None:
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
 
 
-def hook_beside_loss(trainer: Trainer, inner: bool = False) -> str | None:
+def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
     """
     Name of a user's hook on the base model or within it (with `inner`: only within it), if a user's loss or step may
     read what the hook keeps; else `None`.
@@ -85,7 +85,7 @@ def why_padded(trainer: Any, handle: PaddingRemoval, inputs: Any, in_parts: bool
     return SCORED_FROM_PADDING if handle.anatomy.head is not None and scores_padding(inputs) else None
 
 
-def custom_step_name(trainer: Trainer, everywhere: bool = False) -> str | None:
+def custom_step_name(trainer: TaskTrainer, everywhere: bool = False) -> str | None:
     """
     Name of a user's `training_step` that runs within ours, so that it may compute the loss and its backward itself.
 
@@ -97,7 +97,7 @@ def custom_step_name(trainer: Trainer, everywhere: bool = False) -> str | None:
     return _custom_method(trainer, {"training_step"}, None if everywhere else below)
 
 
-def _custom_method(trainer: Trainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
+def _custom_method(trainer: TaskTrainer, methods: set[str], owners: list[tuple[str, Any]] | None = None) -> str | None:
     """Name of the first of `methods` that is a user's: on the trainer and all its classes, or on `owners`."""
     # All owners, also those with overridden methods: `super()` may call them.
     if owners is None:
@@ -138,7 +138,7 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         return compute_loss
 
     @wraps(compute_loss)
-    def in_step(self: Any, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def in_step(self: TaskTrainer, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not self.padding.parts:  # none of our fields is set
             return compute_loss(self, model, inputs, *args, **kwargs)
         arguments = dict(zip(("return_outputs", "num_items_in_batch"), args, strict=False)) | kwargs
@@ -150,20 +150,20 @@ def observe_loss(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
     return in_step
 
 
-def observe_user_loss(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+def observe_user_loss(trainer: TaskTrainer) -> contextlib.AbstractContextManager[None]:
     """A block in which a `compute_loss` that was set on the trainer itself runs within `observe_step`."""
     if (of_user := vars(trainer).get("compute_loss")) is None:
         return contextlib.nullcontext()
 
     @wraps(of_user)  # also for `custom_loss_name`, which still finds the user's function
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self: TaskTrainer, *args: Any, **kwargs: Any) -> Any:
         return of_user(*args, **kwargs)
 
     return temporarily_set(trainer, compute_loss=MethodType(observe_loss(compute_loss), trainer))
 
 
 def observe_user_step(
-    trainer: Trainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
+    trainer: TaskTrainer, around: Callable[[torch.nn.Module], contextlib.AbstractContextManager[Any]]
 ) -> None:
     """Run a user's `training_step`, which may compute its loss without `compute_loss`, in a block of `around`."""
     of_user = trainer.training_step
@@ -183,7 +183,7 @@ LIBRARIES = {"trl_padfix", "torch", "accelerate", "transformers", "trl", "peft",
 """Modules whose hooks reduce, gather or unscale gradients, which is linear. `optim` names their optimizers."""
 
 
-def gradient_hook_name(trainer: Trainer) -> str | None:
+def gradient_hook_name(trainer: TaskTrainer) -> str | None:
     """
     Name of the code that changes gradients or weights of the policy within a backward; `None` if there is none.
 

@@ -20,18 +20,18 @@ from ...core.handle import PaddingRemoval, PaddingStats
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
     from ...core.parity.report import ParityReport
-    from ..batching.token_budget import TokenBudget
+    from ..protocols import Budget, TaskTrainer
     from ..settings import Settings
     from ..task import Task
 
-    class PaddingFreeTrainer(Trainer):
-        """A trainer of TRL with `PaddingFreeMixin`, as its parts and its task use it."""
+    class PaddingFreeTrainer(TaskTrainer):
+        """A trainer as parts use it."""
 
-        padding: Padding
-        accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
+        @property
+        def padding(self) -> Padding: ...
 
 
 __all__ = ["Evaluation", "Padding", "Part", "Step", "entered"]
@@ -124,7 +124,7 @@ class Padding:
         self.parity: dict[str, list[ParityReport]] = {}
         self.task: Task
         self.parts: tuple[Part, ...] = ()
-        self.budget: TokenBudget | None = None
+        self.budget: Budget | None = None
         self.checks_columns = True  # of prepared rows; a user's collator may read others
         self.is_attached = False
         self.is_restored = False

@@ -1,0 +1,60 @@
+"""What tasks use of a trainer, and a trainer of its token budget. Imports only the settings of `trainers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ..core.handle import PaddingRemoval
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from .data.image_rows import ImageCounts
+    from .settings import Settings
+
+    class TaskTrainer(Trainer):
+        """A trainer as tasks use it: TRL's class with `PaddingFreeMixin`, or a test's stand-in."""
+
+        accelerator: Any  # many attributes are optional: only the parallelism that needs them sets them
+
+        @property
+        def padding(self) -> TaskPadding: ...
+
+
+__all__ = ["Budget", "TaskPadding"]
+
+
+class Budget(Protocol):
+    """`TokenBudget`, whose module describes the methods."""
+
+    @property
+    def budget(self) -> int | None: ...
+    def why_all_rows(self) -> str | None: ...
+    def compute_loss(
+        self, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any: ...
+    def split_forwards(
+        self, *concatenated: torch.Tensor, images: ImageCounts | None = None
+    ) -> AbstractContextManager[None]: ...
+
+
+class TaskPadding(Protocol):
+    """`Padding`, as tasks use it."""
+
+    settings: Settings
+    handles: list[PaddingRemoval]
+    budget: Budget | None
+    checks_columns: bool
+    why_padded: str | None
+
+    @property
+    def parts(self) -> Sequence[object]: ...
+    @property
+    def handle(self) -> PaddingRemoval | None: ...
+    @property
+    def is_removed(self) -> bool: ...
