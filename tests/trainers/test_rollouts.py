@@ -132,6 +132,8 @@ def test_streams_and_groups_that_are_split_are_errors():
     with pytest.raises(TypeError, match="IterableDataset"):
         record(IterableDataset.from_generator(lambda: iter(ROWS)))
     recorded = record(rollouts())
+    with pytest.raises(ValueError, match="Give the trainer `rollout_func=`"):
+        RecordedRollouts.rewards(["of the policy"])
     with pytest.raises(ValueError, match="Set `num_generations=3`"):
         recorded(["0", "0"], None)
 

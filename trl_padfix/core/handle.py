@@ -291,8 +291,7 @@ class PaddingRemoval(Attachment):
             self.running_stats.padded_forwards += 1
         self.say_once(
             f"A call of {type(self.decoder).__name__} is computed padded: its numbers are the model's own, and no "
-            f"work is saved. {error} `handle.stats.padded_forwards` counts such calls, and "
-            "`strict=True` makes them errors. (Shown once for this reason.)",
+            f"work is saved. {error} `handle.stats.padded_forwards` counts such calls. (Shown once for this reason.)",
             error.kind,
         )
 

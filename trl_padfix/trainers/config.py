@@ -77,7 +77,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             of a conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
-            TRL's mean of per-batch means.
+            TRL's mean of per-batch means. In DPO, the loss of `loss_type="sft"` stays a mean of batches.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 

@@ -123,8 +123,12 @@ class RecordedRollouts:
         return {"logprobs": None, **dict(zip(names, columns, strict=True))}
 
     @staticmethod
-    def rewards(completions: list[Any], recorded: list[float], **columns: Any) -> list[float]:
+    def rewards(completions: list[Any], recorded: list[float] | None = None, **columns: Any) -> list[float]:
         """The recorded rewards, as TRL's `reward_funcs`."""
+        if recorded is None:
+            raise ValueError(
+                "The completions are not recorded ones. Give the trainer `rollout_func=` the rollouts, too."
+            )
         return recorded
 
 
