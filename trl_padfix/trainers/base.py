@@ -137,8 +137,8 @@ class PaddingFreeMixin:
                 if config is not None and not isinstance(config, PackingConfig):
                     logger.warning_once(
                         f"`args` is a `{type(config).__module__.partition('.')[0]}.{type(config).__name__}`, so "
-                        "padding stays. To remove it, import the configuration from trl_padfix, too, and set "
-                        "`padding_free=True`."
+                        "TRL's code computes every step. To remove padding, import the configuration from trl_padfix, "
+                        "too, and set `padding_free=True`."
                     )
                 if PaddingSide in self.part_classes:
                     padding.parts = (PaddingSide(self),)
