@@ -155,7 +155,8 @@ def test_a_report_becomes_a_table_and_that_of_a_rehearsal_never_does(tmp_path):
     assert lines[2].startswith("| DPO 0.5B 8 pairs, autocast | TRL, padded |")
     assert "| 0.25 | 1.00x | 1.00x | 0.5 |" in lines[2]
     assert {line.count("|") for line in lines[:5]} == {10}
-    assert "| float32, padded | 8 of 8 | 8 of 8 |" in lines
+    (bits,) = (cell["bits"]["padded"] for cell in report["cells"] if "bits" in cell)
+    assert f"| float32, padded | {bits['of_model_alone']} of 8 | {bits['of_same_way_alone']} of 8 |" in lines
     notes = lines[-3]
     assert notes.startswith("8 of 8 checks of correctness passed.")
     assert "GPU of a test" in notes
