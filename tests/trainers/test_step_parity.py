@@ -1,6 +1,7 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 import trl_padfix
 from trl_padfix.core.errors import UnpackableCallError
+from trl_padfix.core.parity.limits import Limits
 from trl_padfix.trainers.parts import parity, step_parity
 
 
@@ -174,6 +176,12 @@ def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
     assert "parity ok, the trainer's own loss" in capsys.readouterr().out
 
 
+def test_a_gradient_that_is_nothing_but_rounding_has_no_limit():
+    given = [(torch.float32, 0.01), (torch.float32, 0.1), (torch.bfloat16, 0.1), (torch.bfloat16, 0.3)]
+    found = [Limits.of_step(dtype, [(0.0, moved)]).gradient for dtype, moved in given]
+    assert found == pytest.approx([0.03, inf, 0.3, inf])
+
+
 @pytest.mark.parametrize("alpha", [5, 5.0])
 def test_the_noise_of_neftune_is_off_in_the_comparison(alpha, tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, padding_free=True, neftune_noise_alpha=alpha)
@@ -201,6 +209,7 @@ def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
     trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False, is_deepspeed_enabled=False)
     model, before = build_model(), torch.backends.fp32_precision
     try:
+        torch.backends.cuda.matmul.fp32_precision = "none"  # as `torch.backends`
         torch.backends.fp32_precision = setting  # as `tf32=True` does
         assert step_parity.precision_in(trainer, model) == dtype
     finally:

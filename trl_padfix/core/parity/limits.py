@@ -38,6 +38,14 @@ HALF_STEP = (0.25, 2.0)
 """The same in half precision, in units of the dtype's epsilon."""
 
 
+NOISE, HALF_NOISE = 0.02, 0.2
+"""
+Relative differences by rounding, in float32 and in half precision, above which a gradient is nothing but rounding.
+GRPO has such gradients where all completions of a prompt have the same reward: only the KL term is left, and its
+gradient is zero but for rounding.
+"""
+
+
 def tolerance(size: float, *, terms: float, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """
     The largest difference that rounding explains between two computations of one number.
@@ -123,12 +131,15 @@ class Limits(NamedTuple):
         """
         The limits of relative differences of the loss and the gradient of a step.
 
-        They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right.
+        They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right. A
+        gradient that is nothing but rounding ([`NOISE`]) has no limit.
         """
-        eps = torch.finfo(dtype).eps
-        fixed = STEP if dtype.itemsize > 2 else [times * eps for times in HALF_STEP]
+        is_half, eps = dtype.itemsize <= 2, torch.finfo(dtype).eps
+        fixed = [times * eps for times in HALF_STEP] if is_half else STEP
         measured = ([TIMES_ROUNDING * x for x in differences] for differences in rounding)
-        return cls(*map(max, zip(fixed, *measured, strict=True)))
+        mean, gradient = map(max, zip(fixed, *measured, strict=True))
+        is_noise = gradient > TIMES_ROUNDING * (HALF_NOISE if is_half else NOISE)
+        return cls(mean, math.inf if is_noise else gradient)
 
 
 def lowest_dtype(module: nn.Module) -> torch.dtype:

@@ -218,7 +218,10 @@ class _Comparison:
         if not self._on_any_process(not report.ok):
             return report
         rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
-        return replace(report, limits=Limits.of_step(self.dtype, rounding))
+        limits = Limits.of_step(self.dtype, rounding)
+        if limits.gradient == math.inf:  # the order of sums moves such a gradient too
+            same = same._replace(gradient=math.inf)
+        return replace(report, limits=limits, same=same)
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
