@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-__all__ = ["DEVIATIONS", "TIMES_ROUNDING", "Limits", "lowest_dtype", "precision_of", "tolerance"]
+__all__ = ["DEVIATIONS", "OF_NOISE", "TIMES_ROUNDING", "Limits", "lowest_dtype", "precision_of", "tolerance"]
 
 DEVIATIONS = 8
 """Standard deviations of one computation. Both round, so 8 are 5.7 deviations of their difference: one in 10**8
@@ -44,6 +44,9 @@ Relative differences by rounding, in float32 and in half precision, above which 
 GRPO has such gradients where all completions of a prompt have the same reward: only the KL term is left, and its
 gradient is zero but for rounding.
 """
+
+OF_NOISE = 10
+"""Relative difference of two such gradients that passes."""
 
 
 def tolerance(size: float, *, terms: float, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
@@ -132,14 +135,14 @@ class Limits(NamedTuple):
         The limits of relative differences of the loss and the gradient of a step.
 
         They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right. A
-        gradient that is nothing but rounding ([`NOISE`]) has no limit.
+        gradient that is nothing but rounding ([`NOISE`]) has the limit [`OF_NOISE`].
         """
         is_half, eps = dtype.itemsize <= 2, torch.finfo(dtype).eps
         fixed = [times * eps for times in HALF_STEP] if is_half else STEP
         measured = ([TIMES_ROUNDING * x for x in differences] for differences in rounding)
         mean, gradient = map(max, zip(fixed, *measured, strict=True))
         is_noise = gradient > TIMES_ROUNDING * (HALF_NOISE if is_half else NOISE)
-        return cls(mean, math.inf if is_noise else gradient)
+        return cls(mean, OF_NOISE if is_noise else gradient)
 
 
 def lowest_dtype(module: nn.Module) -> torch.dtype:

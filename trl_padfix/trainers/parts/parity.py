@@ -55,8 +55,9 @@ class Parity(Part):
     Gradients of the trained model are compared, too. If `Task.padded_batches` finds no batch, the check runs on the
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
 
-    Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]). If padding removal changes
-    its loss or gradient, although the model is right, this and all later steps are computed padded.
+    Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
+    one has a gradient. If padding removal changes its loss or gradient, although the model is right, this and all
+    later steps are computed padded.
 
     After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
     gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
@@ -221,7 +222,10 @@ class Parity(Part):
         if report is None:
             return None
         if not max_over_processes(trainer, int(not report.ok)):
-            if trainer.accelerator.is_local_main_process and step.mode == "train":
+            is_zero = not max_over_processes(trainer, int(not report.is_zero))
+            if is_zero:
+                self._unchecked_modes.add(step.mode)
+            elif trainer.accelerator.is_local_main_process and step.mode == "train":
                 say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
             return None
         return (

@@ -28,7 +28,7 @@ from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.model.find import find_pretrained
 from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
-from ...core.parity.limits import Limits, lowest_dtype, precision_of
+from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import Parts, scored_tokens
@@ -61,6 +61,11 @@ class _Values(NamedTuple):
     loss: float
     gradient: torch.Tensor | None
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether the gradient is zero, or the loss without a gradient."""
+        return self.loss == 0 if self.gradient is None else not self.gradient.any()
+
     def distance(self, other: _Values) -> tuple[float, float]:
         """Differences of loss and gradient, relative to `other`."""
         loss = abs(self.loss - other.loss) / max(abs(other.loss), 1.0)
@@ -85,6 +90,9 @@ class StepReport:
         items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
+        is_zero (`bool`):
+            Whether the gradient, or without one the loss, is zero but for rounding. Such a step shows little: where
+            all rewards are equal, a loss of GRPO that reads padding multiplies it by zero.
     """
 
     loss: float
@@ -96,6 +104,7 @@ class StepReport:
     items: str
     arbiter: str = "padded"
     error: str = ""
+    is_zero: bool = False
 
     @property
     def ok(self) -> bool:
@@ -206,7 +215,8 @@ class _Comparison:
             failed = failed or "another process raised an error"
             return StepReport(math.nan, reference.loss, (0.0, 0.0), None, limits, same, compared, arbiter, failed)
         distance, exact = packed.distance(reference), Limits.of_step(torch.float32)
-        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter)
+        zero = reference.is_zero
+        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter, is_zero=zero)
         if weights is not None and not self._on_any_process(not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -219,9 +229,9 @@ class _Comparison:
             return report
         rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
         limits = Limits.of_step(self.dtype, rounding)
-        if limits.gradient == math.inf:  # the order of sums moves such a gradient too
-            same = same._replace(gradient=math.inf)
-        return replace(report, limits=limits, same=same)
+        if limits.gradient == OF_NOISE:  # the order of sums on a GPU moves such a gradient, too
+            return replace(report, limits=limits, same=same._replace(gradient=OF_NOISE), is_zero=True)
+        return replace(report, limits=limits)
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
