@@ -13,15 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..anatomy import by_name
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..model.older import supports
-from ..model.pipelines import by_name
-from .gradients import gradient_obstacle, with_gradient
 from .limits import WIDEST_SCORE
 from .sample import Sample
-from .scores import logits_of, logits_of_packed, scores_of
+from .scores import gradient_obstacle, logits_of, logits_of_packed, scores_of, with_gradient
 
 
 __all__ = ["Forwards", "Outcome", "Scores", "other_attention"]

@@ -17,25 +17,22 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
+from ..anatomy import gathers_in_parts
 from ..attention.attention import attends_within_tokens, is_causal
-from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.batch_cache import on_host
+from ..call.arguments import DecoderInputs, pack_arguments, padded_output, unpack_output
 from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall, model_call, packed_call, running
-from ..call.inputs import DecoderInputs
-from ..call.layout_of import layout_of
+from ..call.layout_of import layout_of, on_host
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
 from ..errors import UnpackableCallError
 from ..layout.shared_prefixes import PrefixedLayout
-from ..mixers.layer_arguments import DryRun
 from ..mixers.mixers import ROWS
-from ..mixers.row_buckets import calls_of_layers
+from ..mixers.row_buckets import DryRun, calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import older_attributes
 from ..model.patching import BatchPatch, in_backward
 from ..model.positions import Numbering
-from ..model.sharded import gathers_in_parts
 from ..refusals import check_call
 
 
