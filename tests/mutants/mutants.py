@@ -297,7 +297,7 @@ MUTANTS = [
         ("core/test_positions.py", "core/remove/test_numbers.py"),
     ),
     Mutant(
-        "core/patches/positions.py",
+        "core/patches/decoder.py",
         "(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
         "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
         "rows that are padded left are numbered from their first column",

@@ -24,11 +24,10 @@ from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
 from ..probes import saved_modules, without_hooks
 from ..remove import attachment_of, remove_padding
-from .forwards import Forwards, Outcome, Scores
+from .forwards import Forwards, Outcome, Scores, logits_of, relative_difference, scores_of
 from .limits import WIDEST_SCORE, Limits, precision_of
 from .report import Distance, ParityReport
-from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest
-from .scores import logits_of, relative_difference, scores_of, select_columns
+from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest, select_columns
 
 
 __all__ = ["check_longest_row", "check_parity"]

@@ -20,14 +20,13 @@ from transformers import PreTrainedModel
 from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
-from ..model.inspection import is_of, parameters_of, takes_any_argument
+from ..model.inspection import is_of, parameters_of, takes, takes_any_argument
 from ..refusals import batch_obstacle
-from .scores import select_columns
 
 
 __all__ = [
     "SNIPPET_TOKENS", "Sample", "called_module", "longest_pair", "longest_row", "padded_batch", "pooling_last_column",
-    "prepare", "prepare_longest", "short_snippets",
+    "prepare", "prepare_longest", "select_columns", "short_snippets",
 ]  # fmt: skip
 
 _LIBRARIES = {
@@ -35,6 +34,10 @@ _LIBRARIES = {
     "transformers_modules", "trl", "trl_padfix", "unsloth",
 }  # fmt: skip
 """Packages whose forwards take ids and mask alone."""
+
+
+MAX_COLUMNS = 64
+"""Compared columns of a batch with images, or of a long row: logits of all columns would take too much memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +161,16 @@ def pooling_last_column(sample: Sample, model: PreTrainedModel) -> Iterator[Samp
         yield replace(sample, inputs=inputs)
     finally:
         config.pad_token_id = pad_token_id
+
+
+def select_columns(inputs: dict[str, Any], model: PreTrainedModel) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments of a call for the logits of at most `MAX_COLUMNS` columns, and these columns, `(n,)`."""
+    columns = torch.arange(inputs["input_ids"].shape[1] - 1, device=inputs["input_ids"].device)
+    columns = columns[:: max(1, -(-len(columns) // MAX_COLUMNS))]
+    # ms-swift makes reward models with an identity as head, and pools the states of all columns afterwards.
+    has_head = not isinstance(model.get_output_embeddings(), nn.Identity)
+    takes_columns = has_head and takes(model, "logits_to_keep")
+    return {**inputs, "use_cache": False} | ({"logits_to_keep": columns} if takes_columns else {}), columns
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
