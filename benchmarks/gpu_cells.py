@@ -33,8 +33,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import trl_padfix
 from trl_padfix import prefix_sharing_layout, remove_padding
 from trl_padfix.core.attention import attention
+from trl_padfix.core.attention.attention import torch_varlen, torch_varlen_is_complete
 from trl_padfix.core.attention.segments import sum_by_token
-from trl_padfix.core.attention.varlen import torch_varlen, torch_varlen_is_complete
 
 
 __all__ = ["Cell", "Check", "FlopCounter", "NotInstalledError", "check_kernel", "check_model", "plan_of"]

@@ -124,7 +124,7 @@ def gpu() -> Iterator[Any]:
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no varlen attention")
     from simulated_gpu.simulated_cuda import simulated_cuda
 
-    import trl_padfix.core.attention.varlen as kernels
+    import trl_padfix.core.attention.attention as kernels
 
     is_complete = kernels.torch_varlen_is_complete
     is_complete.cache_clear()

@@ -19,7 +19,7 @@ import trl_padfix.core.attention.attention
 from trl_padfix import Layout, PaddingRemovalError, padding_free_layout, prefix_sharing_layout, unpack
 from trl_padfix.core.attention.attention import packed_attention, uses_attention_interface
 from trl_padfix.core.call.calls import LAYOUT, LocalTokens, PackedCall
-from trl_padfix.core.model.masks import PackedMask
+from trl_padfix.core.model.positions import PackedMask
 
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8

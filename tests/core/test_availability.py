@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2Config
 from zoo.models import CONFIGS
 
+from trl_padfix.core.attention import attention as kernels
 from trl_padfix.core.attention import availability
-from trl_padfix.core.attention import varlen as kernels
 from trl_padfix.core.attention.availability import (
     Machine,
     Workload,

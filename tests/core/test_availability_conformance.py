@@ -17,7 +17,7 @@ from kit.tolerance import tolerance
 from simulated_gpu import reference_flash_attn, varlen_reference
 from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
 
-from trl_padfix.core.attention.varlen import torch_varlen
+from trl_padfix.core.attention.attention import torch_varlen
 
 
 def of_torch(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -14,11 +14,12 @@ from kit.tolerance import assert_close, tolerance
 from simulated_gpu.conformance import CASES, conform, of_operator
 from zoo.gpu_models import build, pairs, step
 
-import trl_padfix.core.attention.compiled
+import trl_padfix.core.patches.compiled
 from trl_padfix import remove_padding
-from trl_padfix.core.attention import operators, segments
-from trl_padfix.core.attention.compiled import compile_layers
+from trl_padfix.core.attention import segments
 from trl_padfix.core.model.patching import ForwardPatch
+from trl_padfix.core.patches import compiled as operators
+from trl_padfix.core.patches.compiled import compile_layers
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -83,14 +84,14 @@ def test_a_layer_is_one_graph_within_ddp_however_small_its_buckets_are(monkeypat
 def test_a_wrong_layout_gives_other_numbers(monkeypatch):
     model, (ids, mask) = build(), batches(1)[0]
     want = step(model, ids, mask)
-    segments_of = trl_padfix.core.attention.compiled._segments
+    segments_of = trl_padfix.core.patches.compiled._segments
 
     def rolled(call, mask):
         segments = segments_of(call, mask)
         index, *order = segments.keys
         return segments._replace(keys=(index.roll(1), *order))
 
-    monkeypatch.setattr(trl_padfix.core.attention.compiled, "_segments", rolled)
+    monkeypatch.setattr(trl_padfix.core.patches.compiled, "_segments", rolled)
     with remove_padding(model, prefix_sharing=True) as handle:
         compile_layers(handle, backend="aot_eager")
         assert not torch.allclose(step(model, ids, mask)[0], want[0], atol=1e-3)
@@ -106,7 +107,7 @@ def test_a_wrong_layout_gives_other_numbers(monkeypatch):
 )
 def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    trl_padfix.core.attention.compiled.logger.setLevel("WARNING")
+    trl_padfix.core.patches.compiled.logger.setLevel("WARNING")
     model, (ids, mask) = build(**config), batches(1)[0]
     with torch.no_grad(), remove_padding(model) as handle:
         uncompiled = compile_layers(handle, backend="aot_eager")

@@ -24,7 +24,7 @@ from trl_padfix import (
     remove_padding,
     unpack,
 )
-from trl_padfix.core.layout.prefix_tree import sort_by_keys
+from trl_padfix.core.layout.build import sort_by_keys
 
 
 _ = 0  # padding, where a literal shows ids

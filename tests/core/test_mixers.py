@@ -43,7 +43,7 @@ from trl_padfix import (
     remove_padding,
 )
 from trl_padfix.core.call import calls
-from trl_padfix.core.mixers import layer_arguments
+from trl_padfix.core.mixers import row_buckets
 from trl_padfix.core.mixers.node_tree import NodeTree
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_wrapper_of_a_user_leaves_gradients_exact(family, wrapped, 
 
 @pytest.mark.parametrize("outputs", [{"RwkvBlock": 3}, {}])
 def test_a_decoder_that_unpacks_an_unknown_number_of_outputs_is_computed_padded(outputs, monkeypatch):
-    monkeypatch.setattr(layer_arguments, "OUTPUTS", outputs)
+    monkeypatch.setattr(row_buckets, "OUTPUTS", outputs)
     model = build("rwkv")
     with torch.no_grad(), remove_padding(model) as handle:
         assert_close(batched(model, "right"), reference("rwkv")[0], terms=64, depth=24)

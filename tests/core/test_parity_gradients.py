@@ -14,8 +14,8 @@ from zoo.models import build, inputs
 import trl_padfix.core.attention.attention
 import trl_padfix.core.attention.segments
 from trl_padfix import ParityError, check_parity
+from trl_padfix.core.anatomy import find_decoder, find_pretrained
 from trl_padfix.core.mixers.row_buckets import RowBuckets
-from trl_padfix.core.model.find import find_decoder, find_pretrained
 
 
 def queries_count_twice(monkeypatch) -> None:

@@ -12,7 +12,7 @@ from zoo.models import batch, real_logps
 from zoo.models import build as tiny
 
 from trl_padfix import check_parity, padding_free_layout, remove_padding
-from trl_padfix.core.model.find import find_decoder
+from trl_padfix.core.anatomy import find_decoder
 from trl_padfix.core.model.positions import Numbering, packed_positions
 
 

@@ -20,13 +20,13 @@ from zoo.family_outcomes import batched, gradients_of, leaking_layouts, weighted
 from zoo.vision_families import build_vision, collate
 from zoo.vision_outcomes import ROWS, alone, logps
 
-import trl_padfix.core.call.inputs
+import trl_padfix.core.call.arguments
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core.attention.attention import register_packed_attention
 from trl_padfix.core.call.prepared_masks import PreparedMasks, with_added_masks
 from trl_padfix.core.layout.build import prefix_sharing_layout
-from trl_padfix.core.model.masks import PackedMask
-from trl_padfix.core.model.views import ConfigView
+from trl_padfix.core.model.patching import ConfigView
+from trl_padfix.core.model.positions import PackedMask
 
 
 def mask_of(blocks: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_tokens_of_an_image_see_each_other(implementation, sharing, monkeypatch)
         assert handle.stats.packed_tokens == 2 * (batch.distinct if sharing else batch.mask.sum())
         assert check_parity(vision.model, batch.call()).ok
         monkeypatch.setattr(
-            trl_padfix.core.call.inputs,
+            trl_padfix.core.call.arguments,
             "plain_mask",
             lambda call, *_: (call | {"attention_mask": batch.mask}, None),
         )

@@ -11,9 +11,9 @@ from zoo.families import build
 
 import trl_padfix.core.mixers.mixers
 from trl_padfix import check_parity
+from trl_padfix.core.anatomy import find_decoder
 from trl_padfix.core.mixers.mixers import Mixers
 from trl_padfix.core.mixers.node_tree import NodeTree
-from trl_padfix.core.model.find import find_decoder
 
 
 # Chunks

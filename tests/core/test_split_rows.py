@@ -19,8 +19,7 @@ from trl_padfix.core.attention.segments import attend_by_segment, gather_keys
 from trl_padfix.core.layout.layout import Layout
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.core.parallel.layout import MAX_SHARE, ContextParallelLayout, ranges_of_rows
-from trl_padfix.core.parallel.local import ContextParallelTokens, LocalLabels
-from trl_padfix.core.parallel.mixers import with_context_parallel
+from trl_padfix.core.parallel.local import ContextParallelTokens, LocalLabels, with_context_parallel
 
 
 FIRST = ["qwen2-5-heads", "gpt-oss-sinks", "qwen3.5-delta-rule"]

@@ -23,7 +23,7 @@ from zoo.model_numbers import gradients
 from zoo.models import build
 
 from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding
-from trl_padfix.core.layout.tree_arguments import tree_arguments_in, tree_layout
+from trl_padfix.core.layout.build import tree_arguments_in, tree_layout
 
 
 FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_5_text", "bamba", "lfm2", "mamba2"]

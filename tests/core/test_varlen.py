@@ -16,7 +16,7 @@ from simulated_gpu.simulated_cuda import to_simulated
 from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.attention.attention as attention
-import trl_padfix.core.attention.varlen as kernels
+import trl_padfix.core.attention.attention as kernels
 from trl_padfix import PaddingRemovalError, padding_free_layout, remove_padding
 from trl_padfix.core.model.inspection import parameters_of
 

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from zoo import models
 
 import trl_padfix
+from trl_padfix.core.anatomy import reshard_parameters
 from trl_padfix.core.call import layout_of
 from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.core.model.sharded import reshard_parameters
 
 
 __all__ = ["BAD", "SIZES", "save_models", "train"]

@@ -62,14 +62,14 @@ MUTANTS = [
         ("core/test_attention.py", "core/test_layout.py"),
     ),
     Mutant(
-        "core/layout/prefix_tree.py",
+        "core/layout/build.py",
         "common_bytes(before, row) // width for",
         "-(-common_bytes(before, row) // width) for",
         "a token of which some bytes are equal counts as shared",
         ("core/test_layout.py",),
     ),
     Mutant(
-        "core/layout/prefix_tree.py",
+        "core/layout/build.py",
         "before, next_packed = begin, next_packed + length - shared",
         "next_packed = next_packed + length - shared",
         "the path of a shared prefix is that of the first row, not of the row before",
@@ -118,7 +118,7 @@ MUTANTS = [
         ("trainers/test_prefix_schedule.py",),
     ),
     Mutant(
-        "core/layout/tree_arguments.py",
+        "core/layout/build.py",
         "position_R = torch.cat([torch.arange(length) for length in lengths])",
         "position_R = torch.cat([torch.arange(length) + 1 for length in lengths])",
         "positions of a tree row begin with 1",
@@ -147,14 +147,14 @@ MUTANTS = [
         ("core/remove/test_padded_calls.py", "trainers/test_batch_labels.py"),
     ),
     Mutant(
-        "core/call/batch_cache.py",
+        "core/call/layout_of.py",
         "return torch.equal(self.copy, other)",
         "return True",
         "a batch that was written to keeps its old layout",
         ("core/test_layout_of.py",),
     ),
     Mutant(
-        "core/call/images.py",
+        "core/call/layout_of.py",
         "else _content(tensor))",
         "else torch.zeros_like(_content(tensor)))",
         "rows with different images share a prefix",
@@ -232,7 +232,7 @@ MUTANTS = [
         ("core/test_segments.py", "core/remove/test_numbers.py"),
     ),
     Mutant(
-        "core/attention/varlen.py",
+        "core/attention/attention.py",
         "-1 if window is None else window - 1",
         "-1 if window is None else window",
         "torch's variable-length kernel gets a window one key too wide",
@@ -297,7 +297,7 @@ MUTANTS = [
         ("core/test_positions.py", "core/remove/test_numbers.py"),
     ),
     Mutant(
-        "core/patches/positions.py",
+        "core/patches/decoder.py",
         "(column - mask.long().argmax(1, keepdim=True)).clamp(min=0)",
         "(column - mask.long().argmin(1, keepdim=True)).clamp(min=0)",
         "rows that are padded left are numbered from their first column",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trl_padfix.core.attention import operators
+from trl_padfix.core.patches.compiled import attend_segments
 
 
 __all__ = ["CASES", "Case", "bounds", "conform", "of_flash_attn", "of_operator"]
@@ -101,7 +101,7 @@ def of_operator(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | No
     """The operator of compiled layers."""
     ends = (bounds(lengths, "cpu") for lengths in (case.queries, case.keys))
     scale = case.asked.get("scale", case.size**-0.5)
-    return operators.attend_segments(*states, *ends, scale, -1 if case.window is None else case.window)
+    return attend_segments(*states, *ends, scale, -1 if case.window is None else case.window)
 
 
 of_operator.asked = {"scale"}

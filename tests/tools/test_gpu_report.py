@@ -16,7 +16,7 @@ from kit.trainer_runs import leaking_layout
 from packaging.requirements import Requirement
 from simulated_gpu import faults, varlen_reference
 
-from trl_padfix.core.attention.varlen import torch_varlen
+from trl_padfix.core.attention.attention import torch_varlen
 from trl_padfix.versions import TESTED
 
 

@@ -27,8 +27,8 @@ from zoo.vision_families import build_vision
 
 import trl_padfix
 from trl_padfix import DPOConfig, remove_padding
+from trl_padfix.core.anatomy import restore_attention, set_attention
 from trl_padfix.core.attention.availability import Backend
-from trl_padfix.core.model.implementation import restore_attention, set_attention
 from trl_padfix.trainers.parts.attention_choice import _workload
 
 

@@ -109,7 +109,7 @@ def test_compiled_layers_under_zero_3_are_refused_before_the_first_step(makers, 
         with monkeypatch.context() as patch:
             patch.setattr(trainer, "accelerator", SimpleNamespace(state=state))
             patch.setattr(trainer.args, "torch_compile", True)
-            patch.setattr("trl_padfix.core.attention.compiled.compile_layers", lambda *args, **kwargs: {})
+            patch.setattr("trl_padfix.core.patches.compiled.compile_layers", lambda *args, **kwargs: {})
             with pytest.raises(PaddingRemovalError, match="ZeRO-3") if refused else contextlib.nullcontext():
                 next(x for x in trainer.padding.parts if isinstance(x, RemovePadding)).on_init_end()
 

@@ -16,7 +16,7 @@ import trl_padfix
 import trl_padfix.core.call.layout_of
 import trl_padfix.trainers.parts.parity as parts
 from trl_padfix import ParityError
-from trl_padfix.core.parity import snippets
+from trl_padfix.core.parity import sample
 
 
 CONFIG = {"padding_free": True, "max_steps": 5, "per_device_train_batch_size": 4, "logging_steps": 1}
@@ -63,7 +63,7 @@ right_layout = trl_padfix.core.call.layout_of.padding_free_layout
 
 
 def test_an_error_of_long_rows_only_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(snippets, "SNIPPET_TOKENS", 12)
+    monkeypatch.setattr(sample, "SNIPPET_TOKENS", 12)
     monkeypatch.setattr(trl_padfix.core.call.layout_of, "padding_free_layout", leaks_in_long_rows)
     trainer = make("DPO", tmp_path)
     with pytest.raises(ParityError, match=r"longest row of the first 2 steps .* Shorter rows of this model pass"):

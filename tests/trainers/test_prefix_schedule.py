@@ -18,11 +18,11 @@ from zoo.models import SUPPORTED, batch, build
 import trl_padfix
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.call.prefix_states import ForwardStates
-from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.errors import PaddingRemovalError
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.core.remove import attach_runner_patch
 from trl_padfix.trainers.batching.prefix_schedule import ChunkRunner, PrefixSchedule, sharing_obstacle
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches

@@ -22,10 +22,10 @@ from packaging.version import Version
 
 import trl_padfix
 from trl_padfix import remove_padding
-from trl_padfix.core.call.runner_patch import attach_runner_patch
 from trl_padfix.core.context import within
 from trl_padfix.core.layout import shared_prefixes as planning
 from trl_padfix.core.layout.build import prefix_sharing_layout
+from trl_padfix.core.remove import attach_runner_patch
 from trl_padfix.trainers.batching import sub_batches
 from trl_padfix.trainers.batching.row_splits import RowSplitter
 from trl_padfix.trainers.batching.sub_batches import SubBatches, _merged_loss

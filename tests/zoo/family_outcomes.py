@@ -25,7 +25,7 @@ import trl_padfix.core.call.layout_of
 from trl_padfix import Layout, padding_free_layout, prefix_sharing_layout, remove_padding
 from trl_padfix.core.anatomy import Anatomy
 from trl_padfix.core.errors import PaddingRemovalError
-from trl_padfix.core.layout.flat_maps import SegmentLengths
+from trl_padfix.core.layout.layout import SegmentLengths
 from trl_padfix.core.mixers.node_tree import NodeTree
 from trl_padfix.core.refusals import refusal
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from trl_padfix.core.layout.flat_maps import SegmentLengths
+from trl_padfix.core.layout.layout import SegmentLengths
 
 
 VOCABULARY = 96

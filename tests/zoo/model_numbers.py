@@ -11,7 +11,7 @@ from kit.tolerance import assert_close, assert_gradients_close
 from zoo.models import ROWS, SHAPE, padded_positions, real_logps
 
 from trl_padfix import Layout
-from trl_padfix.core.layout.flat_maps import SegmentLengths
+from trl_padfix.core.layout.layout import SegmentLengths
 
 
 SHARING = pytest.mark.parametrize("sharing", [False, True], ids=["padding_free", "prefix_sharing"])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .model.find import find_decoder, find_pretrained, peft_configs_in
+from .anatomy import find_decoder, find_pretrained, peft_configs_in
 from .model.inspection import parameters_of, takes
 from .model.older import CACHES
 from .model.positions import position_embeddings

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from .call.batch_cache import planned_layout
+from .anatomy import restore_attention
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
+from .call.layout_of import planned_layout
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout
 from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
-from .model.implementation import restore_attention
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch

@@ -1,26 +1,33 @@
-"""Probes: forwards of a few tokens, which show what the code of a decoder does not."""
+"""
+Probes: forwards of a few tokens, which show what the code of a decoder does not.
+
+[`saved_modules`] and [`without_hooks`] keep the state of a model during forwards that only compare.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .anatomy import gathers_in_parts
 from .context import within
 from .generation import evaluating
 from .model.inspection import package_of, parameters_of, takes_any_argument
-from .model.saved_state import saved_modules, without_hooks
-from .model.sharded import gathers_in_parts
 
 
 if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules"]
+__all__ = [
+    "change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules", "without_hooks",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -126,3 +133,35 @@ def _states(decoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
         logger.info(f"{type(decoder).__name__} was not probed ({type(error).__name__}: {error}).")
         return None
     return states if states.shape[:2] == ids.shape else None
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@contextlib.contextmanager
+def saved_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A block after which buffers and plain attributes of modules are as before: running means, ranges, counts."""
+    modules = list(modules)
+    plain = [(vars(m), {name: x for name, x in vars(m).items() if isinstance(x, _PLAIN)}) for m in modules]
+    buffers = [(m._buffers, name, x, x.clone()) for m in modules for name, x in m._buffers.items() if x is not None]
+    try:
+        yield
+    finally:
+        for members, values in plain:
+            members.update(values)
+        with torch.no_grad():
+            for owner, name, buffer, copy in buffers:
+                if buffer.shape != copy.shape:
+                    buffer.resize_(copy.shape)
+                owner[name] = buffer.copy_(copy)
+
+
+@contextlib.contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """A block in which no forward hook of a module runs: a user's hook may count its calls."""
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            for table in (module._forward_hooks, module._forward_pre_hooks):
+                stack.callback(table.update, dict(table))
+                table.clear()
+        yield

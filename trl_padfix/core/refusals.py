@@ -18,12 +18,12 @@ from .errors import PaddingRemovalError, UnpackableCallError
 from .layout.layout import Layout
 from .mixers.mixers import PACKED, ROWS, Mixers, inherits_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
-from .model.views import config_of
+from .model.patching import config_of
 from .probes import change_of_earlier_states, other_modules
 
 
 if TYPE_CHECKING:
-    from .call.inputs import DecoderInputs
+    from .call.arguments import DecoderInputs
     from .handle import PaddingRemoval
 
 

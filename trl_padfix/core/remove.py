@@ -14,22 +14,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 from torch import nn
 
-from .anatomy import Anatomy
+from .anatomy import (
+    ENCODERS,
+    Anatomy,
+    find_decoder,
+    find_multimodal,
+    find_pretrained,
+    pipeline_in,
+    restore_attention,
+    scores_added_tokens,
+    set_attention,
+)
 from .attention.attention import register_packed_attention
 from .errors import PaddingRemovalError
 from .handle import Lengths, PaddingRemoval, PrefixSharing, check_multiple, check_prefix_sharing
-from .model.find import find_decoder, find_pretrained
-from .model.implementation import restore_attention, set_attention
 from .model.inspection import parameters_of, takes
-from .model.patching import Attachment, ForwardPatch, patches_on
-from .model.pipelines import ENCODERS, pipeline_in, scores_added_tokens
+from .model.patching import Attachment, ForwardPatch, RunnerPatch, patches_on
 from .model.positions import Numbering
-from .patches.decoder import DecoderPatch
+from .patches.decoder import DecoderPatch, NumberingPatch, PositionPatch, RopePatch
 from .patches.heads import HeadPatch, LMHeadPatch, PoolingPatch, TokenLabelsPatch
-from .patches.positions import NumberingPatch, PositionPatch, RopePatch
 from .patches.towers import MultimodalPatch, TowerPatch, towers
 from .probes import change_beside_another_row
 from .refusals import refusal
@@ -39,7 +46,7 @@ from .switch import OFF, is_off
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "attachment_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
+    "attach_runner_patch", "attachment_of", "attachments_on", "number_padded_rows", "packs_now", "remove_padding",
     "take_over",
 ]  # fmt: skip
 
@@ -211,6 +218,23 @@ def _patches(anatomy: Anatomy, handle: PaddingRemoval) -> Iterator[ForwardPatch]
         yield PoolingPatch(anatomy.pretrained, handle)
     elif anatomy.head is None and "labels" in parameters_of(type(anatomy.pretrained).forward):
         yield TokenLabelsPatch(anatomy.pretrained, handle)
+
+
+def attach_runner_patch(model: nn.Module) -> Attachment:
+    """
+    Put a [`RunnerPatch`] on `model` and on its decoder, which a loss may call, in place of the patches of earlier
+    trainers.
+    """
+    pretrained, attachment = find_pretrained(model), Attachment()
+    decoder = find_decoder(pretrained)
+    # Modules that compute a padded batch: the model, the module that embeds images, the decoder.
+    parts: tuple[Any, ...] = (pretrained, find_multimodal(pretrained, decoder), decoder)
+    modules = dict.fromkeys(part for part in parts if part is not None)
+    for module in modules:
+        for patch in patches_on(module):
+            if isinstance(patch, RunnerPatch):
+                patch.attachment.remove()
+    return attachment.attach(RunnerPatch(module, attachment) for module in modules)
 
 
 def number_padded_rows(model: nn.Module) -> Attachment | None:

@@ -8,8 +8,7 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .mixers.mixers import FORKED, PACKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
-from .parallel.local import ContextParallelGroup
-from .parallel.mixers import CONTEXT_PARALLEL
+from .parallel.local import CONTEXT_PARALLEL, ContextParallelGroup
 
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel, reduce
 from transformers import Trainer, TrainerCallback
 
-from ..core.call.batch_cache import batch_cache
+from ..core.anatomy import find_decoder, find_pretrained
+from ..core.call.layout_of import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
-from ..core.model.find import find_decoder, find_pretrained
 from ..core.parity.limits import Limits, lowest_dtype
 from ..core.parity.report import ParityError, ParityReport
 from ..core.remove import attachment_of, remove_padding

@@ -18,6 +18,7 @@ from torch.utils import collect_env
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ..core.anatomy import Anatomy
+from ..core.attention.attention import torch_varlen_is_complete
 from ..core.attention.availability import (
     FLASH_PACKAGES,
     Backend,
@@ -28,7 +29,6 @@ from ..core.attention.availability import (
     list_backends,
     model_class,
 )
-from ..core.attention.varlen import torch_varlen_is_complete
 from ..core.refusals import refusal
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
 

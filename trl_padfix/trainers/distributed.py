@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..core.errors import PaddingRemovalError
-from ..core.model.views import config_of
+from ..core.model.patching import config_of
 from .temporary_attributes import temporarily_set
 
 

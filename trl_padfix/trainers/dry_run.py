@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_callback import DefaultFlowCallback
 
+from ..core.anatomy import find_pretrained
 from ..core.context import context
-from ..core.model.find import find_pretrained
 from ..core.parity.report import ParityError
 from .distributed import datasets_of, named_models_of
 from .messages import counted

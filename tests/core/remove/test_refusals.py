@@ -34,7 +34,7 @@ from zoo.models import batch, build, inputs, real_logps
 
 from trl_padfix import PaddingRemovalError, check_parity, remove_padding
 from trl_padfix.core import refusals, remove
-from trl_padfix.core.model.find import find_decoder
+from trl_padfix.core.anatomy import find_decoder
 from trl_padfix.core.model.patching import patches_on
 from trl_padfix.core.probes import change_of_earlier_states
 

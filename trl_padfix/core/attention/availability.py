@@ -24,8 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...versions import installed_version
 from ..model.older import supports
-from .attention import implementation_obstacle
-from .varlen import torch_varlen_is_complete
+from .attention import implementation_obstacle, torch_varlen_is_complete
 
 
 __all__ = [

@@ -2,8 +2,8 @@
 Attention over the segments of a layout, one segment at a time.
 
 [`attend_by_segment`] calls a model's `sdpa` or `eager` function on one block of queries of one segment at a time. The
-functions of `varlen.py` compute all segments in one call. Both take the keys of each segment from [`gather_keys`],
-one copy for each segment that reads them.
+variable-length kernels of `attention.py` compute all segments in one call. Both take the keys of each segment from
+[`gather_keys`], one copy for each segment that reads them.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layout.layout import Layout
-from ..model.masks import PackedMask
 from ..model.older import has_cache, masks_of_decoder
+from ..model.positions import PackedMask
 
 
 if TYPE_CHECKING:

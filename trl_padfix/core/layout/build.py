@@ -1,17 +1,35 @@
-"""The three functions that build a layout, with the checks of their arguments."""
+"""
+The functions that build a layout, with the checks of their arguments.
+
+All of them call [`lay_out`]. With prefix sharing it sorts the rows, and counts the tokens that each shares with the
+row before it. Rows are compared as bytes, and the path of a shared prefix is copied from the row before: time and
+memory are linear in the number of tokens.
+
+[`tree_layout`] reads a prefix tree in the form of TRL's asynchronous GRPO, the `tree_*` keyword arguments of a
+forward. A tree row has `N` tokens and `S` segments. Its keywords describe what a [`Layout`] describes:
+`tree_cu_seqlens_q` the queries of each segment, `tree_kv_index` its keys (the path from the root, own tokens last),
+and `tree_cu_seqlens_k` where the keys of each segment begin. trl#7686 adds the parent of each segment.
+[`Layout.tree_arguments`] is the inverse.
+"""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from ..errors import UnpackableBatchError
+from ..errors import PaddingRemovalError, UnpackableBatchError
 from .layout import Layout
-from .prefix_tree import sort_by_keys, source_of_real_tokens
 
 
-__all__ = ["lay_out", "packed_layout", "padding_free_layout", "prefix_sharing_layout"]
+__all__ = [
+    "common_bytes", "lay_out", "packed_layout", "padding_free_layout", "prefix_sharing_layout", "sort_by_keys",
+    "sort_rows", "source_of_real_tokens", "tree_arguments_in", "tree_layout",
+]  # fmt: skip
 
 
 def padding_free_layout(attention_mask: torch.Tensor) -> Layout:
@@ -290,3 +308,278 @@ def lay_out(
         key_index=key_index,
         spans=tuple((positions[torch.tensor(query_lengths).cumsum(0) - 1] + 1).tolist()),
     )
+
+
+_TENSORS = (
+    "tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k", "tree_segment_parents", "tree_segment_depths",
+)  # fmt: skip
+_SUPPORTED = {*_TENSORS, "tree_max_seqlen_q", "tree_max_seqlen_k"}  # the lengths follow from the tensors
+
+
+def tree_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The `tree_*` arguments of a call; empty if none is given.
+
+    Raises:
+        PaddingRemovalError: If one of them is unknown, or if some are missing.
+    """
+    tree = {k: v for k, v in arguments.items() if k.startswith("tree_") and v is not None}
+    # Ignoring an argument would change the attention without notice, so another form of tree is an error.
+    if unknown := sorted(tree.keys() - _SUPPORTED):
+        raise PaddingRemovalError(
+            f"The model was called with {unknown}. Trees are read from {sorted(_SUPPORTED)}, as TRL 1.16 passes them; "
+            "another form might mean another tree. Pass these, or run this call inside `with handle.disabled():`."
+        )
+    paths = {"tree_kv_index", "tree_cu_seqlens_k"}
+    if tree and not (("tree_cu_seqlens_q" in tree) and (paths <= tree.keys() or "tree_segment_parents" in tree)):
+        raise PaddingRemovalError(
+            f"The model was called with {sorted(tree)}, which is not a tree: `tree_cu_seqlens_q` is needed, and "
+            "`tree_kv_index` with `tree_cu_seqlens_k`, or `tree_segment_parents`."
+        )
+    return tree
+
+
+def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tensor] = ()) -> Layout:
+    """
+    Layout of a tree row: each segment attends to its path from the root.
+
+    Args:
+        tree (`Mapping[str, Any]`):
+            The `tree_*` arguments of the call.
+        tokens (`int`):
+            Tokens of the row, `N`.
+        keys (`Sequence` of `torch.Tensor` of shape `(N,)`, *optional*):
+            Tokens with the same path are computed once if they agree in all keys (ids, positions). A tree of TRL forks
+            one token before its samples differ, and has a copy of that token for each branch. Without keys every token
+            of the row is computed.
+
+    Returns:
+        [`Layout`] with the batch shape `(1, N)`, on the device of `tree_cu_seqlens_q`. Costs one synchronization.
+
+    Raises:
+        ValueError: If the arguments do not describe a tree of `tokens` tokens.
+
+    Example: 1-2-3 and 1-2-4, where the tree forks one token early: it has the token 2 twice.
+
+    ```python
+    >>> import torch
+
+    >>> tree = {
+    ...     "tree_cu_seqlens_q": torch.tensor([0, 1, 3, 5]),
+    ...     "tree_cu_seqlens_k": torch.tensor([0, 1, 4, 7]),
+    ...     "tree_kv_index": torch.tensor([0, 0, 1, 2, 0, 3, 4]),
+    ... }
+    >>> layout = tree_layout(tree, 5, [torch.tensor([1, 2, 3, 2, 4])])
+    >>> layout.packed_index, layout.source
+    (tensor([0, 1, 2, 4]), tensor([0, 1, 2, 1, 3]))
+    >>> layout.queries.lengths, layout.keys.lengths
+    ((3, 1), (3, 3))
+
+    ```
+    """
+    names = [name for name in _TENSORS if tree.get(name) is not None]
+    device = tree["tree_cu_seqlens_q"].device
+    tensors = [x.flatten().to(device=device, dtype=torch.int64) for x in (*(tree[name] for name in names), *keys)]
+    on_host = torch.cat(tensors).cpu().split([len(x) for x in tensors])  # in one copy: one synchronization
+    named = dict(zip(names, on_host, strict=False))  # the keys come after the named tensors
+    cu_q, path_index, cu_k = _paths(named, tokens)
+    parent = _parents_of_tokens(cu_q, path_index, cu_k)
+    _check_segment_parents(named, cu_q, parent)
+    # A leaf is a segment whose last token no path continues. The paths to the leaves are the rows that the tree was
+    # made of; a row that equals another row, or its beginning, has no leaf of its own.
+    has_child = torch.zeros(tokens + 1, dtype=torch.bool)
+    has_child[parent] = True  # a root has the parent -1, which sets the additional last entry
+    leaves = (~has_child[cu_q[1:] - 1]).nonzero().flatten().tolist()
+    paths = [path_index[cu_k[leaf] : cu_k[leaf + 1]] for leaf in leaves]
+    token_R, lengths = torch.cat(paths), [len(path) for path in paths]
+    position_R = torch.cat([torch.arange(length) for length in lengths])
+    # Without keys a token is identified by its place in the row: the tree is kept unchanged.
+    keys_R = [key[token_R] for key in on_host[len(names) :]] or [token_R]
+    path_layout = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
+    assert path_layout.source is not None
+    source = torch.empty(tokens, dtype=torch.int64)
+    source[token_R] = path_layout.source  # one packed token computes a token of several paths
+    layout = replace(
+        path_layout,
+        batch_shape=(1, tokens),
+        real_index=torch.arange(tokens),
+        source=source,
+        packed_index=token_R[path_layout.packed_index],
+    )
+    return layout.to(device)
+
+
+def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`tree_cu_seqlens_q`, `tree_kv_index` and `tree_cu_seqlens_k`, checked; if absent, the last two are built."""
+    cu_q = tree["tree_cu_seqlens_q"]
+    _check_cu_seqlens("tree_cu_seqlens_q", cu_q, tokens, "tokens of the row")
+    if "tree_kv_index" in tree:
+        path_index, cu_k = tree["tree_kv_index"], tree["tree_cu_seqlens_k"]
+        _check_cu_seqlens("tree_cu_seqlens_k", cu_k, len(path_index), "entries of `tree_kv_index`")
+        if len(cu_k) != len(cu_q):
+            raise ValueError(f"`tree_cu_seqlens_q` has {len(cu_q)} entries and `tree_cu_seqlens_k` {len(cu_k)}.")
+        return cu_q, path_index, cu_k
+    paths: list[torch.Tensor] = []
+    for segment, parent in enumerate(tree["tree_segment_parents"].tolist()):
+        if segment + 1 == len(cu_q) or parent >= segment:
+            break  # an error, raised below or by `_check_segment_parents` for parents without a segment
+        new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
+        paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
+    if len(paths) != len(cu_q) - 1:
+        raise ValueError(
+            f"`tree_segment_parents` is {tree['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
+            "give each the number of an earlier segment, or -1 for a root."
+        )
+    return cu_q, torch.cat(paths), torch.tensor([0, *map(len, paths)]).cumsum(0)
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, end: int, unit: str) -> None:
+    """Raise a `ValueError` unless `cu_seqlens` ascend from 0 to `end`, without empty segments."""
+    if len(cu_seqlens) < 2 or cu_seqlens[0] != 0 or cu_seqlens[-1] != end or (cu_seqlens.diff() <= 0).any():
+        raise ValueError(
+            f"`{name}` is {cu_seqlens.tolist()[:9]}...{cu_seqlens.tolist()[-1:]}: the bounds of the segments ascend "
+            f"from 0 to {end}, the {unit}. Padding of a collator (-1, 0) must be cut off before the forward."
+        )
+
+
+def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
+    """
+    The token before each token on its path, `(N,)`; -1 for the first token of a path.
+
+    Raises:
+        ValueError: If a path does not end with its segment, or is not the path of the tokens on it.
+    """
+    tokens, lengths = int(cu_q[-1]), cu_q.diff()
+    token = torch.arange(tokens)
+    segment = torch.arange(len(lengths)).repeat_interleave(lengths)
+    place = cu_k[segment + 1] - (cu_q[segment + 1] - token)  # index in `path_index`, on the path of its own segment
+    too_short = (cu_k.diff() < lengths).any()
+    if too_short or not torch.equal(path_index[place.clamp(min=0)], token):
+        raise ValueError(
+            "A path of `tree_kv_index` does not end with the tokens of its segment, in their order. Attention is "
+            "aligned to the bottom right: the last query of a segment is its last key."
+        )
+    before = path_index.roll(1)
+    before[cu_k[:-1]] = -1
+    parent = before[place]
+    # This is a tree if each token has one parent, the same on all paths, and comes after it in the row.
+    in_range = bool(((path_index >= 0) & (path_index < tokens)).all())
+    if not in_range or (parent >= token).any() or not torch.equal(before, parent[path_index]):
+        raise ValueError(
+            "`tree_kv_index` holds paths that do not form a tree: on every path a token must follow the same tokens "
+            "as on the path of its own segment, all at earlier places of the row."
+        )
+    return parent
+
+
+def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor, parent: torch.Tensor) -> None:
+    """Raise a `ValueError` if the parents or depths of the segments (trl#7686) do not match their paths."""
+    parents, depths = tree.get("tree_segment_parents"), tree.get("tree_segment_depths")
+    if parents is not None:
+        # The last entry is for the parent -1 of a root.
+        last_token = torch.cat([cu_q[1:] - 1, torch.tensor([-1])])
+        token_before = parent[cu_q[:-1]]
+        in_range = parents.shape == token_before.shape and bool(((parents >= -1) & (parents < len(parents))).all())
+        if not in_range or not torch.equal(last_token[parents], token_before):
+            raise ValueError(
+                f"`tree_segment_parents` is {parents.tolist()[:9]}, but the paths of `tree_kv_index` come from "
+                "other segments: the two describe different trees."
+            )
+        if depths is not None and not torch.equal(depths, torch.where(parents < 0, 0, depths[parents] + 1)):
+            raise ValueError(f"`tree_segment_depths` is {depths.tolist()[:9]}, which does not count the parents.")
+
+
+class SortedRows(NamedTuple):
+    """
+    Rows in sorted order.
+
+    Attributes:
+        order (`list[int]`): Row numbers, sorted by the content of the rows.
+        shared (`list[int]`): Tokens that each sorted row has in common with the one before: an LCP array.
+    """
+
+    order: list[int]
+    shared: list[int]
+
+
+def sort_by_keys(keys_R: list[torch.Tensor], lengths: list[int]) -> SortedRows:
+    """
+    Sort rows by the keys that identify their tokens.
+
+    In sorted order the row just before has the longest shared prefix of all rows before.
+
+    Args:
+        keys_R (`list` of `torch.Tensor` of shape `(R,)`):
+            Keys of the tokens of all rows, one row after the other. Tokens are equal if all their keys are.
+        lengths (`list[int]`):
+            Tokens of each row.
+
+    Returns:
+        [`SortedRows`].
+
+    Example: the rows 1-2-3-4, 1-6 and 1-2-5 in the order 1-2-3-4, 1-2-5, 1-6.
+
+    ```python
+    >>> import torch
+
+    >>> sort_by_keys([torch.tensor([1, 2, 3, 4, 1, 6, 1, 2, 5])], [4, 2, 3])
+    SortedRows(order=[0, 2, 1], shared=[0, 2, 1])
+
+    ```
+    """
+    keys = np.stack([key.numpy() for key in keys_R], axis=1)
+    # The bytes of big-endian numbers sort as the numbers do. If the bitwise OR of all keys, one pass, is in
+    # range, all fit into 31 bits and none is negative: then 4 bytes per key are enough.
+    keys = keys.astype(">i4" if 0 <= int(np.bitwise_or.reduce(keys, axis=None)) < 2**31 else ">i8")
+    width = keys.itemsize * len(keys_R)
+    ends = (width * np.cumsum(lengths)).tolist()
+    content = keys.tobytes()
+    return sort_rows([content[begin:end] for begin, end in pairwise([0, *ends])], width)
+
+
+def sort_rows(rows: Sequence[bytes], width: int) -> SortedRows:
+    """[`sort_by_keys`] for rows that are bytes already, `width` bytes for each token."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    pairs = pairwise(rows[row] for row in order)
+    # Equal bytes may end within a token; the floor division drops such a part.
+    return SortedRows(order, [0] * bool(order) + [common_bytes(before, row) // width for before, row in pairs])
+
+
+def common_bytes(a: bytes, b: bytes) -> int:
+    """Length of the longest common prefix of two byte strings."""
+    shorter = min(len(a), len(b))
+    a_bytes, b_bytes = (np.frombuffer(x, dtype=np.uint8, count=shorter) for x in (a, b))
+    differing = np.flatnonzero(a_bytes != b_bytes)
+    return int(differing[0]) if len(differing) else shorter
+
+
+def source_of_real_tokens(rows: list[tuple[int, int, int]], tokens: int) -> torch.Tensor:
+    """
+    Packed token that computes each real token: `Layout.source`.
+
+    Args:
+        rows (`list[tuple[int, int, int]]`):
+            In sorted order, for each row: its first real token, the tokens that it shares with the row before in
+            sorted order, and its length.
+        tokens (`int`):
+            Number of real tokens, `R`.
+
+    Returns:
+        `torch.Tensor` of shape `(R,)`.
+
+    Example: 1-2-3-4, 1-6 and 1-2-5 stand one after the other. The packed tokens are 1-2-3-4, then 5, then 6.
+
+    ```python
+    >>> source_of_real_tokens([(0, 0, 4), (6, 2, 3), (4, 1, 2)], 9)
+    tensor([0, 1, 2, 3, 0, 5, 0, 1, 4])
+
+    ```
+    """
+    source = np.empty(tokens, dtype=np.int64)
+    before = next_packed = 0
+    for begin, shared, length in rows:
+        # A copy of the row just before is enough: in sorted order no earlier row shares more with this one.
+        source[begin : begin + shared] = source[before : before + shared]
+        source[begin + shared : begin + length] = np.arange(next_packed, next_packed + length - shared)
+        before, next_packed = begin, next_packed + length - shared
+    return torch.from_numpy(source)

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention.attention import ViewPatch, names_attention, uses_attention_interface
-from ..call.layer_call import LayerPatch
+from ..call.calls import LayerPatch
 from ..model.inspection import counts_columns, forward_of, hands_arguments_on, parameters_of, variables_in
 from ..model.patching import Attachment, ForwardPatch, beneath_patches
 from .primitives import PrimitivesPatch, chunk_of, primitives_of

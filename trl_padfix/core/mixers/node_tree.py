@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..call.calls import PackedCall
 from ..call.prefix_states import PrefixStates
-from ..layout.flat_maps import cu_seqlens_of
-from ..layout.layout import Layout
+from ..layout.layout import Layout, cu_seqlens_of
 from .row_buckets import bucket_by_length
 
 

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..layout.layout import Layout
 from .inspection import names_in, parameters_of
-from .masks import PackedMask
+from .positions import PackedMask
 
 
 __all__ = [

@@ -14,8 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from ..layout.flat_maps import inverse_permutation
-from ..layout.layout import Layout
+from ..layout.layout import Layout, inverse_permutation
 from ..layout.shared_prefixes import PrefixedLayout
 from .collectives import Exchange, Group, even_split
 

@@ -1,11 +1,18 @@
-"""The local tokens of a process in a context-parallel group: how a packed forward runs on a part of its row."""
+"""
+The local tokens of a process in a context-parallel group: how a packed forward runs on a part of its row.
+
+Around attention a process has its local tokens, `(1, N, t, D)`. It attends with some heads for all tokens (Ulysses),
+and the layout stays the same. The channels (or heads) of recurrences and convolutions are independent of each other,
+too: an all-to-all gives a process all tokens of some channels, which it computes with the weights of these channels; a
+second all-to-all returns the local tokens of all channels. See [`ContextParallelLayout`].
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,16 +22,19 @@ from transformers import PreTrainedModel
 from ..call.arguments import feature_index, visual_mask
 from ..call.calls import LocalTokens, ScoredLabels
 from ..call.prefix_states import ForwardStates
-from ..layout.flat_maps import inverse_permutation
-from ..layout.layout import Layout
+from ..errors import PaddingRemovalError
+from ..layout.layout import Layout, inverse_permutation
 from ..layout.shared_prefixes import PrefixedLayout
-from .attention import attend_context_parallel
-from .collectives import Exchange, Group
+from ..model.inspection import bind
+from ..model.patching import view_of
+from .collectives import Exchange, Group, even_split, exchange_around
 from .layout import ContextParallelLayout
-from .mixers import with_context_parallel
 
 
-__all__ = ["ContextParallelGroup", "ContextParallelTokens", "LocalLabels"]
+__all__ = [
+    "CONTEXT_PARALLEL", "ContextParallelGroup", "ContextParallelTokens", "LocalLabels", "attend_context_parallel",
+    "with_context_parallel",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,3 +158,125 @@ class LocalLabels(ScoredLabels):
         if output.get("aux_loss") is not None:
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * output["aux_loss"]
         output["loss"] = loss
+
+
+def attend_context_parallel(
+    attend: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cp_layout: ContextParallelLayout,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """
+    Attention for the local tokens.
+
+    Args:
+        attend (`Callable`):
+            Packed attention, called as `attend(module, query, key, value, layout, kwargs)`.
+        module (`torch.nn.Module`):
+            The attention module.
+        query (`torch.Tensor` of shape `(1, N, t, D)`):
+            Queries of the local tokens.
+        key, value (`torch.Tensor` of shape `(1, K, t, D)`):
+            Keys and values of the local tokens; `N` is a multiple of `K`.
+        cp_layout ([`ContextParallelLayout`]):
+            The packed row divided among the processes.
+        kwargs (`dict`):
+            Other arguments of the attention function.
+
+    Returns:
+        `torch.Tensor` of shape `(1, t, N, D)`.
+    """
+
+    def attend_received(*received: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
+        kv_groups = query.shape[1] // key.shape[1]
+        local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
+        return attend(local_module, query, key, value, cp_layout.layout, local_kwargs)[0]
+
+    # Exchanged tensors have tokens first, attention has heads first.
+    states = [x[0].transpose(0, 1) for x in (query, key, value)]
+    return exchange_around(attend_received, states, cp_layout, cp_layout.group.size).unsqueeze(0)
+
+
+def _with_local_heads(
+    module: nn.Module, kwargs: dict[str, Any], kv_groups: int, group: Group
+) -> tuple[nn.Module, dict[str, Any]]:
+    """
+    An attention module and its arguments, for the local heads.
+
+    Attention functions read the sinks and the size of a group of heads from the module: they must be the local ones.
+    """
+    local: dict[str, Any] = {"num_key_value_groups": kv_groups}
+    if (sinks := kwargs.get("s_aux")) is not None:
+        local["sinks"] = sinks.split(even_split(len(sinks), group.size))[group.rank]
+        kwargs = kwargs | {"s_aux": local["sinks"]}
+    overrides = {name: value for name, value in local.items() if hasattr(module, name)}
+    # With the config of the module: by default a view gets one that names packed attention.
+    return view_of(module, {"config": module.config, **overrides}), kwargs
+
+
+class Divided(NamedTuple):
+    """
+    The arguments of a function whose channels are divided among processes.
+
+    Attributes:
+        states (`tuple[str, ...]`): Arguments with a value for each token and channel, `(1, t, channels, ...)`.
+        weights (`tuple[str, ...]`): Arguments with a value for each channel; they may be `None`.
+        token_dim (`int`): Dimension of the tokens in states and output: 2 for `(1, channels, t)`.
+    """
+
+    states: tuple[str, ...]
+    weights: tuple[str, ...] = ()
+    token_dim: int = 1
+
+
+_DELTA_RULE = Divided(states=("query", "key", "value", "g", "beta"))
+
+CONTEXT_PARALLEL = {
+    "causal_conv1d_fn": Divided(states=("hidden_states",), weights=("weight", "bias"), token_dim=2),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "mamba2_chunk_scan": Divided(states=("hidden_states", "dt", "B", "C"), weights=("A", "D", "dt_bias")),
+}
+"""Functions with independent channels, by the names under which mixers call them."""
+
+
+def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLayout) -> Callable:
+    """`run`, which replaces the function `name` of a mixer, for local tokens."""
+    if name not in CONTEXT_PARALLEL:
+        return run
+    divided = CONTEXT_PARALLEL[name]
+
+    def run_divided(*args: Any, **kwargs: Any) -> Any:
+        call = bind(run, args, kwargs)
+        # The all-to-all takes tokens in front, `(t, channels, ...)`.
+        states = {k: call[k][0].movedim(divided.token_dim - 1, 0) for k in divided.states}
+        channels = max(x.shape[1] for x in states.values())
+        if channels < (processes := cp_layout.group.size):  # all processes raise the error, so none waits
+            raise PaddingRemovalError(
+                f"A recurrence with {channels} heads (or channels) cannot be shared by {processes} processes. Use "
+                "fewer processes (`cp_size`)."
+            )
+        local_channels = even_split(channels, processes)
+        for k, x in states.items():
+            if x.shape[1] < channels:  # one value per group of heads: repeated, so that a group can be divided
+                states[k] = x.repeat_interleave(channels // x.shape[1], dim=1)
+        # Decays may be in float32 and states in half precision: one all-to-all for each dtype.
+        for dtype in dict.fromkeys(x.dtype for x in states.values()):
+            names = [k for k, x in states.items() if x.dtype == dtype]
+            received = cp_layout.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
+            for k, x in zip(names, received, strict=True):
+                call[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
+        for k in divided.weights:
+            if call.get(k) is not None:
+                call[k] = call[k].split(local_channels)[cp_layout.group.rank]
+        output = run(**call)
+        x = output[0] if isinstance(output, tuple) else output
+        x = cp_layout.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
+        x = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
+        return (x, None) if isinstance(output, tuple) else x  # delta rules: no final state, as there is no cache
+
+    return run_divided

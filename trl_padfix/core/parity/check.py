@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy import by_name, differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..context import within
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
-from ..model.pipelines import by_name
-from ..model.saved_state import saved_modules, without_hooks
-from ..model.sharded import differentiates_in_parts, reset_gather_order, reshard_parameters
+from ..probes import saved_modules, without_hooks
 from ..remove import attachment_of, remove_padding
-from .forwards import Forwards, Outcome, Scores
-from .gradients import relative_difference
+from .forwards import Forwards, Outcome, Scores, logits_of, relative_difference, scores_of
 from .limits import WIDEST_SCORE, Limits, precision_of
 from .report import Distance, ParityReport
-from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest
-from .scores import logits_of, scores_of, select_columns
+from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest, select_columns
 
 
 __all__ = ["check_longest_row", "check_parity"]

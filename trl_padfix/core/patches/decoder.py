@@ -1,8 +1,11 @@
 """
-The patch on the forward of a decoder.
+The patches on the forward of a decoder and on its positions.
 
 [`DecoderPatch`] reads a call, plans it, runs it, and unpacks its output to the padded batch. [`plan`] chooses the
 [`Plan`]: on one packed row, after shared prefixes, or padded.
+
+Within a packed forward [`PositionPatch`] gives positions to decoders that take none, and [`RopePatch`] gives rotary
+embeddings the length of the padded batch. [`NumberingPatch`] counts the positions of padded forwards.
 """
 
 from __future__ import annotations
@@ -17,25 +20,32 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
+from ..anatomy import gathers_in_parts
 from ..attention.attention import attends_within_tokens, is_causal
-from ..call.arguments import pack_arguments, padded_output, unpack_output
-from ..call.batch_cache import on_host
-from ..call.calls import LAYOUT, LocalTokens, ModelCall, PackedCall, model_call, packed_call, running
-from ..call.inputs import DecoderInputs
-from ..call.layout_of import layout_of
+from ..call.arguments import DecoderInputs, pack_arguments, padded_output, unpack_output
+from ..call.calls import (
+    LAYOUT,
+    LocalTokens,
+    ModelCall,
+    PackedCall,
+    call_of,
+    model_call,
+    packed_call,
+    rows_call,
+    running,
+)
+from ..call.layout_of import layout_of, on_host
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
 from ..errors import UnpackableCallError
 from ..layout.shared_prefixes import PrefixedLayout
-from ..mixers.layer_arguments import DryRun
 from ..mixers.mixers import ROWS
-from ..mixers.row_buckets import calls_of_layers
+from ..mixers.row_buckets import DryRun, calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
-from ..model.older import older_attributes
-from ..model.patching import BatchPatch, in_backward
+from ..model.older import has_cache, older_attributes
+from ..model.patching import BatchPatch, ForwardPatch, in_backward
 from ..model.positions import Numbering
-from ..model.sharded import gathers_in_parts
 from ..refusals import check_call
 
 
@@ -43,7 +53,9 @@ if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = ["DecoderPatch"]
+__all__ = [
+    "DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch",
+]  # fmt: skip
 
 
 class DecoderPatch(BatchPatch):
@@ -301,3 +313,61 @@ class PrefixedPlan(PackedPlan):
         if isinstance(output, ModelOutput) and output.get("router_logits") is not None:
             output["router_logits"] = None
         return output
+
+
+class PositionPatch(ForwardPatch):
+    """Gives a positional embedding the positions of the packed tokens in their rows, not those in the packed row."""
+
+    attachment: PaddingRemoval
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(self, {})
+        if call is None:
+            return self.wrapped(*args, **kwargs)
+        arguments, positions = bind(self.wrapped, args, kwargs), call.layout.positions
+        column = arguments.get("position_ids")  # some decoders pass columns (BioGPT)
+        arguments["position_ids"] = positions if column is None else positions.view_as(column)
+        return self.wrapped(**arguments)
+
+
+class RopePatch(ForwardPatch):
+    """
+    Gives a rotary embedding the length of the padded batch.
+
+    With dynamic and long RoPE the frequencies depend on the largest position of a forward, padding included. The patch
+    appends this position to `position_ids`, so that the embedding picks the frequencies of the padded forward, and
+    drops the appended token from the output.
+    """
+
+    attachment: PaddingRemoval
+    serves_recomputation = True
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(self, {}) or rows_call(self.attachment.decoder)
+        arguments = bind(self.wrapped, args, kwargs) if call is not None else {}
+        positions = arguments.get("position_ids")
+        if call is None or positions is None:
+            return self.wrapped(*args, **kwargs)
+        last = torch.as_tensor(call.last_position, dtype=positions.dtype, device=positions.device)
+        arguments["position_ids"] = torch.cat([positions, last.expand(*positions.shape[:-1], 1)], dim=-1)
+        output = self.wrapped(**arguments)
+        return output[..., :-1, :] if isinstance(output, torch.Tensor) else tuple(x[..., :-1, :] for x in output)
+
+
+class NumberingPatch(ForwardPatch):
+    """Counts positions in each padded row from the first real token, if the caller passes none."""
+
+    @torch.compiler.disable(recursive=False)  # the decoder beneath computes a padded batch, which can be compiled
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def packed(self, *args: Any, **kwargs: Any) -> Any:
+        call = bind(self.wrapped, args, kwargs)
+        mask: Any = call.get("attention_mask")
+        has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        if not has_mask or has_cache(call) or call.get("position_ids") is not None:
+            return self.wrapped(*args, **kwargs)
+        column = torch.arange(mask.shape[1], device=mask.device)
+        # `argmax` gives the first of several maxima: the first real column. Padding before it would be negative.
+        call["position_ids"] = (column - mask.long().argmax(1, keepdim=True)).clamp(min=0)
+        return self.wrapped(**call)

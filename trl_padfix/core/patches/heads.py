@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.utils import logging
 
-from ..call.batch_cache import cache_of_call, on_host
+from ..anatomy import gathered_head
+from ..call.arguments import DecoderInputs
 from ..call.calls import ModelCall, ScoredLabels, model_call
-from ..call.inputs import DecoderInputs
-from ..call.layout_of import layout_of
+from ..call.layout_of import cache_of_call, layout_of, on_host
 from ..context import within
 from ..errors import UnpackableCallError
-from ..layout.flat_maps import to_device_async
-from ..layout.layout import pack, unpack
+from ..layout.layout import pack, to_device_async, unpack
 from ..model.changes import has_reader
 from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
-from ..model.sharded import gathered_head
 from ..refusals import check_call
 
 

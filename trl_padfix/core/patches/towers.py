@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from ..anatomy import is_sharded
 from ..call.arguments import padded_output
 from ..call.calls import model_call
-from ..call.images import tensors_in
+from ..call.layout_of import tensors_in
 from ..context import within
 from ..model.inspection import bind, parameters_of, takes_any_argument
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
-from ..model.sharded import is_sharded
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from ...core.model.find import find_decoder
+from ...core.anatomy import find_decoder
 
 
 __all__ = ["RouterLogits", "balancing_loss", "check_balancing_loss", "record_router_logits"]

@@ -19,16 +19,21 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ...core.call.batch_cache import BatchVersion
-from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
-from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
+from ...core.anatomy import find_decoder
+from ...core.call.layout_of import BatchVersion
+from ...core.call.prefix_states import (
+    ForwardStates,
+    PrefixStates,
+    detached_leaf,
+    run_prefix_forward,
+    with_prefix_states,
+)
 from ...core.context import within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.mixers.mixers import FORKED, PACKED
 from ...core.mixers.primitives import can_export_state
-from ...core.model.find import find_decoder
 from ...core.remove import packs_now
 from ..messages import say
 

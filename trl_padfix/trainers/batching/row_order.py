@@ -19,7 +19,7 @@ from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from datasets import Dataset
 from torch.utils.data import Sampler
 
-from ...core.model.find import find_pretrained
+from ...core.anatomy import find_pretrained
 from ..checks.user_code import custom_loss_name, custom_step_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ...core.call.batch_cache import on_host
+from ...core.call.layout_of import on_host
 from ...core.context import context
-from ...core.layout.flat_maps import move_maps
+from ...core.layout.layout import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
 from ..data.batch_parts import Parts
 from ..data.image_rows import ImageCounts, has_pixels, split_images

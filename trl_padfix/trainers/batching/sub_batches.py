@@ -22,12 +22,11 @@ from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ...core.call.batch_cache import BatchVersion
-from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
-from ...core.call.prefix_states import ForwardStates
+from ...core.anatomy import find_decoder, find_multimodal
+from ...core.call.layout_of import BatchVersion
+from ...core.call.prefix_states import ForwardStates, run_prefix_forward, with_prefix_states
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
-from ...core.model.find import find_decoder, find_multimodal
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.batch_parts import Parts

@@ -20,10 +20,10 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from ...core.call.runner_patch import attach_runner_patch
+from ...core.anatomy import find_pretrained
 from ...core.context import within
-from ...core.model.find import find_pretrained
 from ...core.model.patching import Attachment
+from ...core.remove import attach_runner_patch
 from ..checks.arguments import rope_kind_beyond
 from ..checks.user_code import (
     custom_loss_name,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ...core.layout.prefix_tree import common_bytes, sort_rows
+from ...core.layout.build import common_bytes, sort_rows
 from ..data.columns import lists
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.training_args import OptimizerNames
 
+from ...core.anatomy import find_pretrained
 from ...core.model.changes import is_harmless
-from ...core.model.find import find_pretrained
 from ...core.model.inspection import is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
 from ..data.batch_labels import scores_padding

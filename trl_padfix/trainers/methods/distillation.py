@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import trl
 
-from ...core.model.find import find_pretrained
+from ...core.anatomy import find_pretrained
 from ..checks.arguments import require_teacher
 from ..signatures import hook
 from .online import OnlineTask, OnlineTrainer, trained_tokens

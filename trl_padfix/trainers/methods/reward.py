@@ -9,7 +9,7 @@ import trl
 import trl.trainer.reward_trainer as trl_reward
 from datasets import Dataset
 
-from ...core.model.find import find_pretrained
+from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
 from ..data.columns import rows_of_only

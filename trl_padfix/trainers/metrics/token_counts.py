@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ...core.handle import PaddingRemoval, PaddingStats
-from ...core.layout.flat_maps import to_device_async
+from ...core.layout.layout import to_device_async
 from ..distributed import data_replicas
 from ..parts.part import Evaluation, Part, Step
 

@@ -17,9 +17,8 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers import AutoConfig
 
+from ...core.anatomy import find_pretrained, restore_attention, set_attention
 from ...core.attention.availability import Implementation, Machine, Workload, best_backend, require_usable, spread
-from ...core.model.find import find_pretrained
-from ...core.model.implementation import restore_attention, set_attention
 from ..field_types import parse_implementation
 from ..settings import Settings
 from ..temporary_attributes import temporarily_set

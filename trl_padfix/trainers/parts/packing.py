@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ...core.anatomy import find_decoder, find_pretrained
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
-from ...core.model.find import find_decoder, find_pretrained
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_on, remove_padding
 from ..data.row_checks import check_ids
@@ -125,7 +125,7 @@ class RemovePadding(Part):
                 "`torch_compile=True` makes one graph of each decoder layer, and DeepSpeed ZeRO-3 gathers weights "
                 "module by module within it. Set `torch_compile=False`, or shard with ZeRO-2 or FSDP2."
             )
-        from ...core.attention.compiled import compile_layers  # imports `torch._dynamo`, which takes seconds
+        from ...core.patches.compiled import compile_layers
 
         for handle in handles:
             compile_layers(handle, backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)

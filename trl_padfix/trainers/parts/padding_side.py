@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
-from ...core.model.find import outermost_pretrained, peft_configs_in
+from ...core.anatomy import outermost_pretrained, peft_configs_in
 from ...core.model.patching import Attachment
 from ...core.remove import number_padded_rows
 from ..data.collators import SidedCollator

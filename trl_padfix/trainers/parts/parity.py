@@ -12,11 +12,11 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from ...core.call.inputs import DecoderInputs
+from ...core.anatomy import find_peft, find_pretrained
+from ...core.call.arguments import DecoderInputs
 from ...core.call.layout_of import layout_of
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval
-from ...core.model.find import find_peft, find_pretrained
 from ...core.model.inspection import parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch

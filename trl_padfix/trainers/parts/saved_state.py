@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...core.model.saved_state import saved_modules
+from ...core.probes import saved_modules
 
 
 if TYPE_CHECKING:

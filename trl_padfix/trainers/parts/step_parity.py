@@ -21,12 +21,11 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ...core.call.batch_cache import on_host
+from ...core.anatomy import find_pretrained, reset_gather_order, reshard_parameters
+from ...core.call.layout_of import on_host
 from ...core.context import within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
-from ...core.model.find import find_pretrained
-from ...core.model.sharded import reset_gather_order, reshard_parameters
 from ...core.parity.forwards import other_attention
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
