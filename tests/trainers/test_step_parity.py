@@ -134,6 +134,16 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
+def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
+    class OfWholeBatches(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert len(inputs["input_ids"]) == self.args.per_device_train_batch_size
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True).train()
+    assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
+
+
 def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
     """Where all rewards are equal, a loss that reads padding multiplies it by zero."""
 

@@ -24,6 +24,7 @@ from ...core.parity.check import check_longest_row, check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.parity.sample import longest_row
 from ...core.remove import attachment_of
+from ..checks.user_code import custom_loss_name
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
@@ -220,6 +221,12 @@ class Parity(Part):
         gradients = step.mode == "train" and torch.is_grad_enabled()
         report = check_step(trainer, step, gradients=gradients)
         if report is None:
+            if (name := custom_loss_name(trainer)) is not None:
+                logger.warning(
+                    f"`{name}` was not compared with its padded value: it does not run on a few rows of this batch. If "
+                    "it reads logits at padding, these are zero: mask them by `attention_mask`, or set "
+                    "`padding_free=False`."
+                )
             return None
         if not max_over_processes(trainer, int(not report.ok)):
             is_zero = not max_over_processes(trainer, int(not report.is_zero))
