@@ -223,8 +223,8 @@ class Parity(Part):
         if report is None:
             if (name := custom_loss_name(trainer)) is not None:
                 logger.warning(
-                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If it "
-                    "reads logits at padding, they are zero: mask them by `attention_mask`, or set "
+                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If "
+                    "it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
                     "`padding_free=False`."
                 )
             return None
