@@ -1,7 +1,6 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,19 +229,6 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
     with pytest.raises(UnpackableCallError, match=r"^`output_attentions=.*`with trainer\.padding\.handles\[0\]\.d"):
         trainer.train()
-
-
-@pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
-def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
-    accelerator = SimpleNamespace(native_amp=False, mixed_precision="no", device=torch.device("cuda"))
-    trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False, is_deepspeed_enabled=False)
-    model, before = build_model(), torch.backends.fp32_precision
-    try:
-        torch.backends.cuda.matmul.fp32_precision = "none"  # as `torch.backends`
-        torch.backends.fp32_precision = setting  # as `tf32=True` does
-        assert step_parity.precision_in(trainer, model) == dtype
-    finally:
-        torch.backends.fp32_precision = before
 
 
 @pytest.mark.parametrize(("largest", "precision"), [(0, DEFAULTS), (0, {}), (10**9, DEFAULTS)])
