@@ -8,8 +8,9 @@ import pytest
 import torch
 from kit.cells import by_turns, slow_but
 from kit.tolerance import tolerance
+from kit.trainer_runs import confusing_layout
 from simulated_gpu.simulated_cuda import to_simulated
-from transformers import AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from zoo import families, gpu_models
 from zoo.model_numbers import merge_segments
 from zoo.models import SUPPORTED, build, inputs
@@ -223,6 +224,24 @@ def test_what_a_model_amplifies_is_measured_on_rows_alone(monkeypatch):
 
 
 # -- the report
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_forked_states_round_in_half_precision_is_measured(wrong, monkeypatch):
+    """Another attention function rounds far less than a delta net that starts from the state of a prefix."""
+    delta_net = {f"linear_{x}_head_dim": 8 for x in ("key", "value")} | {"linear_num_value_heads": 4}
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 12, "vocab_size": 600}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_5_text", **sizes, **heads, **delta_net))
+    ids = torch.randint(5, 600, (8, 80))
+    ids[:, :50] = ids[0, :50]
+    if wrong:
+        monkeypatch.setattr(trl_padfix.core.call.layout_of, "prefix_sharing_layout", confusing_layout)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = check_parity(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
+    assert report.ok != wrong, report
+    assert report.padded_from_alone is not None, "another attention function measures as much"
 
 
 def test_the_precision_may_be_given():

@@ -38,17 +38,15 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt. Set
-            `'auto'`; set `True` only to be warned. Both share only where it pays. They differ where sharing is
-            impossible: `'auto'` runs unshared (and prints why under NEFTune); `True` warns, and is an error with
-            NEFTune or `strict`. Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt, where that
+            saves time. Set `'auto'`: where sharing is impossible, the rows run unshared. `True` also warns there, and
+            is an error with NEFTune or `strict`. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
         parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded on a few short rows of the first batch, in
-            log-probabilities, loss and gradients. After ten steps, compare the longest row so far with that row
-            alone. If packed is wrong, the run ends with a `ParityError`. `False`: no check; use it to measure time.
+            With `padding_free`: compare packed with padded, and the longest row of the first ten steps with that row
+            alone. If packed is wrong, the run ends with a `ParityError`. Set `False` only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: raise an error if a call cannot be packed, or if the trainer's loss depends on
             padding. By default such calls and steps run padded, with a warning.

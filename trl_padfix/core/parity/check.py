@@ -62,9 +62,10 @@ def check_parity(
     forwards. A fixed limit would fail: rounding depends on depth and weights, so it would accept a token that sees
     another row in one model, and reject correct results of another.
 
-    If packed and padded differ by more, **each row alone decides**: without padding and neighbors, in float64 if the
-    model is in float32, has few weights, and its code allows it. To measure rounding, the rows also run in float32,
-    and three times with weights one rounding away. The report then has both differences from each row alone, and is
+    If packed and padded differ by more, **each row alone decides**: without padding and neighbors. It is computed in
+    float64 if the model is in float32, or has recurrent layers that start from shared prefixes; if its code allows it;
+    and on a CPU if its weights are few. To measure rounding, the rows also run in the model's own precision, and three
+    times with weights one rounding away. The report then has both differences from each row alone, and is
     `ok` if packed is right. Rows with images are not separated. Under FSDP and DeepSpeed rows alone are left out,
     since processes would compute different numbers of forwards. In both cases any difference is an error.
 

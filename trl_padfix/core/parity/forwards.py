@@ -10,7 +10,6 @@ weights make no difference, and `.grad` stays unchanged.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +24,7 @@ from ..anatomy import by_name, differentiates_in_parts
 from ..context import within
 from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
+from ..mixers.mixers import FORKED
 from ..model.older import supports
 from .limits import WIDEST_SCORE
 from .sample import Sample
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 EXACT_WEIGHTS = 2**31
-"""Bytes of weights in float64 up to which rows alone are computed in float64."""
+"""Bytes of weights in float64 up to which a CPU computes rows alone in float64. A GPU raises an error if full."""
 
 ROUNDED_WEIGHTS = 3
 """Number of computations of rows alone with weights one rounding away: their error varies tenfold in delta nets."""
@@ -102,24 +102,28 @@ class Forwards:
         """
         Each row by itself; the same again, differing by rounding; and the dtype, `None` for the model's own.
 
-        Computed in float64 and again in the model's dtype, if rounding is not measured by another attention function,
-        the weights are few, and the code of the model allows it. Code that casts to float32 rounds equally in both,
-        but differently where sums begin elsewhere. So the rows also run with weights one rounding away.
+        Computed in float64 and again in the model's dtype, if another attention function does not measure all
+        rounding, the weights are few, and the code of the model allows it. Code that casts to float32 rounds equally
+        in both, but differently where sums begin elsewhere. So the rows also run with weights about one rounding away.
         """
-        if self.dtype not in WIDEST_SCORE or not _fits_float64(self.model):
-            return *self._twice(self._of_each_row, gradients), None
+        rows, others = self._twice(self._of_each_row, gradients)
+        # A recurrent layer that starts from the state of a prefix rounds differently, whatever the attention function.
+        forks = self.handle.prefix_sharing and self.handle.mixers.in_mode(FORKED)
+        if (self.dtype not in WIDEST_SCORE and not forks) or not _fits_float64(self.model):
+            return rows, others, None
         run = partial(self._run, self._of_each_row, gradients)
         with self.handle.disabled():
-            rows = run()
             try:
-                with _weights(self.model, torch.Tensor.double):
-                    exact, others = run(), [rows]
+                with _weights(self.model, torch.Tensor.double):  # which autocast leaves as they are
+                    exact, rounded = run(), [rows]
                 for seed in range(ROUNDED_WEIGHTS):
-                    with _weights(self.model, partial(_one_rounding_away, seed=seed)):
-                        others.append(run())
-            except (RuntimeError, NotImplementedError):  # a cast to float32, or a kernel without a dtype
-                return rows, [], None
-            return exact, others, torch.float64
+                    with _weights(self.model, partial(_one_rounding_away, self.dtype, seed)):
+                        other = run()
+                    # In half precision the mean over many scores needs one measurement, and a gradient needs several.
+                    rounded.append(other if self.dtype in WIDEST_SCORE else rows._replace(gradient=other.gradient))
+            except (RuntimeError, NotImplementedError):  # a cast to float32, a kernel without a dtype, a full GPU
+                return rows, others, None
+            return exact, rounded, torch.float64
 
     def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of the packed forward, and of each row alone in the dtype of the model."""
@@ -175,17 +179,22 @@ def _weights(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -
         yield
 
 
-def _one_rounding_away(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """`x` with each number one rounding larger or smaller, at random."""
+def _one_rounding_away(dtype: torch.dtype, seed: int, x: torch.Tensor) -> torch.Tensor:
+    """
+    `x` with each number one rounding larger or smaller, at random.
+
+    Under autocast by a sixteenth of its rounding: one weight of sixteen is then cast to the next number.
+    """
     up = torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(seed), device=x.device) < 0.5
-    return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x.dtype))
+    eps = torch.finfo(dtype).eps / (1 if dtype in WIDEST_SCORE else 16)
+    return x * torch.where(up, 1 + eps, 1 - eps).to(x.dtype)
 
 
 def _fits_float64(model: nn.Module) -> bool:
-    """Whether the weights of `model` are few enough for float64, and not compressed."""
+    """Whether the weights of `model` are not compressed, and on a CPU few enough for float64."""
     weights = [*model.parameters(), *model.buffers()]
     compressed = any(not p.is_floating_point() or p.dtype.itemsize < 2 for p in model.parameters())
-    return not compressed and sum(x.numel() for x in weights) * 8 <= EXACT_WEIGHTS
+    return not compressed and sum(x.numel() for x in weights if x.device.type == "cpu") * 8 <= EXACT_WEIGHTS
 
 
 def logits_of_packed(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
