@@ -1,7 +1,6 @@
 """The parity check of a step: it sees what depends on padding in TRL's default precision, too, and leaves nothing."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
 import trl_padfix
 from trl_padfix.core.errors import UnpackableCallError
+from trl_padfix.core.parity.limits import Limits
 from trl_padfix.trainers.parts import parity, step_parity
 
 
@@ -133,6 +133,37 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
+def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
+    class OfWholeBatches(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            assert len(inputs["input_ids"]) == self.args.per_device_train_batch_size
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    make(trl_padfix, "SFT", tmp_path, trainer_class=OfWholeBatches, padding_free=True).train()
+    assert any("`OfWholeBatches.compute_loss` was not compared" in line for line in our_warnings(caplog))
+
+
+def test_a_loss_is_compared_until_a_batch_has_a_gradient(tmp_path, monkeypatch):
+    """Where all rewards are equal, a loss that reads padding multiplies it by zero."""
+
+    def norms(library, **fields):
+        class Unmasked(library.GRPOTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+                logps = model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)[..., 0]
+                return -(inputs["advantages"][:, None] * logps).mean()
+
+        steps, given = iter([0, 0, 1, 1]), {"trainer_class": Unmasked, "max_steps": 4, **fields}
+        given["reward_funcs"] = lambda completions, **_: (torch.arange(len(completions)) * next(steps)).tolist()
+        return [log["grad_norm"] for log in trained(make(library, "GRPO", tmp_path, **given))]
+
+    theirs = norms(trl)
+    assert theirs[1] == 0 < theirs[2]
+    assert norms(trl_padfix, padding_free=True) == pytest.approx(theirs, rel=1e-4)
+    monkeypatch.setattr(step_parity._Values, "is_zero", False)  # the control
+    assert norms(trl_padfix, padding_free=True) != pytest.approx(theirs, rel=1e-3)
+
+
 @pytest.mark.parametrize(("kind", "precision"), [("centred", DEFAULTS), ("centred", {}), ("quantized", {})])
 def test_a_module_with_statistics_of_the_batch_is_computed_padded(kind, precision, tmp_path, monkeypatch, caplog):
     def build(library, **fields):
@@ -165,13 +196,18 @@ def test_nothing_is_left_behind(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_completions_that_trl_masks_whole_are_compared(kind, tmp_path, capsys):
+def test_completions_that_trl_masks_whole_are_packed(kind, tmp_path):
     """`mask_truncated_completions` leaves rows of the sample, or all of them, without a completion token."""
     given = {"padding_free": True, "prefix_sharing": True, "mask_truncated_completions": True}
     trainer = make_trainer(trl_padfix, kind, tmp_path, **given, max_completion_length=3, max_steps=1)
     trainer.train()
     assert trainer.padding.stats.forwards
-    assert "parity ok, the trainer's own loss" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_nothing_but_rounding_has_a_wide_limit():
+    given = [(torch.float32, 0.01), (torch.float32, 0.1), (torch.bfloat16, 0.1), (torch.bfloat16, 0.3)]
+    found = [Limits.of_step(dtype, [(0.0, moved)]).gradient for dtype, moved in given]
+    assert found == pytest.approx([0.03, 10, 0.3, 10])
 
 
 @pytest.mark.parametrize("alpha", [5, 5.0])
@@ -193,18 +229,6 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
     with pytest.raises(UnpackableCallError, match=r"^`output_attentions=.*`with trainer\.padding\.handles\[0\]\.d"):
         trainer.train()
-
-
-@pytest.mark.parametrize(("setting", "dtype"), [("tf32", torch.float16), ("ieee", torch.float32)])
-def test_a_step_in_tf32_has_the_limits_of_its_products(setting, dtype):
-    accelerator = SimpleNamespace(native_amp=False, mixed_precision="no", device=torch.device("cuda"))
-    trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False, is_deepspeed_enabled=False)
-    model, before = build_model(), torch.backends.fp32_precision
-    try:
-        torch.backends.fp32_precision = setting  # as `tf32=True` does
-        assert step_parity.precision_in(trainer, model) == dtype
-    finally:
-        torch.backends.fp32_precision = before
 
 
 @pytest.mark.parametrize(("largest", "precision"), [(0, DEFAULTS), (0, {}), (10**9, DEFAULTS)])

@@ -268,11 +268,13 @@ class PaddingRemovalCallback(TrainerCallback):
         if ids is None or ids != mask or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             self._is_loss_unchecked = False
         elif max_over_processes(trainer, int(has_padding([inputs]))):
-            self._is_loss_unchecked = False
-            self._why_padded = READS_PADDING if self._reads_padding(trainer, inputs, compute) else ""
+            loss, other = self._padded_losses(trainer, inputs, compute)
+            limit = Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(loss), 1.0)
+            self._why_padded = READS_PADDING if abs(loss - other) > limit else ""
+            self._is_loss_unchecked = not max_over_processes(trainer, int(loss != 0))  # zero shows nothing
 
-    def _reads_padding(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> bool:
-        """Whether the padded loss of a batch changes with embeddings and logits at padding."""
+    def _padded_losses(self, trainer: Trainer, inputs: Any, compute: Callable[[Any], Any]) -> list[float]:
+        """The padded loss of a batch, and that with other embeddings and logits at padding."""
         head, losses = find_pretrained(trainer.model).get_output_embeddings(), []
         for batches in ([], [inputs]):
             with without_packing(self.handles, partial(other_padding, batches)), ExitStack() as stack:
@@ -285,7 +287,7 @@ class PaddingRemovalCallback(TrainerCallback):
                 stack.enter_context(torch.no_grad())
                 # A copy, because a loss may take entries out of its batch.
                 losses.append(float(compute(dict(inputs) if isinstance(inputs, dict) else type(inputs)(dict(inputs)))))
-        return abs(losses[0] - losses[1]) > Limits.of_step(lowest_dtype(trainer.model)).mean * max(abs(losses[0]), 1.0)
+        return losses
 
     def remove(self) -> None:
         """Detach from the models, as the end of a training does. Needed after a training that raised an error."""

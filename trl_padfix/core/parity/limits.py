@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 
-__all__ = ["DEVIATIONS", "TIMES_ROUNDING", "Limits", "lowest_dtype", "precision_of", "tolerance"]
+__all__ = ["DEVIATIONS", "OF_NOISE", "TIMES_ROUNDING", "Limits", "lowest_dtype", "precision_of", "tolerance"]
 
 DEVIATIONS = 8
 """Standard deviations of one computation. Both round, so 8 are 5.7 deviations of their difference: one in 10**8
@@ -36,6 +36,17 @@ STEP = (2e-5, 1e-4)
 
 HALF_STEP = (0.25, 2.0)
 """The same in half precision, in units of the dtype's epsilon."""
+
+
+NOISE, HALF_NOISE = 0.02, 0.2
+"""
+Relative differences by rounding, in float32 and in half precision, above which a gradient is nothing but rounding.
+GRPO has such gradients where all completions of a prompt have the same reward: only the KL term is left, and its
+gradient is zero but for rounding.
+"""
+
+OF_NOISE = 10
+"""Relative difference of two such gradients that passes."""
 
 
 def tolerance(size: float, *, terms: float, depth: int = 1, dtype: torch.dtype = torch.float32) -> float:
@@ -123,12 +134,15 @@ class Limits(NamedTuple):
         """
         The limits of relative differences of the loss and the gradient of a step.
 
-        They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right.
+        They are fixed, or [`TIMES_ROUNDING`] times the largest `rounding`: differences of two steps that are right. A
+        gradient that is nothing but rounding ([`NOISE`]) has the limit [`OF_NOISE`].
         """
-        eps = torch.finfo(dtype).eps
-        fixed = STEP if dtype.itemsize > 2 else [times * eps for times in HALF_STEP]
+        is_half, eps = dtype.itemsize <= 2, torch.finfo(dtype).eps
+        fixed = [times * eps for times in HALF_STEP] if is_half else STEP
         measured = ([TIMES_ROUNDING * x for x in differences] for differences in rounding)
-        return cls(*map(max, zip(fixed, *measured, strict=True)))
+        mean, gradient = map(max, zip(fixed, *measured, strict=True))
+        is_noise = gradient > TIMES_ROUNDING * (HALF_NOISE if is_half else NOISE)
+        return cls(mean, OF_NOISE if is_noise else gradient)
 
 
 def lowest_dtype(module: nn.Module) -> torch.dtype:

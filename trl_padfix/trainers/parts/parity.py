@@ -24,6 +24,7 @@ from ...core.parity.check import check_longest_row, check_parity
 from ...core.parity.report import ParityError, ParityReport
 from ...core.parity.sample import longest_row
 from ...core.remove import attachment_of
+from ..checks.user_code import custom_loss_name
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
 from ..messages import say
 from .part import Part, Step, entered
@@ -55,8 +56,9 @@ class Parity(Part):
     Gradients of the trained model are compared, too. If `Task.padded_batches` finds no batch, the check runs on the
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
 
-    Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]). If padding removal changes
-    its loss or gradient, although the model is right, this and all later steps are computed padded.
+    Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
+    one has a gradient. If padding removal changes its loss or gradient, although the model is right, this and all
+    later steps are computed padded.
 
     After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
     gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
@@ -219,9 +221,18 @@ class Parity(Part):
         gradients = step.mode == "train" and torch.is_grad_enabled()
         report = check_step(trainer, step, gradients=gradients)
         if report is None:
+            if (name := custom_loss_name(trainer)) is not None:
+                logger.warning(
+                    f"`{name}` was not compared with its padded value: it does not run on a few rows of a batch. If "
+                    "it reads logits at padding, they are zero: mask them by `attention_mask`, or set "
+                    "`padding_free=False`."
+                )
             return None
         if not max_over_processes(trainer, int(not report.ok)):
-            if trainer.accelerator.is_local_main_process and step.mode == "train":
+            is_zero = not max_over_processes(trainer, int(not report.is_zero))
+            if is_zero:
+                self._unchecked_modes.add(step.mode)
+            elif trainer.accelerator.is_local_main_process and step.mode == "train":
                 say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
             return None
         return (

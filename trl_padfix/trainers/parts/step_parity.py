@@ -27,7 +27,7 @@ from ...core.context import within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
 from ...core.parity.forwards import other_attention
-from ...core.parity.limits import Limits, lowest_dtype, precision_of
+from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_parts import Parts, scored_tokens
@@ -60,6 +60,11 @@ class _Values(NamedTuple):
     loss: float
     gradient: torch.Tensor | None
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether the gradient is zero, or the loss without a gradient."""
+        return self.loss == 0 if self.gradient is None else not self.gradient.any()
+
     def distance(self, other: _Values) -> tuple[float, float]:
         """Differences of loss and gradient, relative to `other`."""
         loss = abs(self.loss - other.loss) / max(abs(other.loss), 1.0)
@@ -84,6 +89,9 @@ class StepReport:
         items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
         error (`str`): The error of the step as configured; empty if there is none.
+        is_zero (`bool`):
+            Whether the gradient, or without one the loss, is zero but for rounding. Such a step shows little: where
+            all rewards are equal, a loss of GRPO that reads padding multiplies it by zero.
     """
 
     loss: float
@@ -95,6 +103,7 @@ class StepReport:
     items: str
     arbiter: str = "padded"
     error: str = ""
+    is_zero: bool = False
 
     @property
     def ok(self) -> bool:
@@ -205,7 +214,8 @@ class _Comparison:
             failed = failed or "another process raised an error"
             return StepReport(math.nan, reference.loss, (0.0, 0.0), None, limits, same, compared, arbiter, failed)
         distance, exact = packed.distance(reference), Limits.of_step(torch.float32)
-        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter)
+        zero = reference.is_zero
+        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter, is_zero=zero)
         if weights is not None and not self._on_any_process(not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -217,7 +227,10 @@ class _Comparison:
         if not self._on_any_process(not report.ok):
             return report
         rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
-        return replace(report, limits=Limits.of_step(self.dtype, rounding))
+        limits = Limits.of_step(self.dtype, rounding)
+        if limits.gradient == OF_NOISE:  # the order of sums on a GPU moves such a gradient, too
+            return replace(report, limits=limits, same=same._replace(gradient=OF_NOISE), is_zero=True)
+        return replace(report, limits=limits)
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
