@@ -269,9 +269,9 @@ class _Figures:
     def of(
         cls, model: Any, ids: torch.Tensor, mask: torch.Tensor, precision: str = "float32", mode: str | None = None
     ) -> _Figures:
-        calls = mock.Mock(side_effect=attention.attend_torch_varlen)
+        calls = mock.Mock(side_effect=attention.torch_varlen)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(attention, "attend_torch_varlen", calls))
+            stack.enter_context(mock.patch.object(attention, "torch_varlen", calls))
             if mode in ("padding-free", "prefix sharing"):
                 stack.enter_context(remove_padding(model, prefix_sharing=mode == "prefix sharing"))
             # "leaking": all rows as one, so that each attends to those before it.

@@ -320,8 +320,8 @@ MUTANTS = [
     ),
     Mutant(
         "core/parallel/layout.py",
-        "x.index_select(0, self.index_in_rank_order)",
-        "x.index_select(0, self._rank_order)",
+        "in_rank_order.index_select(0, self.index_in_rank_order)",
+        "in_rank_order.index_select(0, self._rank_order)",
         "gathered values come in the inverse order",
         ("core/test_split_rows.py",),
     ),

@@ -165,7 +165,7 @@ def trees_without_parents() -> Iterator[None]:
 
     def without_parents(self: NodeTree, layout: Layout, prefix_states: Any) -> None:
         build_tree(self, layout, prefix_states)
-        for scan in (self.padded, self.varlen):
+        for scan in map(self.scan_of, (False, True)):
             scan.levels[:] = [[block._replace(parents=None) for block in level] for level in scan.levels]
 
     with mock.patch.object(NodeTree, "__init__", without_parents):

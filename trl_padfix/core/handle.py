@@ -25,7 +25,7 @@ from .layout.shared_prefixes import PrefixedLayout
 from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
-from .model.patching import Attachment, ForwardPatch
+from .model.patching import Attachment, ForwardPatch, in_backward
 from .parallel.local import ContextParallelGroup
 
 
@@ -265,7 +265,7 @@ class PaddingRemoval(Attachment):
 
     def checkpointed(self) -> AbstractContextManager[None]:
         """Compute the one forward of a block padded, since a checkpoint around the model computes it again."""
-        if torch._C._current_graph_task_id() != -1:  # in that backward: the call has been counted
+        if in_backward():  # the call has been counted
             return self.disabled()
         reason = "a checkpoint around it, whose backward recomputes the whole model. Checkpoint its layers instead"
         return self.padded(reason) if self.enabled else nullcontext()

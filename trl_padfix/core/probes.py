@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = [
-    "change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules", "without_hooks",
-]  # fmt: skip
+__all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules", "without_hooks"]
 
 logger = logging.getLogger(__name__)
 

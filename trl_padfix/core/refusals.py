@@ -1,5 +1,5 @@
 """
-Why a model, a batch or a setting cannot be packed with exact results.
+Why a model cannot be packed with exact results. [`check_call`] has the reasons of single calls.
 
 The rules read the code of a layer; they do not look at names of models. The parity check covers cases that no rule
 foresees. A function `*_obstacle` returns the reason, or `None` if there is none.
@@ -7,27 +7,20 @@ foresees. A function `*_obstacle` returns the reason, or `None` if there is none
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .anatomy import Anatomy
 from .attention.attention import attends_within_tokens, implementation_obstacle, is_causal
-from .errors import PaddingRemovalError, UnpackableCallError
-from .layout.layout import Layout
-from .mixers.mixers import PACKED, ROWS, Mixers, inherits_mixing, marks_cross_attention
+from .mixers.mixers import PACKED, Mixers, inherits_mixing, marks_cross_attention
 from .model.inspection import forward_of, names_in, parameters_of
 from .model.patching import config_of
 from .probes import change_of_earlier_states, other_modules
 
 
-if TYPE_CHECKING:
-    from .call.arguments import DecoderInputs
-    from .handle import PaddingRemoval
-
-
-__all__ = ["batch_obstacle", "check_call", "refusal"]
+__all__ = ["refusal"]
 
 _VIRTUAL_TOKENS = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING"}
 """Kinds of prompt learning that prepend virtual tokens to embeddings and to the mask: ordinary tokens for packing."""
@@ -141,63 +134,6 @@ def _adapter_obstacle(config: Any) -> str | None:
     if getattr(config, "alora_invocation_tokens", None):
         return "with `alora_invocation_tokens` acts from a position that is counted from the end of a padded row"
     return "weights its experts by the mean over all tokens of a batch, padding included" if kind == "LILY" else None
-
-
-def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> str | None:
-    """
-    Why a batch cannot be packed, for instance one with masked tokens between real ones; `None` if it can.
-
-    `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
-    """
-    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
-    on_rows = [mixer for mixer in other_mixers if mixer.mode == ROWS]
-    if has_prepared_masks and on_rows:
-        return (
-            f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
-            f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
-            "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
-        )
-    if not other_mixers or layout.spans == layout.keys.lengths:  # equal: no row has holes
-        return None
-    return (
-        f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "
-        f"({type(other_mixers[0].module).__name__}: {other_mixers[0].why}) computes these masked tokens too when "
-        "padded, so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside "
-        "`with handle.disabled():`."
-    )
-
-
-def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) -> None:
-    """
-    Check that a call with this layout can be packed.
-
-    Raises:
-        UnpackableCallError: If the call cannot.
-        PaddingRemovalError: If no call can, because a setting was changed after attachment.
-    """
-    decoder, config = handle.decoder, handle.decoder.config
-    if reason := implementation_obstacle(config._attn_implementation):
-        raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
-    with_weights = inputs.arguments.get("output_attentions")
-    if with_weights or (with_weights is None and config.output_attentions):
-        raise UnpackableCallError(
-            "output_attentions",
-            "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
-            "Leave it off, here and in the config, or remove the handle for this call (`with "
-            "handle.disabled(): ...`).",
-        )
-    if norm := next((m for m in handle.batch_norms if m.training or m.running_mean is None), None):
-        reason = f"{type(norm).__name__} computes statistics of all tokens of a batch, padding included."
-        raise UnpackableCallError("statistics", reason)
-    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
-        raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
-    if handle.changes is not None and (hook := handle.changes.check()) is not None:
-        handle.say_once(
-            f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
-            f"token once, not the padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
-            "itself, or compute padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
-            "packed hook",
-        )
 
 
 def _device_obstacle(decoder: nn.Module) -> str | None:

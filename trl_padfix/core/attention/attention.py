@@ -39,7 +39,7 @@ from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, g
 
 
 __all__ = [
-    "ViewPatch", "attend_torch_varlen", "attend_varlen", "attends_within_tokens", "implementation_obstacle",
+    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle",
     "is_causal", "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
     "torch_varlen_applies", "torch_varlen_is_complete", "uses_attention_interface",
 ]  # fmt: skip
@@ -222,8 +222,10 @@ def _attend(
     if not is_varlen and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
         query, key, value = map(by_token, (query, key, value))
         gathered = gather_tokens(layout, key, value)
+        segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
+        scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
         with gathered_again(layout, row, gathered):
-            return attend_torch_varlen(query, *gathered, layout, kwargs)
+            return torch_varlen(query, *gathered, segments, scale, window).unsqueeze(0)
     gathered = gather_keys(layout, key, value)
     with gathered_again(layout, row, gathered):
         if is_varlen:
@@ -371,14 +373,6 @@ def _is_triton_backend() -> bool:
     interface = sys.modules.get("flash_attn.flash_attn_interface")
     backend = getattr(interface, "flash_attn_gpu", None)
     return backend is not None and backend.__name__.endswith(".interface_fa")
-
-
-def attend_torch_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """torch's own variable-length FlashAttention over a layout: `(T, N, D)` to `(1, T, N, D)`."""
-    segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
-    return torch_varlen(query, key, value, segments, kwargs.get("scaling"), kwargs.get("sliding_window")).unsqueeze(0)
 
 
 def torch_varlen(

@@ -63,9 +63,8 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
         UnpackableCallError: If the call cannot be packed.
         ValueError: If the mask is on another device, or requires a gradient.
     """
-    kind = _kind_of(inputs, handle)
-    layout = None if kind is None else _BUILDERS[kind](inputs, handle)
-    if layout is None:
+    build = _builder_of(inputs, handle)
+    if build is None or (layout := build(inputs, handle)) is None:
         return None
     group, needs_filler = handle.context_parallel, handle.packed_multiple_of is not None
     if isinstance(layout, PrefixedLayout):
@@ -80,10 +79,12 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     return layout.filled([n * (1 if group is None else group.size) for n in lengths])
 
 
-def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
-    """The kind of layout that a call gets; `None` if it must run unchanged."""
+def _builder_of(
+    inputs: DecoderInputs, handle: PaddingRemoval
+) -> Callable[[DecoderInputs, PaddingRemoval], Layout | None] | None:
+    """The builder of a call's layout: [`_plain`], [`_shared`] or [`_tree`]; `None` if the call must run unchanged."""
     if inputs.tree:
-        return "tree"
+        return _tree
     batch, mask = inputs.batch, inputs.mask
     if LAYOUT in inputs.arguments or any(inputs.arguments.get(name) is not None for name in CACHES):
         return None  # as in generation, or within a packed call
@@ -117,17 +118,17 @@ def _kind_of(inputs: DecoderInputs, handle: PaddingRemoval) -> str | None:
     if mask is not None:
         _check_mask(mask, batch)
     if not handle.prefix_sharing:
-        return "plain"
+        return _plain
     by_embeddings = inputs.compared_ids is not None and not inputs.is_packed
     obstacle = None if by_embeddings else _sharing_obstacle(inputs)
     # `positions` show where the sequences of a packed batch begin, so they cannot hold other keys as well.
     if obstacle is None and not (inputs.is_packed and _other_keys(inputs)):
-        return "shared"
+        return _shared
     if handle.prefix_sharing is True and obstacle is not None:
         if handle.is_strict:
             raise UnpackableCallError("prefix sharing", obstacle)
         handle.say_once(f"Padding is removed from a call, but no prefix is shared. {obstacle}", "prefix sharing")
-    return "plain"
+    return _plain
 
 
 def _plain(
@@ -193,9 +194,6 @@ def _tree(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout:
         keys = [ids, *([] if others is None else others)]
     with torch.inference_mode(False):  # as in `cached_layout`
         return tree_layout(inputs.tree, batch.shape[1], keys)
-
-
-_BUILDERS = {"plain": _plain, "shared": _shared, "tree": _tree}
 
 
 def _sharing_obstacle(inputs: DecoderInputs) -> str | None:

@@ -22,9 +22,7 @@ from ..layout.shared_prefixes import PrefixedLayout
 from .layout_of import BatchVersion, PlannedLayout, cache_of_call
 
 
-__all__ = [
-    "ForwardStates", "PrefixStates", "detached_leaf", "run_prefix_forward", "with_prefix_states",
-]  # fmt: skip
+__all__ = ["ForwardStates", "PrefixStates", "detached_leaf", "run_prefix_forward", "with_prefix_states"]
 
 
 class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):

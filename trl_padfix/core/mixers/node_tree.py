@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Hashable, Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, chain
 from typing import Any, Literal, NamedTuple
 
@@ -118,38 +118,25 @@ class NodeTree:
         for n in chain(*chain(*levels)):
             number[Parent("packed", n)] = len(number)
 
-        def parent_states(members: list[int]) -> torch.Tensor | None:
+        def block(members: list[int], is_varlen: bool) -> NodeBlock:
+            tokens = [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
             numbers = [number[parents[n]] for n in members if parents[n] in number]
-            return torch.tensor(numbers) if numbers else None
+            parent_states = torch.tensor(numbers) if numbers else None
+            if is_varlen:
+                return NodeBlock(torch.cat(tokens).unsqueeze(0), parent_states, cu_seqlens_of(map(len, tokens)))
+            return NodeBlock(pad_sequence(tokens, batch_first=True, padding_value=T), parent_states)
 
-        def tokens_of(members: list[int]) -> list[torch.Tensor]:
-            return [torch.arange(nodes[n].start, nodes[n].stop) for n in members]
+        @cache
+        def scan_of(is_varlen: bool) -> Scan:
+            blocks = [[[*chain(*level)]] if is_varlen else level for level in levels]
+            return Scan.of([[block(members, is_varlen) for members in level] for level in blocks], T, self.device)
 
-        def padded_block(members: list[int]) -> NodeBlock:
-            tokens = pad_sequence(tokens_of(members), batch_first=True, padding_value=T)
-            return NodeBlock(tokens, parent_states(members))
-
-        def varlen_block(members: list[int]) -> NodeBlock:
-            tokens = torch.cat(tokens_of(members)).unsqueeze(0)
-            return NodeBlock(tokens, parent_states(members), cu_seqlens_of(len(nodes[n]) for n in members))
-
-        self._padded = lambda: Scan.of([[padded_block(block) for block in level] for level in levels], T, self.device)
-        self._varlen = lambda: Scan.of([[varlen_block([*chain(*level)])] for level in levels], T, self.device)
+        self.scan_of = scan_of
         state_after = {node[-1]: number[Parent("packed", n)] for n, node in enumerate(nodes)}
         fork_states = [state_after[fork] for fork in self.fork_tokens or []]
         # A dtype, because a tensor of an empty list would be float32.
         self._fork_states = torch.tensor(fork_states, dtype=torch.int64, device=self.device)
         self._left_context: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-
-    @cached_property
-    def padded(self) -> Scan:
-        """The nodes for kernels that take `(n, l)` tokens."""
-        return self._padded()
-
-    @cached_property
-    def varlen(self) -> Scan:
-        """The nodes for variable-length kernels."""
-        return self._varlen()
 
     @property
     def is_flat(self) -> bool:
@@ -235,7 +222,7 @@ class NodeTree:
         and, `with_states`, a final state for each node. `key` names the call: under it, states are recorded for other
         forwards, and the states of other forwards are read.
         """
-        scan = self.varlen if is_varlen else self.padded
+        scan = self.scan_of(is_varlen)
         sources = [x[0] if is_varlen else with_zero(x[0]) for x in inputs]
         outputs, states = [], []
         if self.num_prefix_states:  # the prefix states and the state of zeros, in the order of their numbers

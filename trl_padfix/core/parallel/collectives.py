@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange", "exchange_around"]
+__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange"]
 
 AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
 """Sends the parts of a flat tensor, and returns the parts of all processes: `(sent, send_sizes, receive_sizes)`."""
@@ -119,15 +119,20 @@ class Exchange(NamedTuple):
         rank (`int`): Rank of this process.
         tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this process, `T` in total.
         all_to_all (`Callable`): The collective.
+        rank_order (`torch.Tensor` of shape `(T,)`, *optional*): The packed tokens in rank order: those of process 0,
+            then those of process 1, ... `None` if that is their order in the packed row.
+        index_in_rank_order (`torch.Tensor` of shape `(T,)`, *optional*): Index of each packed token in `rank_order`.
     """
 
     rank: int
     tokens_per_rank: Sequence[int]
     all_to_all: AllToAll
+    rank_order: torch.Tensor | None = None
+    index_in_rank_order: torch.Tensor | None = None
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """
-        Each of the `states`, `(t, N, ...)` to `(T, n, ...)` in rank order, in one all-to-all.
+        Each of the `states`, `(t, N, ...)` to `(T, n, ...)` in the order of the packed row, in one all-to-all.
 
         Rank i gets `heads[k][i]` heads of `states[k]`.
         """
@@ -137,44 +142,30 @@ class Exchange(NamedTuple):
             [(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens_per_rank
         ]
         received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
-        return [torch.cat(x) for x in zip(*received, strict=True)]
-
-    def around(self, attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
-        """[`exchange_around`] with this exchange."""
-        return exchange_around(attend, states, self, len(self.tokens_per_rank))
+        index, in_rank_order = self.index_in_rank_order, [torch.cat(x) for x in zip(*received, strict=True)]
+        return in_rank_order if index is None else [x.index_select(0, index) for x in in_rank_order]
 
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        """All-to-all from local heads to local tokens: `(T, n, ...)` in rank order to `(t, N, ...)`."""
+        """All-to-all from local heads to local tokens, `(T, n, ...)` in the order of the row to `(t, N, ...)`."""
+        x = x if self.rank_order is None else x.index_select(0, self.rank_order)
         shapes = [[(self.tokens_per_rank[self.rank], n, *x.shape[2:])] for n in heads]
         received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
         return torch.cat([part for (part,) in received], dim=1)
 
+    def around(self, attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
+        """
+        Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
 
-class HeadExchange(Protocol):
-    """An [`Exchange`], or a [`ContextParallelLayout`], which keeps the order of the packed tokens."""
-
-    def tokens_to_heads(
-        self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]: ...
-
-    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor: ...
-
-
-def exchange_around(
-    attend: Callable[..., torch.Tensor], states: list[torch.Tensor], exchange: HeadExchange, processes: int
-) -> torch.Tensor:
-    """
-    Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
-
-    Queries, keys and values are `(t, N, D)`; `attend` gets them for all tokens with the local heads.
-    """
-    query, *kv = states
-    copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
-    if copies > 1:
-        kv = [x.repeat_interleave(copies, dim=1) for x in kv]
-    states = [query, *kv]
-    heads = [even_split(x.shape[1], processes) for x in states]
-    return exchange.heads_to_tokens(attend(*exchange.tokens_to_heads(states, heads)), heads[0])
+        Queries, keys and values are `(t, N, D)`; `attend` gets them for all tokens with the local heads.
+        """
+        processes = len(self.tokens_per_rank)
+        query, *kv = states
+        copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
+        if copies > 1:
+            kv = [x.repeat_interleave(copies, dim=1) for x in kv]
+        states = [query, *kv]
+        heads = [even_split(x.shape[1], processes) for x in states]
+        return self.heads_to_tokens(attend(*self.tokens_to_heads(states, heads)), heads[0])
 
 
 def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:

@@ -7,7 +7,6 @@ need all tokens and communicate (see [`ContextParallelLayout`]). Outputs are all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -133,32 +132,22 @@ class ContextParallelLayout:
 
     @cached_property
     def exchange(self) -> Exchange:
-        """The exchange of local tokens with the other processes, in rank order."""
+        """The exchange of local tokens with the other processes."""
         from .operators import all_to_all_of  # registers an operator with torch
 
-        return Exchange(self.group.rank, tuple(self.tokens_per_rank), all_to_all_of(self.group.group))
-
-    def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """All-to-all from local tokens to local heads, in the order of the packed tokens; see [`Exchange`]."""
-        return [self._in_packed_order(x) for x in self.exchange.tokens_to_heads(states, heads)]
-
-    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        """All-to-all from local heads to local tokens, `(T, n, ...)` to `(t, N, ...)`."""
-        in_rank_order = x if self._ranks_in_order else x.index_select(0, self._rank_order)
-        return self.exchange.heads_to_tokens(in_rank_order, heads)
+        orders = (None, None) if self._ranks_in_order else (self._rank_order, self.index_in_rank_order)
+        return Exchange(self.group.rank, tuple(self.tokens_per_rank), all_to_all_of(self.group.group), *orders)
 
     def all_gather_for_loss(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather before the loss, `(t, ...)` to `(T, ...)`, in the order of the packed tokens."""
-        return self._in_packed_order(self.group.all_gather_for_loss(x, self.tokens_per_rank))
+        in_rank_order = self.group.all_gather_for_loss(x, self.tokens_per_rank)
+        return in_rank_order if self._ranks_in_order else in_rank_order.index_select(0, self.index_in_rank_order)
 
     @cached_property
     def _ranks_in_order(self) -> bool:
         """Whether rank order is the order of the packed tokens, as with one range per process."""
         begins = [begin for ranges in self.ranges for begin, _ in ranges]
         return begins == sorted(begins)
-
-    def _in_packed_order(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._ranks_in_order else x.index_select(0, self.index_in_rank_order)
 
     def rank_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rank that computes each of these packed tokens, `(n,)` to `(n,)`."""

@@ -27,7 +27,7 @@ from ..layout.layout import Layout, inverse_permutation
 from ..layout.shared_prefixes import PrefixedLayout
 from ..model.inspection import bind
 from ..model.patching import view_of
-from .collectives import Exchange, Group, even_split, exchange_around
+from .collectives import Exchange, Group, even_split
 from .layout import ContextParallelLayout
 
 
@@ -198,7 +198,7 @@ def attend_context_parallel(
 
     # Exchanged tensors have tokens first, attention has heads first.
     states = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return exchange_around(attend_received, states, cp_layout, cp_layout.group.size).unsqueeze(0)
+    return cp_layout.exchange.around(attend_received, states).unsqueeze(0)
 
 
 def _with_local_heads(
@@ -267,7 +267,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         # Decays may be in float32 and states in half precision: one all-to-all for each dtype.
         for dtype in dict.fromkeys(x.dtype for x in states.values()):
             names = [k for k, x in states.items() if x.dtype == dtype]
-            received = cp_layout.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
+            received = cp_layout.exchange.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
             for k, x in zip(names, received, strict=True):
                 call[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         for k in divided.weights:
@@ -275,7 +275,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
                 call[k] = call[k].split(local_channels)[cp_layout.group.rank]
         output = run(**call)
         x = output[0] if isinstance(output, tuple) else output
-        x = cp_layout.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
+        x = cp_layout.exchange.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
         x = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         return (x, None) if isinstance(output, tuple) else x  # delta rules: no final state, as there is no cache
 

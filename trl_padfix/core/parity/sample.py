@@ -21,7 +21,7 @@ from ..anatomy import differentiates_in_parts, find_peft, pipeline_in
 from ..handle import PaddingRemoval
 from ..layout.build import packed_layout, padding_free_layout
 from ..model.inspection import is_of, parameters_of, takes, takes_any_argument
-from ..refusals import batch_obstacle
+from ..patches.decoder import batch_obstacle
 
 
 __all__ = [

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from ..parallel.collectives import Exchange
 
 
-__all__ = [
-    "CompiledLayerPatch", "attend_segments", "compile_layers",
-]  # fmt: skip
+__all__ = ["CompiledLayerPatch", "attend_segments", "compile_layers"]
 
 logger = logging.get_logger(__name__)
 

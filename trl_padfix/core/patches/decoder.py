@@ -2,7 +2,7 @@
 The patches on the forward of a decoder and on its positions.
 
 [`DecoderPatch`] reads a call, plans it, runs it, and unpacks its output to the padded batch. [`plan`] chooses the
-[`Plan`]: on one packed row, after shared prefixes, or padded.
+[`Plan`]: on one packed row, after shared prefixes, or padded. [`check_call`] refuses calls that cannot be packed.
 
 Within a packed forward [`PositionPatch`] gives positions to decoders that take none, and [`RopePatch`] gives rotary
 embeddings the length of the padded batch. [`NumberingPatch`] counts the positions of padded forwards.
@@ -21,7 +21,7 @@ from torch import nn
 from transformers.modeling_outputs import ModelOutput
 
 from ..anatomy import gathers_in_parts
-from ..attention.attention import attends_within_tokens, is_causal
+from ..attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from ..call.arguments import DecoderInputs, pack_arguments, padded_output, unpack_output
 from ..call.calls import (
     LAYOUT,
@@ -38,24 +38,22 @@ from ..call.layout_of import layout_of, on_host
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls
-from ..errors import UnpackableCallError
+from ..errors import PaddingRemovalError, UnpackableCallError
+from ..layout.layout import Layout
 from ..layout.shared_prefixes import PrefixedLayout
-from ..mixers.mixers import ROWS
+from ..mixers.mixers import PACKED, ROWS, Mixers
 from ..mixers.row_buckets import DryRun, calls_of_layers
 from ..model.inspection import bind, hands_arguments_on, parameters_of, takes_any_argument
 from ..model.older import has_cache, older_attributes
 from ..model.patching import BatchPatch, ForwardPatch, in_backward
 from ..model.positions import Numbering
-from ..refusals import check_call
 
 
 if TYPE_CHECKING:
     from ..handle import PaddingRemoval
 
 
-__all__ = [
-    "DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch",
-]  # fmt: skip
+__all__ = ["DecoderPatch", "NumberingPatch", "PositionPatch", "RopePatch", "batch_obstacle", "check_call"]
 
 
 class DecoderPatch(BatchPatch):
@@ -165,6 +163,63 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch, padded: PaddedPlan) -> Plan
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
     new = tokens.new
     return PrefixedPlan(patch, tokens, inputs, {} if new is None else _packed(inputs, new, patch), new)
+
+
+def batch_obstacle(layout: Layout, has_prepared_masks: bool, mixers: Mixers) -> str | None:
+    """
+    Why a batch cannot be packed, for instance one with masked tokens between real ones; `None` if it can.
+
+    `has_prepared_masks`: whether the decoder receives masks in which the tokens of an image attend to each other.
+    """
+    other_mixers = [mixer for mixer in mixers.mixers if mixer.mode != PACKED]
+    on_rows = [mixer for mixer in other_mixers if mixer.mode == ROWS]
+    if has_prepared_masks and on_rows:
+        return (
+            f"Tokens of an image see each other in this batch, and `{on_rows[0].name}` "
+            f"({type(on_rows[0].module).__name__}: {on_rows[0].why}) runs on rows, for which its decoder makes causal "
+            "masks. Train this model on images with `padding_free=False`; batches without images can be packed."
+        )
+    if not other_mixers or layout.spans == layout.keys.lengths:  # equal: no row has holes
+        return None
+    return (
+        f"A row of the batch has masked tokens between real ones, and `{other_mixers[0].name}` "
+        f"({type(other_mixers[0].module).__name__}: {other_mixers[0].why}) computes these masked tokens too when "
+        "padded, so no packed forward gives the same numbers. Leave out the masked tokens, or run this call inside "
+        "`with handle.disabled():`."
+    )
+
+
+def check_call(handle: PaddingRemoval, inputs: DecoderInputs, layout: Layout) -> None:
+    """
+    Check that a call with this layout can be packed.
+
+    Raises:
+        UnpackableCallError: If the call cannot.
+        PaddingRemovalError: If no call can, because a setting was changed after attachment.
+    """
+    decoder, config = handle.decoder, handle.decoder.config
+    if reason := implementation_obstacle(config._attn_implementation):
+        raise PaddingRemovalError(f"Padding cannot be removed from {type(decoder).__name__}: {reason}.")
+    with_weights = inputs.arguments.get("output_attentions")
+    if with_weights or (with_weights is None and config.output_attentions):
+        raise UnpackableCallError(
+            "output_attentions",
+            "`output_attentions=True` asks for `(B, N, L, L)` weights, which a packed forward never computes. "
+            "Leave it off, here and in the config, or remove the handle for this call (`with "
+            "handle.disabled(): ...`).",
+        )
+    if norm := next((m for m in handle.batch_norms if m.training or m.running_mean is None), None):
+        reason = f"{type(norm).__name__} computes statistics of all tokens of a batch, padding included."
+        raise UnpackableCallError("statistics", reason)
+    if reason := batch_obstacle(layout, inputs.prepared is not None, handle.mixers):
+        raise UnpackableCallError("holes" if inputs.prepared is None else "image masks", reason)
+    if handle.changes is not None and (hook := handle.changes.check()) is not None:
+        handle.say_once(
+            f"{hook} gets packed states: one row of all real tokens `(1, T, ...)`, with prefix sharing each distinct "
+            f"token once, not the padded batch `(B, L, ...)`. If it needs that, hook the {type(decoder).__name__} "
+            "itself, or compute padded (`with handle.disabled(): ...`, or `padding_free=False`). (Shown once.)",
+            "packed hook",
+        )
 
 
 def _packed(inputs: DecoderInputs, tokens: LocalTokens, patch: DecoderPatch) -> dict[str, Any]:

@@ -8,6 +8,7 @@ decoder must return. [`HeadPatch`] wraps the projection onto the vocabulary.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from ..model.changes import has_reader
 from ..model.inspection import bind
 from ..model.older import has_cache
 from ..model.patching import BatchPatch, ForwardPatch
-from ..refusals import check_call
+from .decoder import check_call
 
 
 if TYPE_CHECKING:
@@ -217,10 +218,9 @@ class TokenLabelsPatch(BatchPatch):
         call = bind(self.wrapped, args, kwargs)
         with cache_of_call():
             mask = _mask_of(self.attachment, call, "labels")
-            if mask is not None and at_padding(*on_host(call["labels"], mask)):
-                with self.attachment.padded(SCORED_AT_PADDING):
-                    return self.wrapped(*args, **kwargs)
-            return self.wrapped(*args, **kwargs)
+            scores_padding = mask is not None and at_padding(*on_host(call["labels"], mask))
+            with self.attachment.padded(SCORED_AT_PADDING) if scores_padding else nullcontext():
+                return self.wrapped(*args, **kwargs)
 
 
 class PoolingPatch(BatchPatch):
@@ -246,10 +246,9 @@ class PoolingPatch(BatchPatch):
             with within(model=ModelCall(decoder, pools_last=True)):
                 return self.wrapped(*args, **kwargs)
         with cache_of_call():
-            if self._scores_padding(bind(self.wrapped, args, kwargs)):
-                with self.attachment.disabled():
-                    return self.wrapped(*args, **kwargs)
-            return self.wrapped(*args, **kwargs)
+            is_padded = self._scores_padding(bind(self.wrapped, args, kwargs))
+            with self.attachment.disabled() if is_padded else nullcontext():
+                return self.wrapped(*args, **kwargs)
 
     def _scores_padding(self, call: dict[str, Any]) -> bool:
         """Whether the model scores padding, whose state a packed forward does not have. Warns and counts the call."""
