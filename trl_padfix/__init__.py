@@ -30,8 +30,9 @@ _MODULES = {
         "DataCollatorForLanguageModeling",
         "DataCollatorForPreference",
         "DataCollatorForReward",
+        "DataCollatorForVisionLanguageModeling",
+        "DataCollatorForVisionPreference",
     ],
-    "trainers.data.vision_collators": ["DataCollatorForVisionLanguageModeling", "DataCollatorForVisionPreference"],
     "trainers.base": ["padding_free_trainer"],
     "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
     "trainers.methods.distillation_config": ["DistillationConfig"],
@@ -68,10 +69,11 @@ if TYPE_CHECKING:
         DataCollatorForLanguageModeling,
         DataCollatorForPreference,
         DataCollatorForReward,
+        DataCollatorForVisionLanguageModeling,
+        DataCollatorForVisionPreference,
     )
     from .trainers.data.rollouts import RecordedRollouts
     from .trainers.data.turns import expand_turns
-    from .trainers.data.vision_collators import DataCollatorForVisionLanguageModeling, DataCollatorForVisionPreference
     from .trainers.dry_run import dry_run
     from .trainers.methods.distillation import DistillationTrainer
     from .trainers.methods.distillation_config import DistillationConfig

@@ -9,8 +9,7 @@ import trl
 import trl.trainer.dpo_trainer as trl_dpo
 
 from ..base import PaddingFreeMixin
-from ..data.collators import DataCollatorForPreference
-from ..data.vision_collators import DataCollatorForVisionPreference
+from ..data.collators import DataCollatorForPreference, DataCollatorForVisionPreference
 from ..task import PairTask
 
 

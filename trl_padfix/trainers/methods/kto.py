@@ -16,9 +16,8 @@ from datasets import Dataset, IterableDataset
 
 from ...core.context import within
 from ..base import PaddingFreeMixin
-from ..data.collators import SidedCollator
+from ..data.collators import SidedCollator, to_padding_side_with_kl
 from ..data.columns import column_names, values
-from ..data.vision_collators import to_padding_side_with_kl
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 

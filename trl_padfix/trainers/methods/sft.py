@@ -14,12 +14,16 @@ from datasets import Dataset
 from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
 from ..data.chat_templates import check_turns
-from ..data.collators import DataCollatorForLanguageModeling, SidedCollator, pad_right
+from ..data.collators import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForVisionLanguageModeling,
+    SidedCollator,
+    pad_right,
+)
 from ..data.columns import column_names, is_empty, lists, require_columns
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos
 from ..data.turns import check_turn_settings, expand_datasets
-from ..data.vision_collators import DataCollatorForVisionLanguageModeling
 from ..settings import Settings
 from ..task import Task
 
