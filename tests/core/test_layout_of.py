@@ -15,7 +15,8 @@ from zoo.models import SUPPORTED, batch, build, real_logps
 
 from trl_padfix import PaddingRemovalError, packed_layout, remove_padding
 from trl_padfix.core.call.arguments import DecoderInputs
-from trl_padfix.core.call.layout_of import TensorVersion, batch_cache, layout_of, on_host
+from trl_padfix.core.call.batch_cache import TensorVersion, batch_cache, on_host
+from trl_padfix.core.call.layout_of import layout_of
 from trl_padfix.core.patches.heads import follow_padding
 
 

@@ -147,7 +147,7 @@ MUTANTS = [
         ("core/remove/test_padded_calls.py", "trainers/test_batch_labels.py"),
     ),
     Mutant(
-        "core/call/layout_of.py",
+        "core/call/batch_cache.py",
         "return torch.equal(self.copy, other)",
         "return True",
         "a batch that was written to keeps its old layout",

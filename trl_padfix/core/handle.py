@@ -16,8 +16,8 @@ from torch import nn
 from transformers.utils import logging
 
 from .anatomy import restore_attention
+from .call.batch_cache import planned_layout
 from .call.calls import LocalTokens, PackedCall, packed_call, rows_call
-from .call.layout_of import planned_layout
 from .context import context
 from .errors import UnpackableCallError
 from .layout.layout import Layout

@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType, extract_model_from_parallel, reduc
 from transformers import Trainer, TrainerCallback
 
 from ..core.anatomy import find_decoder, find_pretrained
-from ..core.call.layout_of import batch_cache
+from ..core.call.batch_cache import batch_cache
 from ..core.errors import PaddingRemovalError, UnpackableCallError
 from ..core.handle import Lengths, PaddingRemoval, PaddingStats, PrefixSharing, check_multiple, check_prefix_sharing
 from ..core.parity.limits import Limits, lowest_dtype

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..core.call.layout_of import batch_cache
+from ..core.call.batch_cache import batch_cache
 from ..core.remove import take_over
 from ..core.switch import OFF, is_off
 from .batching.row_order import RowOrder

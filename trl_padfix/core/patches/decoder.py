@@ -23,6 +23,7 @@ from transformers.modeling_outputs import ModelOutput
 from ..anatomy import gathers_in_parts
 from ..attention.attention import attends_within_tokens, implementation_obstacle, is_causal
 from ..call.arguments import DecoderInputs, pack_arguments, padded_output, unpack_output
+from ..call.batch_cache import on_host
 from ..call.calls import (
     LAYOUT,
     LocalTokens,
@@ -34,7 +35,7 @@ from ..call.calls import (
     rows_call,
     running,
 )
-from ..call.layout_of import layout_of, on_host
+from ..call.layout_of import layout_of
 from ..call.prefix_states import PrefixStates
 from ..call.prepared_masks import with_added_masks
 from ..context import context, outside_calls

@@ -17,8 +17,9 @@ from transformers.utils import logging
 
 from ..anatomy import gathered_head
 from ..call.arguments import DecoderInputs
+from ..call.batch_cache import cache_of_call, on_host
 from ..call.calls import ModelCall, ScoredLabels, model_call
-from ..call.layout_of import cache_of_call, layout_of, on_host
+from ..call.layout_of import layout_of
 from ..context import within
 from ..errors import UnpackableCallError
 from ..layout.layout import pack, to_device_async, unpack

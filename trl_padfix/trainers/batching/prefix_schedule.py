@@ -20,14 +20,9 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...core.anatomy import find_decoder
-from ...core.call.layout_of import BatchVersion
-from ...core.call.prefix_states import (
-    ForwardStates,
-    PrefixStates,
-    detached_leaf,
-    run_prefix_forward,
-    with_prefix_states,
-)
+from ...core.call.batch_cache import BatchVersion
+from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
+from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import within
 from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval

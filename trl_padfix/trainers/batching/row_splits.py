@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 
-from ...core.call.layout_of import on_host
+from ...core.call.batch_cache import on_host
 from ...core.context import context
 from ...core.layout.layout import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes

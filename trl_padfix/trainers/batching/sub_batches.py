@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ...core.anatomy import find_decoder, find_multimodal
-from ...core.call.layout_of import BatchVersion
-from ...core.call.prefix_states import ForwardStates, run_prefix_forward, with_prefix_states
+from ...core.call.batch_cache import BatchVersion
+from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
+from ...core.call.prefix_states import ForwardStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.older import CACHES

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...core.call.layout_of import on_host
+from ...core.call.batch_cache import on_host
 from ...core.patches.heads import follow_padding
 
 

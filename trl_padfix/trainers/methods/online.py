@@ -15,7 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ...core.call.layout_of import batch_cache
+from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name

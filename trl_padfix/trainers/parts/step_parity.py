@@ -22,7 +22,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from ...core.anatomy import find_pretrained, reset_gather_order, reshard_parameters
-from ...core.call.layout_of import on_host
+from ...core.call.batch_cache import on_host
 from ...core.context import within
 from ...core.errors import UnpackableCallError
 from ...core.handle import PaddingRemoval, PaddingStats
