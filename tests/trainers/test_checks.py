@@ -57,8 +57,8 @@ CONFIGURATIONS: list[tuple[str, dict[str, Any], str]] = [
         FREE | {"packed_multiple_of": [64, 256], BUDGET: 320},
         LENGTHS.format(320, "length", r"\[64, 256\]", "512"),
     ),
-    ("SFT", FREE | {BUDGET: 0}, "must be a number of tokens, got 0"),
-    ("SFT", FREE | {BUDGET: True}, "must be a number of tokens, got True"),
+    ("SFT", FREE | {BUDGET: 0}, "must be a number of tokens above 0, got 0"),
+    ("SFT", FREE | {BUDGET: True}, "must be a number of tokens above 0, got True"),
     ("GRPO", FREE | {BUDGET: 128, "max_completion_length": 256}, "`max_completion_length=256` tokens, more than"),
     ("SFT", {"expand_turns": True, "assistant_only_loss": True}, TURNS.format("assistant_only_loss")),
     ("SFT", {"expand_turns": True, "completion_only_loss": False}, TURNS.format("completion_only_loss")),
@@ -275,7 +275,7 @@ BAD = {
         "The student needs a teacher, and `teacher_model` is not given",
     ),
     "a budget below a completion": Bad(
-        "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget to at least 12"
+        "Distillation", lambda: FREE | {"max_tokens_per_batch": 8}, "Raise the budget above 12"
     ),
     "a teacher of other words": Bad(
         "Distillation", lambda: {"teacher_model": build_model(vocab_size=44)}, "vocab_size"

@@ -288,7 +288,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
     if budget is None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens, got {budget!r}.")
+        raise ValueError(f"`max_tokens_per_batch` must be a number of tokens above 0, got {budget!r}.")
     if vars(config).get("packing") and config.packing_strategy != "wrapped":
         raise ValueError(
             "`packing=True` joins the rows of a batch, which `max_tokens_per_batch` cannot split. Lower "
@@ -304,7 +304,7 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget to at least {longest}, or lower `{name}`."
+                f"no batch could hold it. Raise the budget above {longest} and the tokens of a prompt, or lower `{name}`."
             )
 
 

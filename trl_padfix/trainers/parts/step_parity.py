@@ -260,8 +260,9 @@ class _Comparison:
     def _weights(self, batch: dict[str, Any], items: tuple[dict[str, Any], ...]) -> list[float] | None:
         """The weights of the items in the loss of `batch` in training; `None` if it may not be a sum over them."""
         padding = self.trainer.padding
-        # A rotary embedding that depends on the longest row of a forward.
-        depends_on_rows = any(handle.anatomy.length_dependent_ropes for handle in padding.handles)
+        # A rotary embedding that depends on the longest row of a forward; virtual tokens with padding after them.
+        anatomies = [handle.anatomy for handle in padding.handles]
+        depends_on_rows = any(a.length_dependent_ropes or a.has_virtual_tokens for a in anatomies)
         needs_all = type(padding.task).around_chunks is not Task.around_chunks  # KTO's KL term needs all rows
         reason = padding.budget.why_all_rows() or gradient_hook_name(self.trainer)
         if self.step.mode == "eval" or depends_on_rows or needs_all or reason is not None:
