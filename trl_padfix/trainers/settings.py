@@ -304,7 +304,8 @@ def check_token_budget(budget: int | None, config: TrainingArguments) -> None:
         if longest is not None and longest > budget:
             raise ValueError(
                 f"A row may have `{name}={longest}` tokens, more than `max_tokens_per_batch={budget}`, and "
-                f"no batch could hold it. Raise the budget above {longest} and the tokens of a prompt, or lower `{name}`."
+                f"no batch could hold it. Raise the budget above {longest} and the length of a prompt, or lower "
+                f"`{name}`."
             )
 
 
