@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -79,12 +79,17 @@ def forwards_in(module: nn.Module) -> list[FunctionType]:
 
 def names_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of globals and attributes that a function uses, without its decorators."""
-    return inspect.unwrap(function).__code__.co_names
+    return _code_of(function).co_names
 
 
 def variables_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the arguments and local variables of a function, without its decorators."""
-    return inspect.unwrap(function).__code__.co_varnames
+    return _code_of(function).co_varnames
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    """The code of a function, without its decorators."""
+    return inspect.unwrap(function).__code__
 
 
 def global_in(module: nn.Module, name: str) -> Any:
@@ -108,7 +113,7 @@ def loaded_globals(module: nn.Module) -> set[str]:
 @cache
 def _instructions(function: FunctionType) -> list[tuple[str, Any]]:
     """The instructions of a function, each with its argument."""
-    return [(i.opname, i.argval) for i in dis.get_instructions(function.__code__)]
+    return [(i.opname, i.argval) for i in dis.get_instructions(function)]
 
 
 def name_of(function: Any) -> str:
@@ -160,7 +165,7 @@ def pools_by_token_id(model: nn.Module) -> bool:
     """
     for cls in type(model).__mro__:
         if "forward" in vars(cls):
-            code = inspect.unwrap(vars(cls)["forward"]).__code__
+            code = _code_of(vars(cls)["forward"])
             if "pad_token_id" in code.co_names and "pooled_logits" in code.co_varnames:
                 return True
             if "__class__" not in code.co_freevars:
