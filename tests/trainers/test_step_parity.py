@@ -133,6 +133,19 @@ def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatc
     assert norms(build(trl_padfix, padding_free=True)) != pytest.approx(theirs, rel=1e-3)
 
 
+def test_a_loss_may_take_tuples_from_the_model(tmp_path):
+    def norms(library, **fields):
+        class Tuples(library.SFTTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+                logits = model(**given, return_dict=False)[0][:, :-1]
+                return nn.functional.cross_entropy(logits.transpose(1, 2), inputs["labels"][:, 1:])
+
+        return [log["grad_norm"] for log in trained(make(library, "SFT", tmp_path, trainer_class=Tuples, **fields))]
+
+    assert norms(trl_padfix, strict=True, **MODES["budget"]) == pytest.approx(norms(trl), rel=1e-4)
+
+
 def test_a_loss_that_was_not_compared_is_named(tmp_path, caplog):
     class OfWholeBatches(trl_padfix.SFTTrainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -338,7 +338,9 @@ class RunnerPatch(ForwardPatch):
             if reason := _IN_CHECKPOINT if in_checkpoint() else _why_no_batch(call):
                 runner.leave(self.module, call, reason)
                 return self.wrapped(*args, **kwargs)
-            return runner.run(self.module, self.wrapped, call)
+            if call.get("return_dict") is not False:
+                return runner.run(self.module, self.wrapped, call)
+            return runner.run(self.module, self.wrapped, call | {"return_dict": True}).to_tuple()
 
 
 def _why_no_batch(call: dict[str, Any]) -> str | None:

@@ -235,6 +235,8 @@ class Parity(Part):
             elif trainer.accelerator.is_local_main_process and step.mode == "train":
                 say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
             return None
+        if report.error:
+            return f"a loss that raises an error without padding: {report}"
         return (
             "a loss that depends on padding, although the scores of the model do not: your loss reads logits at "
             "padding, which are zero without it, or a module takes statistics of the batch in training. The loss "
