@@ -45,6 +45,9 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 LONG_ROW_AFTER = 10
 """Optimizer steps after which the longest row so far is compared."""
 
+MOST_ZEROS = 50
+"""Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
+
 LARGE_ON_CPU = 50_000_000
 """Parameters above which the first comparison is announced, where a CPU computes it in half precision."""
 
@@ -57,8 +60,8 @@ class Parity(Part):
     first call of the model in the step: after its forwards, before the optimizer changes the weights.
 
     Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
-    one has a gradient. If padding removal changes its loss or gradient, although the model is right, this and all
-    later steps are computed padded.
+    one has a gradient, at most [`MOST_ZEROS`] times. If padding removal changes its loss or gradient, although the
+    model is right, this and all later steps are computed padded.
 
     After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
     gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
@@ -84,6 +87,8 @@ class Parity(Part):
         self._watches_length = self.settings.parity_check
         self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
         """Modes of which no step with padding was compared as a whole."""
+        self._zeros = 0
+        """Number of steps without a gradient that were compared."""
         self._compared_unpadded: set[str] = set()
         """Modes whose first step was compared as a whole, and has no padding."""
 
@@ -230,7 +235,8 @@ class Parity(Part):
             return None
         if not max_over_processes(trainer, int(not report.ok)):
             is_zero = not max_over_processes(trainer, int(not report.is_zero))
-            if is_zero:
+            self._zeros += is_zero
+            if is_zero and self._zeros < MOST_ZEROS:
                 self._unchecked_modes.add(step.mode)
             elif trainer.accelerator.is_local_main_process and step.mode == "train":
                 say(f"parity ok, the trainer's own loss: {report}; {time.perf_counter() - begin:.1f} s")
