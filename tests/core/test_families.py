@@ -43,7 +43,7 @@ Lists are grouped by [mode](attention.md#how-layers-other-than-attention-run). `
 
 In transformers itself, two modules depend on the batch: indexers that select keys (DeepSeek V3.2 and V4,
 `glm_moe_dsa`, `axk2`, `hy_v4`), because torch does not define which of two equal scores `topk` takes, and `xlstm`
-(gradients by up to 8e-3). A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals
+(on some CPUs). A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals
 [its padded batch](numbers.md#what-exact-means) instead.
 """
 

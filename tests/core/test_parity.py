@@ -241,7 +241,6 @@ def test_what_forked_states_round_in_half_precision_is_measured(wrong, monkeypat
     with torch.autocast("cpu", torch.bfloat16):
         report = check_parity(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, prefix_sharing=True)
     assert report.ok != wrong, report
-    assert report.padded_from_alone is not None, "another attention function measures as much"
 
 
 def test_the_precision_may_be_given():
