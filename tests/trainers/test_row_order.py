@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
+from zoo import models
 
 import trl_padfix
 from trl_padfix.trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs
-from trl_padfix.trainers.batching.row_order import Batches, group_rows
+from trl_padfix.trainers.batching.row_order import Batches, RowOrder, group_rows
 
 
 GROUPED = {"padding_free": True, "prefix_sharing": True, "group_by_prefix": True, "parity_check": False}
@@ -73,6 +74,18 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     assert all(len(set(rows)) == 1 for rows in (np.array(first) % 8).reshape(-1, 4).tolist())
     epochs = {tuple(sorted(map(tuple, beginnings(order_of(trainer, epoch))))) for epoch in range(4)}
     assert len(epochs) > 2  # which groups meet
+
+
+EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
+
+
+@pytest.mark.parametrize(("more", "moves"), [({}, True), ({"loss_type": ["aot"]}, False), (EXPERTS, False)])
+def test_rows_move_to_another_process_if_no_loss_compares_them_with_its_batch(more, moves, tmp_path, monkeypatch):
+    """The balancing loss of experts does."""
+    monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
+    given = {name: value() if callable(value) else value for name, value in more.items()}
+    ours, theirs = (make(trl_padfix, "DPO", tmp_path, padding_free=free, **given) for free in (True, False))
+    assert (order_of(ours) != order_of(theirs)) is moves
 
 
 def drawn_costs(draw, count):

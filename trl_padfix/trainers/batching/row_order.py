@@ -163,6 +163,7 @@ class RowOrder(Part):
             and columns <= set(dataset.column_names)
             and not is_custom_collator(trainer.data_collator)
             and task.rows_are_independent()
+            and not task.balances_experts()
             and custom_loss_name(trainer) is None
             and custom_step_name(trainer, everywhere=True) is None
         )
