@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from kit.processes import launched, trained
 from kit.tolerance import tolerance
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from trl_padfix.tools.tiny import build_qwen2, train_tokenizer
 
@@ -191,6 +193,14 @@ def test_micro_batches_of_two_processes_share_prefixes_and_give_the_trajectory_o
     assert_same(ours, one_process("dpo"), *METRICS["dpo"])
     counts = [json.loads((tmp_path / f"prefixes-{rank}.json").read_text()) for rank in range(2)]
     assert all((count["prefixes"] > 0) == once for count in counts)
+
+
+@pytest.mark.skipif("ddp_static_graph" not in signature(TrainingArguments).parameters, reason="transformers 4")
+def test_the_check_runs_no_backward_that_a_static_graph_of_ddp_would_record(together, one_process):
+    static = ("--ddp_static_graph", "true", "--gradient_accumulation_steps", "1", "--per_device_train_batch_size", "4")
+    assert_same(together("dpo", "multi_gpu", *PACKED, *static), one_process("dpo"), *METRICS["dpo"])
+    said = together("dpo", "multi_gpu", *PACKED, *static, "--max_tokens_per_batch", "128", fails=True)
+    assert "splits a backward into several, and with `ddp_static_graph=True`" in said
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "check_launch", "data_replicas", "datasets_of", "is_fsdp2", "is_sharded", "is_zero", "local_metrics_only",
-    "max_over_processes", "models_of", "named_models_of", "raise_on_all", "splitting_parallelism",
-    "step_on_prepared",
+    "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded", "is_zero",
+    "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "raise_on_all",
+    "splitting_parallelism", "step_on_prepared",
     "sync_gradients_in_last", "trains_on_images", "warn_of_launch",
 ]  # fmt: skip
 
@@ -121,6 +121,11 @@ def _size_at_load(model: torch.nn.Module, name: str) -> int:
     """A size of the `DistributedConfig` with which transformers has loaded a model; 1 without one."""
     sizes = getattr(config_of(model), "distributed_config", None)
     return getattr(sizes, name, None) or 1
+
+
+def has_static_graph(trainer: TaskTrainer) -> bool:
+    """Whether DDP expects every backward to be the same one (`ddp_static_graph`, of transformers 5)."""
+    return bool(vars(trainer.args).get("ddp_static_graph")) and trainer.accelerator.num_processes > 1
 
 
 def is_fsdp2(trainer: TaskTrainer) -> bool:

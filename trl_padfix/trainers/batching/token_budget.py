@@ -35,6 +35,7 @@ from ..checks.user_code import (
 from ..data.batch_labels import scored_tokens
 from ..data.batch_rows import ImageCounts, Parts, are_cut_by_rows, find_images, has_pixels
 from ..distributed import (
+    has_static_graph,
     is_fsdp2,
     is_sharded,
     is_zero,
@@ -104,6 +105,11 @@ class TokenBudget(Part):
             raise ValueError(
                 "`max_tokens_per_batch` splits the batch of a process, and under tensor parallelism several processes "
                 "compute one batch. Leave one of them out."
+            )
+        if has_static_graph(trainer):
+            raise ValueError(
+                "`max_tokens_per_batch` splits a backward into several, and with `ddp_static_graph=True` DDP expects "
+                "one. Leave one of them out."
             )
         if kind := rope_kind_beyond(trainer.model, vars(trainer.args).get("max_length")):
             raise ValueError(

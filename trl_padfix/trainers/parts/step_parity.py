@@ -32,7 +32,14 @@ from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
 from ..data.batch_labels import scored_tokens
 from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, split_images
-from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
+from ..distributed import (
+    has_static_graph,
+    is_sharded,
+    max_over_processes,
+    models_of,
+    splitting_parallelism,
+    step_on_prepared,
+)
 from ..messages import counted
 from ..task import Task
 from ..temporary_attributes import temporarily_set
@@ -145,9 +152,10 @@ def check_step(trainer: PaddingFreeTrainer, step: Step, *, gradients: bool) -> S
     most, fewest = max_over_processes(trainer, len(batches)), -max_over_processes(trainer, -len(batches))
     if fewest == 0 or (most > fewest and is_sharded(trainer)):
         return None
-    # A backward would run the hooks of FSDP and DeepSpeed, and hooks in which an optimizer steps.
+    # A backward would run the hooks of FSDP and DeepSpeed, and hooks in which an optimizer steps. DDP with a static
+    # graph records the first ones.
     meets = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    gradients = gradients and not meets
+    gradients = gradients and not meets and not has_static_graph(trainer)
     gradients = gradients and not any(p._post_accumulate_grad_hooks for p in trainer.model.parameters())
     modules = [m for value in vars(trainer).values() if isinstance(value, nn.Module) for m in value.modules()]
     with without_noise(modules):
