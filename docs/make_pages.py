@@ -32,16 +32,21 @@ settings that pay in every method](from_trl.md#settings-that-pay-in-every-method
 flags (`--padding_free true`).
 
 ## Fields
-
-| field | type | default | what it does |
-|---|---|---|---|
 """
-ORDER = (
-    "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "attn_implementation",
-    "ref_attn_implementation", "teacher_attn_implementation", "parity_check", "strict", "expand_turns", "padding_side",
-    "pool_last_token", "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "packed_multiple_of",
-)  # fmt: skip
-"""The fields, from those that most runs set to those that few set."""
+GROUPS = {
+    "Computation": (
+        "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "packed_multiple_of",
+    ),
+    "Checks": ("parity_check", "strict"),
+    "Attention": ("attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"),
+    "Data and evaluation": (
+        "expand_turns", "padding_side", "pool_last_token", "exact_eval_means", "predict_with_generate",
+        "generation_max_new_tokens",
+    ),
+}  # fmt: skip
+"""The fields by subject, each group from those that most runs set to those that few set."""
+
+HEADER = "| field | type | default | what it does |\n|---|---|---|---|\n"
 
 TYPES = {
     name: described.replace('`"auto"`', "`'auto'`")
@@ -70,8 +75,8 @@ In evaluation each name begins with `eval_`.
 The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
-batch of the step, and then say so. The optimizer step is unchanged, but means over batches (`entropy`, `kl`,
-`clip_ratio`) differ from TRL's.
+batch of the step; the log says so. The optimizer step stays the same. Means over batches (`entropy`, `kl`,
+`clip_ratio`) then differ from TRL's.
 
 ## Flags and environment
 
@@ -109,12 +114,14 @@ def options() -> str:
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
-    for name in ORDER:
-        default, described = by_name.pop(name)
-        only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
-        page += f"| `{name}` | {TYPES[name]} | `{default}` | {only}{' '.join(described.split())} |\n"
+    for group, names in GROUPS.items():
+        page += f"\n### {group}\n\n{HEADER}"
+        for name in names:
+            default, described = by_name.pop(name)
+            only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
+            page += f"| `{name}` | {TYPES[name]} | `{default}` | {only}{' '.join(described.split())} |\n"
     if by_name:
-        raise ValueError(f"`ORDER` lacks {', '.join(by_name)}.")
+        raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}.")
     page += METRICS
     return page
 

@@ -38,9 +38,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt, where that
-            saves time. Set `'auto'`: where sharing is impossible, the rows run unshared. `True` also warns there, and
-            is an error with NEFTune or `strict`. Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
+            `'auto'`: rows that cannot share run unshared. `True` also warns about them; with `strict` or NEFTune it
+            raises an error instead. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
