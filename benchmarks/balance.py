@@ -17,8 +17,8 @@ import numpy as np
 from trl_padfix.tools.data import load_rows, texts_of
 from trl_padfix.tools.stats import measure
 from trl_padfix.tools.tiny import train_tokenizer
+from trl_padfix.trainers.batching.bin_packing import RowCosts
 from trl_padfix.trainers.batching.row_order import Batches
-from trl_padfix.trainers.batching.token_costs import RowCosts
 
 
 PROCESSES, ROWS, DRAWS = (8, 64, 512), (8, 32), 50

@@ -43,8 +43,8 @@ from trl.trainer.utils import pad
 from trl_padfix import PaddingRemoval, __version__, expand_turns, remove_padding
 from trl_padfix.core.patches.compiled import compile_layers
 from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.trainers.batching.bin_packing import RowCosts, dataset_costs
 from trl_padfix.trainers.batching.row_order import group_rows
-from trl_padfix.trainers.batching.token_costs import RowCosts, dataset_costs
 
 
 __all__ = [

@@ -122,7 +122,7 @@ MUTANTS = [
         "position_R = torch.cat([torch.arange(length) for length in lengths])",
         "position_R = torch.cat([torch.arange(length) + 1 for length in lengths])",
         "positions of a tree row begin with 1",
-        ("core/test_tree_arguments.py",),
+        ("core/test_layout_trees.py",),
     ),
     # -- the decoder's call
     Mutant(
@@ -331,14 +331,14 @@ MUTANTS = [
         "other.tokens + group.tokens <= room)",
         "other.tokens + group.tokens <= room + 1)",
         "a part has one token more than its budget",
-        ("trainers/test_token_costs.py", "trainers/test_row_order.py"),
+        ("trainers/test_bin_packing.py", "trainers/test_row_order.py"),
     ),
     Mutant(
         "trainers/batching/bin_packing.py",
         "if part and part_tokens + tokens - shared > limit:",
         "if part and part_tokens > limit:",
         "a part has one row more than its budget",
-        ("trainers/test_token_costs.py", "trainers/test_row_order.py"),
+        ("trainers/test_bin_packing.py", "trainers/test_row_order.py"),
     ),
     Mutant(
         "trainers/batching/row_splits.py",
@@ -369,11 +369,11 @@ MUTANTS = [
         ("trainers/test_sub_batches.py",),
     ),
     Mutant(
-        "trainers/batching/token_costs.py",
+        "trainers/batching/bin_packing.py",
         "np.append(self.shared, 0), ranks + 1)",
         "np.append(self.shared, 0), ranks)",
         "rows that are no neighbors share what the first of them shares with the row before",
-        ("trainers/test_token_costs.py",),
+        ("trainers/test_bin_packing.py",),
     ),
     Mutant(
         "trainers/batching/token_budget.py",

@@ -13,8 +13,8 @@ from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
 
 import trl_padfix
+from trl_padfix.trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs
 from trl_padfix.trainers.batching.row_order import Batches, group_rows
-from trl_padfix.trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs
 
 
 GROUPED = {"padding_free": True, "prefix_sharing": True, "group_by_prefix": True, "parity_check": False}

@@ -15,9 +15,8 @@ from kit.observe import entered_tokens
 
 import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
-from trl_padfix.trainers.data import image_rows
-from trl_padfix.trainers.data.batch_parts import scored_tokens
-from trl_padfix.trainers.data.image_rows import find_images
+from trl_padfix.trainers.data.batch_labels import scored_tokens
+from trl_padfix.trainers.data.batch_rows import find_images
 
 
 class Config:
@@ -122,10 +121,9 @@ def test_batches_with_images_run_in_chunks_with_trls_numbers(kind, family, tmp_p
     assert_same(ours.figures, theirs)
     assert min(ours.chunks) > 1
     assert max(entered) <= budget["max_tokens_per_batch"]
-    find = image_rows.find_images
     monkeypatch.setattr(
         "trl_padfix.trainers.batching.token_budget.find_images",
-        lambda *args: {"num_images": find(*args)["num_images"][::-1]},
+        lambda *args: {"num_images": find_images(*args)["num_images"][::-1]},
     )
     with pytest.raises((AssertionError, ValueError, RuntimeError)):  # images of other rows
         assert_same(figures_of(make_on_images(trl_padfix, kind, family, tmp_path, **budget)), theirs, factor=10)

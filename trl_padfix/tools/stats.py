@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
+from ..trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from ..trainers.batching.row_order import group_rows
-from ..trainers.batching.token_costs import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from .data import checked_rows
 from .token_rows import TokenRow, sequences_of, token_rows
 
@@ -45,7 +45,7 @@ class Lengths:
             `completion`), each of shape `(n,)`, before truncation.
         by_prefix (`tuple[np.ndarray, np.ndarray]`):
             Rows sorted by their first sequences, and the number of tokens that each shares with the one before it,
-            both `(n,)`: the result of [`~trl_padfix.trainers.batching.token_costs.sort_by_prefix`].
+            both `(n,)`: the result of [`~trl_padfix.trainers.batching.bin_packing.sort_by_prefix`].
         untrained (`np.ndarray`):
             Tokens at the beginning of each row that are not trained on, `(n,)`: its prompt.
         max_length (`int`, *optional*):

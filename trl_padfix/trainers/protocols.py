@@ -14,7 +14,7 @@ from ..core.handle import PaddingRemoval
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from .data.image_rows import ImageCounts
+    from .data.batch_rows import ImageCounts
     from .settings import Settings
 
     class TaskTrainer(Trainer):

@@ -7,7 +7,7 @@ How a step of DPO with a budget runs, call by call:
 2. `training_step` (`../base.py`) is TRL's, within `TokenBudget.around_training_step`. TRL calls `compute_loss`, which
    runs within `observe_step`: the parts of the trainer that act in steps, in the order of `PARTS`.
 3. `compute_loss` is `TokenBudget.compute_loss` (`token_budget.py`). `RowSplitter.split` (`row_splits.py`) finds
-   the rows of each part: `token_costs.py` counts their tokens, `bin_packing.py` packs them within the budget.
+   the rows of each part: `bin_packing.py` counts their tokens and packs them within the budget.
 4. If the loss is a sum over rows with known weights (`chunk_weight` of the task, `../methods/dpo.py`), the parts are
    chunks: each runs TRL's `compute_loss` and a backward; gradients are synchronized in the last.
    `prefix_schedule.py` computes their shared prefixes once, `chunk_metrics.py` gives TRL the means of their metrics.

@@ -24,8 +24,7 @@ from ..checks.user_code import custom_loss_name, custom_step_name, is_custom_col
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part
 from ..settings import check_grouping
-from .bin_packing import partition_equal_rows
-from .token_costs import RowCosts, dataset_costs
+from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """
 The rows of a batch, split within a token budget.
 
-The ids and masks of a batch, copied to the host once, decide how it is split. [`RowSplitter`] returns its [`Parts`]
-(`data/batch_parts.py`).
+The ids and masks of a batch, copied to the host once, decide how it is split. [`RowSplitter`] returns its [`Parts`].
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from ...core.call.batch_cache import on_host
 from ...core.context import context
 from ...core.layout.layout import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
-from ..data.batch_parts import Parts
-from ..data.image_rows import ImageCounts, has_pixels, split_images
-from .bin_packing import halve_largest, pack_by_budget, pack_depth_first, split_by_length
-from .token_costs import RowCosts, batch_costs
+from ..data.batch_rows import ImageCounts, Parts, has_pixels, split_images
+from .bin_packing import RowCosts, batch_costs, halve_largest, pack_by_budget, pack_depth_first, split_by_length
 
 
 __all__ = ["RowSplitter"]

@@ -30,8 +30,7 @@ from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
 from ...core.model.older import CACHES
 from ...core.remove import packs_now
-from ..data.batch_parts import Parts
-from ..data.image_rows import ImageCounts, image_tensors, select_rows
+from ..data.batch_rows import ImageCounts, Parts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
 from .prefix_schedule import PrefixSchedule
 from .row_splits import RowSplitter

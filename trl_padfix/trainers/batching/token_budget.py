@@ -32,8 +32,8 @@ from ..checks.user_code import (
     hook_beside_loss,
     module_hook_names,
 )
-from ..data.batch_parts import Parts, scored_tokens
-from ..data.image_rows import ImageCounts, are_cut_by_rows, find_images, has_pixels
+from ..data.batch_labels import scored_tokens
+from ..data.batch_rows import ImageCounts, Parts, are_cut_by_rows, find_images, has_pixels
 from ..distributed import (
     is_fsdp2,
     is_sharded,

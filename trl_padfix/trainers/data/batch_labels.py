@@ -1,4 +1,4 @@
-"""Whether a loss on a batch scores tokens from padding."""
+"""Which tokens a loss on a batch scores, and whether it scores any of them from padding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.call.batch_cache import on_host
 from ...core.patches.heads import follow_padding
 
 
-__all__ = ["PREFIXES", "scores_padding"]
+__all__ = ["PREFIXES", "scored_tokens", "scores_padding"]
 
 PREFIXES = ("", "KL_")
 """Prefixes of the names in a batch, one for each forward of the policy: `KL_` marks KTO's mismatched completions."""
@@ -42,3 +42,17 @@ def _has_token_labels(labels: Any, completion_mask: Any, *others: Any) -> bool:
 def _follow_padding(labels: Any, completion_mask: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> bool:
     labels, completion_mask, attention_mask = on_host(labels, completion_mask, attention_mask)
     return follow_padding(torch.where(completion_mask == 1, 0, -100) if labels is None else labels, attention_mask)
+
+
+def scored_tokens(batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """
+    Mask of the tokens that a loss over labels or completions scores, `(B, L)`: never tokens of the first column.
+
+    `None` if anything but such a loss reads the rows: then no column may be left out.
+    """
+    if [name for name in batch if name.endswith("input_ids")] != ["input_ids"]:
+        return None
+    scored = batch["labels"] != -100 if "labels" in batch else batch.get("completion_mask")
+    if scored is None or scored.shape != batch["input_ids"].shape:
+        return None
+    return scored.bool() & (torch.arange(scored.shape[1], device=scored.device) > 0)

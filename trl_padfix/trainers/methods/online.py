@@ -19,8 +19,8 @@ from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
+from ..data.batch_rows import numbered_images, without_images
 from ..data.columns import column_names
-from ..data.image_rows import numbered_images, without_images
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary
 from ..messages import say

@@ -30,8 +30,8 @@ from ...core.parity.forwards import other_attention
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
-from ..data.batch_parts import Parts, scored_tokens
-from ..data.image_rows import are_cut_by_rows, find_images, has_pixels, split_images
+from ..data.batch_labels import scored_tokens
+from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, split_images
 from ..distributed import is_sharded, max_over_processes, models_of, splitting_parallelism, step_on_prepared
 from ..messages import counted
 from ..task import Task

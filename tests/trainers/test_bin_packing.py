@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from trl_padfix.core.layout.shared_prefixes import KV_MEMORY_FRACTION
 from trl_padfix.trainers.batching.bin_packing import (
+    RowCosts,
+    dataset_costs,
     pack_by_budget,
     pack_depth_first,
     partition_equal_rows,
+    prefix_costs,
+    sort_by_prefix,
     split_by_length,
+    text_costs,
 )
-from trl_padfix.trainers.batching.token_costs import RowCosts, dataset_costs, prefix_costs, sort_by_prefix, text_costs
 
 
 @st.composite
