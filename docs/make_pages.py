@@ -82,8 +82,7 @@ batch of the step; the log says so. The optimizer step stays the same. Means ove
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
   `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
-  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` trains a random model (DPO,
-  SFT).
+  `--accelerate_config` takes a file, or the name of one of TRL's.
 - **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO. **`trl-padfix COMMAND --help`** lists all flags.
 - **`trl-padfix --debug COMMAND`** (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,

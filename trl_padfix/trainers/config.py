@@ -74,7 +74,7 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
-            TRL's mean of batch means, which the loss of `loss_type="sft"` in DPO keeps.
+            TRL's mean of batch means. In DPO, the loss of `loss_type="sft"` stays a mean of batches.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
