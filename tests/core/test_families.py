@@ -38,8 +38,8 @@ INTRODUCTION = """\
 We ran the causal language model types of transformers 5.24 as tiny random models in float32, with every kind of layer.
 Rows are longer than every window, share prefixes, and are padded on both sides. "Exact": log-probabilities, gradients
 (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone. Lists are grouped by
-[mode](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders; `bert,
-is_decoder=False` is the encoder.
+[mode](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders;
+`bert, is_decoder=False` is the encoder.
 
 In rare cases, modules of transformers depend on the batch. Indexers (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`,
 `hy_v4`) select keys by `topk`, and torch does not define which of two equal scores it takes. `xlstm` depends on the
