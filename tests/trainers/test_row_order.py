@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
+from zoo import models
 
 import trl_padfix
 from trl_padfix.trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs
-from trl_padfix.trainers.batching.row_order import Batches, group_rows
+from trl_padfix.trainers.batching.row_order import Batches, RowOrder, group_rows
 
 
 GROUPED = {"padding_free": True, "prefix_sharing": True, "group_by_prefix": True, "parity_check": False}
@@ -75,6 +76,18 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
     assert len(epochs) > 2  # which groups meet
 
 
+EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
+
+
+@pytest.mark.parametrize(("more", "moves"), [({}, True), ({"loss_type": ["aot"]}, False), (EXPERTS, False)])
+def test_rows_move_to_another_process_if_no_loss_compares_them_with_its_batch(more, moves, tmp_path, monkeypatch):
+    """The balancing loss of experts does."""
+    monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
+    given = {name: value() if callable(value) else value for name, value in more.items()}
+    ours, theirs = (make(trl_padfix, "DPO", tmp_path, padding_free=free, **given) for free in (True, False))
+    assert (order_of(ours) != order_of(theirs)) is moves
+
+
 def drawn_costs(draw, count):
     begins = [np.arange(10 * i, 10 * i + draw.randint(1, 6)) for i in range(3)]
     rows = [
@@ -119,10 +132,10 @@ def test_processes_get_equal_rows_and_even_work():
 
 
 @given(
-    st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.booleans(), st.booleans(),
+    st.integers(1, 40), st.integers(1, 4), st.integers(2, 4), st.integers(1, 3), st.booleans(), st.booleans(),
     st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, processes, splits, groups, draw):
+def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, processes, steps, splits, groups, draw):
     """The rows of all processes at a time, and those that are trained twice."""
 
     def rounds(rows):
@@ -132,14 +145,16 @@ def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, proces
         return [sorted(chain(*batches)) for batches in zip(*shards, strict=True)]
 
     order, costs = draw.sample(range(count), count), drawn_costs(draw, count)
-    found = Batches(size, processes, is_filled=True).permuted(order, costs, groups).tolist()
+    batches = Batches(size, processes, steps, is_filled=True)
+    found = batches.permuted(order, costs, groups).tolist()
     assert len(found) % (size * processes) == 0
     if groups:
         assert sorted(chain(*rounds(found))) == sorted(chain(*rounds(order)))
     else:
         assert rounds(found) == rounds(order)
-        whole = count - count % (size * processes)
-        assert found[whole:count] == order[whole:]  # in their places, also in the last round that is filled
+        if count % (size * processes):  # in their places in the last step, whose last round is filled
+            begin = (count - 1) // batches.per_step * batches.per_step
+            assert found[begin:count] == order[begin:]
 
 
 def test_longer_prefixes_stay_together_where_a_step_ends():

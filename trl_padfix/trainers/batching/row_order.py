@@ -75,8 +75,9 @@ class Batches:
         size = self.per_step if is_grouped else self.size * self.processes
         if size == self.size:
             return order
-        # accelerate takes some metrics of filled batches from the first rows alone: their rows stay in TRL's places.
-        end = len(order) - (size if len(filler) and not is_grouped else 0)
+        # Trainer fetches all batches of a step first, so accelerate takes some metrics of the last step, if its last
+        # batches are filled, from the first rows of each batch alone: all its rows stay in TRL's places.
+        end = len(order) - ((len(order) - 1) % self.per_step + 1 if len(filler) and not is_grouped else 0)
         result = [self._balanced(order[i : i + size], costs) for i in range(0, end, size)]
         return np.concatenate([*result, order[end:]])
 
@@ -163,6 +164,7 @@ class RowOrder(Part):
             and columns <= set(dataset.column_names)
             and not is_custom_collator(trainer.data_collator)
             and task.rows_are_independent()
+            and not task.balances_experts()
             and custom_loss_name(trainer) is None
             and custom_step_name(trainer, everywhere=True) is None
         )
