@@ -25,6 +25,9 @@ MARKED = re.compile(r"(<!-- adapters: ([^>]*) -->\n).*?(<!-- end -->)", re.DOTAL
 EVERYWHERE = {"dynamic RoPE", "long RoPE"}
 """Cases in which each stack on transformers is wrong, or raises an error: the page has them below its table."""
 
+RECURRENT = {"delta net", "delta net (Qwen3.5)", "Mamba 2", "short convolution"}
+"""Cases of recurrent layers, which the table counts if two or more have one outcome."""
+
 FIGURES = {"loss", "gradient", "allowed"}
 
 
@@ -35,6 +38,24 @@ def figure(row: dict[str, Any]) -> str:
     return f"g {row['gradient']:.2g}"
 
 
+def between(rows: list[dict[str, Any]]) -> str:
+    """The smallest and the largest figure of cases that leak."""
+    low, high = (bound(row["loss"] for row in rows) for bound in (min, max))
+    return f"**{low:.2g}** to **{high:.2g}**"
+
+
+def listed(rows: list[dict[str, Any]]) -> str:
+    """Cases of one outcome, with their figures if they leak. Two or more recurrent layers are one entry."""
+    recurrent = [row for row in rows if row["case"] in RECURRENT]
+    grouped = recurrent if len(recurrent) > 1 else []
+    entries = [row["case"] if row["outcome"] == "error" else f"{row['case']} **{figure(row)}**" for row in rows]
+    entries = [entry for entry, row in zip(entries, rows, strict=True) if row not in grouped]
+    if grouped:
+        figures = "" if grouped[0]["outcome"] == "error" else f" {between(grouped)}"
+        entries.append(f"{len(grouped)} recurrent layers{figures}")
+    return "; ".join(entries)
+
+
 def table(reports: list[dict[str, Any]]) -> str:
     """Adapters in rows, those of equal results in one: how many cases are ok, which are wrong, which are errors."""
     names: dict[tuple[str, ...], list[str]] = {}
@@ -42,12 +63,10 @@ def table(reports: list[dict[str, Any]]) -> str:
         cases = [row for row in report["cases"] if row["case"] not in EVERYWHERE]
         of = {kind: [row for row in cases if row["outcome"] == kind] for kind in ("ok", "LEAK", "error")}
         computed = sum(map(len, of.values()))
-        errors = [row["case"] for row in of["error"]]
-        wrong = [f"{row['case']} **{figure(row)}**" for row in of["LEAK"]]
+        errors, wrong = listed(of["error"]), listed(of["LEAK"])
         if wrong and not of["ok"]:
-            low, high = (bound(row["loss"] for row in of["LEAK"]) for bound in (min, max))
-            wrong = [f"every {'other ' if errors else ''}case, **{low:.2g}** to **{high:.2g}**"]
-        cells = f"{len(of['ok'])} of {computed}", "; ".join(wrong), "; ".join(errors)
+            wrong = f"every {'other ' if errors else ''}case, {between(of['LEAK'])}"
+        cells = f"{len(of['ok'])} of {computed}", wrong, errors
         names.setdefault(cells, []).append(f"`{report['adapter']}`")
     lines = [("adapter", "ok", "wrong", "error"), ("---",) * 4]
     lines += [(", ".join(adapters), *cells) for cells, adapters in names.items()]

@@ -27,21 +27,26 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-This package adds these fields to TRL's configurations, and changes `padding_free`. Begin with [the
-settings that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
-flags (`--padding_free true`).
+Our configurations add these fields to TRL's; `padding_free` has another meaning in TRL. Begin with [those that pay in
+every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as flags
+(`--padding_free true`).
 
 ## Fields
-
-| field | type | default | what it does |
-|---|---|---|---|
 """
-ORDER = (
-    "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "attn_implementation",
-    "ref_attn_implementation", "teacher_attn_implementation", "parity_check", "strict", "expand_turns", "padding_side",
-    "pool_last_token", "exact_eval_means", "predict_with_generate", "generation_max_new_tokens", "packed_multiple_of",
-)  # fmt: skip
-"""The fields, from those that most runs set to those that few set."""
+GROUPS = {
+    "Computation": (
+        "padding_free", "prefix_sharing", "max_tokens_per_batch", "group_by_prefix", "packed_multiple_of",
+    ),
+    "Checks": ("parity_check", "strict"),
+    "Attention": ("attn_implementation", "ref_attn_implementation", "teacher_attn_implementation"),
+    "Data and evaluation": (
+        "expand_turns", "padding_side", "pool_last_token", "exact_eval_means", "predict_with_generate",
+        "generation_max_new_tokens",
+    ),
+}  # fmt: skip
+"""The fields by subject, each group from those that most runs set to those that few set."""
+
+HEADER = "| field=default | type | what it does |\n|---|---|---|\n"
 
 TYPES = {
     name: described.replace('`"auto"`', "`'auto'`")
@@ -70,21 +75,20 @@ In evaluation each name begins with `eval_`.
 The fractions cover packed forwards only.
 
 With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
-batch of the step, and then say so. The optimizer step is unchanged, but means over batches (`entropy`, `kl`,
-`clip_ratio`) differ from TRL's.
+batch of the step; the log says so. The optimizer step stays the same. Means over batches (`entropy`, `kl`,
+`clip_ratio`) then differ from TRL's.
 
 ## Flags and environment
 
 - **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
   `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
-  `--accelerate_config` takes a file, or the name of one of TRL's. `--tiny_model tiny` (DPO, SFT) trains a random
-  model.
-- **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO.
-- **`trl-padfix COMMAND --help`** lists all flags. `trl-padfix --debug COMMAND` (or
-  `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
+  `--accelerate_config` takes a file, or the name of one of TRL's.
+- **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO. **`trl-padfix COMMAND --help`** lists all flags.
+- **`trl-padfix --debug COMMAND`** (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
 - **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
-  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. The other fields stay. With `remove_padding` and the
-  callback, models stay as they are, and a warning says so.
+  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. Fields that choose rows, attention or metrics stay on
+  (`expand_turns`, `padding_side`, `attn_implementation`, `exact_eval_means` and others). `remove_padding` and the
+  callback then change nothing, with a warning.
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"
@@ -109,12 +113,14 @@ def options() -> str:
     by_name["attn_implementation"] = ("None", ATTENTION)
     methods["attn_implementation"] = [*METHODS]
     page = "# Options\n\n" + MADE.rstrip("\n") + "\n" + OPENING
-    for name in ORDER:
-        default, described = by_name.pop(name)
-        only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
-        page += f"| `{name}` | {TYPES[name]} | `{default}` | {only}{' '.join(described.split())} |\n"
+    for group, names in GROUPS.items():
+        page += f"\n### {group}\n\n{HEADER}"
+        for name in names:
+            default, described = by_name.pop(name)
+            only = "" if len(methods[name]) == len(METHODS) else f"*{', '.join(methods[name])} only.* "
+            page += f"| `{name}={default}` | {TYPES[name]} | {only}{' '.join(described.split())} |\n"
     if by_name:
-        raise ValueError(f"`ORDER` lacks {', '.join(by_name)}.")
+        raise ValueError(f"`GROUPS` lacks {', '.join(by_name)}.")
     page += METRICS
     return page
 

@@ -35,16 +35,16 @@ INTRODUCTION = """\
 
 <!-- Made by `python tests/core/test_families.py --write` and `test_vision_families.py --write`; do not edit. -->
 
-We ran the causal language model types of transformers 5.24, each as a tiny random model in float32 with every kind of
-layer. Rows are longer than every window, share prefixes, and are padded on both sides. "Exact" means:
-log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
-Lists are grouped by [mode](attention.md#how-layers-other-than-attention-run). `bert, is_decoder=False` is the type
-`bert` with another setting.
+We ran the causal language model types of transformers 5.24 as tiny random models in float32, with every kind of layer.
+Rows are longer than every window, share prefixes, and are padded on both sides. "Exact": log-probabilities, gradients
+(relative), router logits and auxiliary loss are within 1e-4 of each row computed alone. Lists are grouped by
+[mode](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders;
+`bert, is_decoder=False` is the encoder.
 
-In transformers itself, two modules depend on the batch: indexers that select keys (DeepSeek V3.2 and V4,
-`glm_moe_dsa`, `axk2`, `hy_v4`), because torch does not define which of two equal scores `topk` takes, and `xlstm`
-(on some CPUs). A checkpoint whose `config.json` has the `rope_type` `dynamic` or `longrope` equals
-[its padded batch](numbers.md#what-exact-means) instead.
+In rare cases, modules of transformers depend on the batch. Indexers (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`,
+`hy_v4`) select keys by `topk`, and torch does not define which of two equal scores it takes. `xlstm` depends on the
+batch on some CPUs. With the `rope_type` `dynamic` or `longrope`, rows equal [their padded
+batch](numbers.md#what-exact-means).
 """
 
 pytestmark = pytest.mark.skipif(
@@ -81,7 +81,7 @@ def table(recorded: dict[str, Any]) -> str:
     figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
     largest = f"The largest difference is {max(figures):.0e}."
     lines = [*INTRODUCTION.splitlines(), ""]
-    lines += [f"Without `prefix_sharing` {free}; with it {shared}. {largest}", ""]
+    lines += [f"Without `prefix_sharing` {free}; with it {'the same' if shared == free else shared}. {largest}", ""]
     groups: dict[str, list[str]] = {}
     for family, outcomes in recorded.items():
         groups.setdefault(_group(outcomes), []).append(family)

@@ -38,22 +38,22 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair or a system prompt, where that
-            saves time. Set `'auto'`: where sharing is impossible, the rows run unshared. `True` also warns there, and
-            is an error with NEFTune or `strict`. Needs `padding_free`.
+            Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
+            `'auto'`: rows that cannot share run unshared. `True` also warns about them; with `strict` or NEFTune it
+            raises an error instead. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
         parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded, and the longest row of the first ten steps with that row
-            alone. If packed is wrong, the run ends with a `ParityError`. Set `False` only to measure time.
+            With `padding_free`: compare packed with padded in the first steps. If packed is wrong, the run ends with a
+            `ParityError`. Set `False` only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: raise an error if a call cannot be packed, or if the trainer's loss depends on
-            padding. By default such calls and steps run padded, with a warning.
+            padding. By default both run padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            With `padding_free`: lengths of packed rows. Pass an int to round up to a multiple of it, or a list to
-            round up to the smallest length that fits. Losses and metrics ignore the filler. Use it for FP8, and for
-            compiled kernels that need few lengths.
+            With `padding_free`: round the length of packed rows up, to a multiple of an int, or to the smallest length
+            of a list that fits. Losses and metrics ignore the filler. Use it for FP8, and for compiled kernels that
+            need few lengths.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
@@ -64,18 +64,17 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             directory. As in `Seq2SeqTrainer`, `compute_metrics` receives the generated tokens (`predictions`) and the
             tokens of the data (`label_ids`, padded with -100).
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set all other options
-            of generation in the model's `generation_config`.
+            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set other options in the
+            model's `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
             Token budget: split each batch into sub-batches of at most this many computed tokens. They run one after
-            another; loss and metrics stay the same. Use it with one big batch and `gradient_accumulation_steps=1`.
-            Needs `padding_free`.
+            another; loss and metrics stay the same. Set `gradient_accumulation_steps=1`. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same batch, for example the pairs of a prompt or the turns
-            of a conversation. Each epoch draws the groups at random. Needs `prefix_sharing`.
+            Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Each epoch
+            draws the groups at random. Needs `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
-            TRL's mean of per-batch means. In DPO, the loss of `loss_type="sft"` stays a mean of batches.
+            TRL's mean of batch means. In DPO, the loss of `loss_type="sft"` stays a mean of batches.
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -107,8 +106,7 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
             With `padding_free`: score the last position where `attention_mask` is 1. By default the model scores the
-            last token that is not the pad token, as in the padded computation. Use it if the pad token also occurs
-            in the text.
+            last token that is not the pad token. Use it if the pad token also occurs in the text.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
