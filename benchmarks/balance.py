@@ -14,9 +14,9 @@ import argparse
 
 import numpy as np
 
-from trl_padfix.tools.data import load_rows, texts_of
+from trl_padfix.tools.data import load_rows
 from trl_padfix.tools.stats import measure
-from trl_padfix.tools.tiny import train_tokenizer
+from trl_padfix.tools.tiny import texts_of, train_tokenizer
 from trl_padfix.trainers.batching.bin_packing import RowCosts
 from trl_padfix.trainers.batching.row_order import Batches
 

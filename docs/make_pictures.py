@@ -130,9 +130,8 @@ def draw_tree(figure: Any, sources: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
     from trl_padfix import expand_turns
-    from trl_padfix.tools.data import texts_of
     from trl_padfix.tools.stats import measure
-    from trl_padfix.tools.tiny import train_tokenizer
+    from trl_padfix.tools.tiny import texts_of, train_tokenizer
 
     published = load_dataset("json", data_files=str(ROOT / "recipes/data/airline/rollouts.jsonl.gz"), split="train")
     task = published.filter(lambda row: row["task"] == int(sources["task"]))

@@ -28,8 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixi
 
 from trl_padfix import SFTConfig, SFTTrainer
 from trl_padfix.cli.user_errors import explain_errors
-from trl_padfix.tools.initial_model import built_once
-from trl_padfix.tools.tiny import CHAT_TEMPLATE, SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.tools.tiny import CHAT_TEMPLATE, SHAPES, build_qwen2, built_once, train_tokenizer
 from trl_padfix.trainers.resume import checkpoint_to_resume
 
 

@@ -47,7 +47,7 @@ _MODULES = {
     "trainers.data.rollouts": ["RecordedRollouts"],
     "trainers.data.turns": ["expand_turns"],
     "integrations.callback": ["PaddingRemovalCallback"],
-    "tools.initial_model": ["build_tiny"],
+    "tools.tiny": ["build_tiny"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .core.remove import remove_padding
     from .core.split_rows import split_rows
     from .integrations.callback import PaddingRemovalCallback
-    from .tools.initial_model import build_tiny
+    from .tools.tiny import build_tiny
     from .trainers.base import padding_free_trainer
     from .trainers.config import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
     from .trainers.data.collators import (

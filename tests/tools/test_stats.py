@@ -10,11 +10,9 @@ from kit.commands import trl_padfix_command
 from kit.methods import make_trainer
 from kit.trainer_runs import SETTINGS, build_model
 
-from trl_padfix.tools.data import load_rows, texts_of
-from trl_padfix.tools.stats import Lengths, batch_tokens, measure
-from trl_padfix.tools.tiny import train_tokenizer
-from trl_padfix.tools.token_rows import token_rows, trainer_of
-from trl_padfix.tools.verdict import advise
+from trl_padfix.tools.data import load_rows, token_rows, trainer_of
+from trl_padfix.tools.stats import Lengths, advise, batch_tokens, measure
+from trl_padfix.tools.tiny import texts_of, train_tokenizer
 
 
 WORDS = ["alpha", "beta", "gamma", "delta", "omega"]

@@ -7,8 +7,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoTokenizer
 
 from trl_padfix import SFTConfig, SFTTrainer
-from trl_padfix.tools.initial_model import RECORD, build_tiny, built_once, fingerprint
-from trl_padfix.tools.tiny import SHAPES, build_qwen2, train_tokenizer
+from trl_padfix.tools.tiny import RECORD, SHAPES, build_qwen2, build_tiny, built_once, fingerprint, train_tokenizer
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"room": "hall"}}}

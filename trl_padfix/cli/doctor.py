@@ -96,9 +96,10 @@ def _model(model: ModelReport) -> list[tuple[str, str]]:
     if model.refusal:
         return lines
     lines += [("text", "packed"), ("images", "packed" if model.images else "")]
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for mixer in model.mixers:
-        groups.setdefault((mixer.module, mixer.how, mixer.why), []).append(mixer.name)
+        name, *kind = mixer.values()
+        groups.setdefault(tuple(kind), []).append(name)
     for (module, how, why), names in groups.items():
         count = "" if len(names) == 1 else f" and {len(names) - 1} more"
         lines.append(("layers", f"{names[0]}{count} ({module}): {how}{f', {why}' if why else ''}"))

@@ -32,11 +32,12 @@ def stats(
         raise typer.BadParameter(message, param_hint="--tokenizer")
     require("trl", "tools.stats")
 
-    from ..tools.data import load_rows, texts_of
-    from ..tools.stats import measure, summary
+    import numpy as np
+
+    from ..tools.data import load_rows, trainer_of
+    from ..tools.stats import UNITS, advise, measure
+    from ..tools.tiny import texts_of
     from ..tools.tiny import train_tokenizer as trained
-    from ..tools.token_rows import trainer_of
-    from ..tools.verdict import UNITS, advise
     from ..trainers.data.turns import expand_turns as expanded
 
     dataset = load_rows(data)
@@ -48,7 +49,7 @@ def stats(
         loaded = trained(texts_of(dataset), train_tokenizer)
     dataset = expanded(dataset) if expand_turns else dataset
     trainer = trainer_of(dataset.column_names)
-    lengths = measure(dataset, loaded, trainer=trainer)
+    lengths = measure(dataset, loaded)
     kept, unit = lengths.truncated(max_length or None), UNITS[trainer]
     if not len(kept) or not kept.sequences.any():
         raise ValueError(f"no row is left: each row is empty, or its prompt alone has max_length={max_length} tokens.")
@@ -56,8 +57,10 @@ def stats(
     truncated = int((kept.sequences > kept.kept_tokens).any(1).sum())
     typer.echo(f"{len(lengths):,} {unit} of {data} for {trainer}")
     typer.echo(f"{'tokens':12}{'mean':>9}{'median':>9}{'95%':>9}{'max':>9}")
-    for column, values in summary(lengths).items():
-        typer.echo(f"{column:12}" + "".join(f"{value:9,.0f}" for value in values.values()))
+    sequences = {"sequence": lengths.sequences} if "prompt" in lengths.columns else {}
+    for column, tokens in (lengths.columns | sequences).items():
+        figures = (tokens.mean(), *np.percentile(tokens, [50, 95, 100]))
+        typer.echo(f"{column:12}" + "".join(f"{figure:9,.0f}" for figure in figures))
     if max_length:
         typer.echo(f"max_length={max_length} truncates {truncated:,} {unit} and drops {len(lengths) - len(kept):,}.")
     typer.echo("\n".join(["", "Verdict:", *verdict.lines()]))

@@ -1,19 +1,31 @@
-"""Load rows from a file, a folder or the Hub, and read their texts."""
+"""Load rows from a file, a folder or the Hub, and tokenize them as TRL's trainers do, before truncation."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
+from transformers import PreTrainedTokenizerBase
+from trl.data_utils import extract_prompt, is_conversational
 
 from ..files import DATA_FILES
-from ..trainers.data.row_checks import TRAINED, check_row
+from ..trainers.data.chat_templates import renderer
 
 
-__all__ = ["load_rows", "texts_of", "texts_of_row"]
+__all__ = ["COLUMNS", "TokenRow", "load_rows", "sequences_of", "token_rows", "trainer_of"]
+
+COLUMNS = {
+    "dpo": ({"chosen", "rejected"},),
+    "kto": ({"prompt", "completion", "label"},),
+    "sft": ({"prompt", "completion"}, {"messages"}, {"text"}),
+}
+"""The sets of columns for each trainer; it needs one set."""
+
+TokenRow: TypeAlias = dict[str, Any]
+"""A tokenized row: lists of token ids, and perhaps the number of prompt tokens."""
 
 
 def load_rows(data: str) -> Dataset:
@@ -37,30 +49,68 @@ def load_rows(data: str) -> Dataset:
     return rows
 
 
-def checked_rows(dataset: Dataset, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+def trainer_of(columns: Iterable[str]) -> str:
     """
-    Yield the rows of a dataset from `start` to `stop`.
+    The first trainer that takes rows with these columns.
 
     Raises:
-        ValueError: If a row has no text, see [`check_row`].
+        ValueError: If no trainer does.
     """
-    for number in range(start, len(dataset) if stop is None else min(stop, len(dataset))):
-        row = dataset[number]
-        check_row(row, number)
-        yield row
+    found = next((t for t, sets in COLUMNS.items() if any(names <= {*columns} for names in sets)), None)
+    if found is None:
+        taken = "; ".join(f"{t}: {' or '.join(', '.join(sorted(names)) for names in COLUMNS[t])}" for t in COLUMNS)
+        raise ValueError(f"The data has the columns {', '.join(columns)}. This command counts {taken}.")
+    return found
 
 
-def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
-    """All text of a row, plain or conversational."""
-    for value in (row[name] for name in TRAINED if name in row):
-        for message in [{"content": value}] if isinstance(value, str) else value:
-            content = message.get("content") or ""
-            yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
-            yield from (json.dumps(call) for call in message.get("tool_calls") or ())
+def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[TokenRow]:
+    """
+    Tokenize rows as TRL's trainer does, before truncation.
+
+    Returns:
+        `list[TokenRow]`: For pairs `prompt_ids`, `chosen_ids` and `rejected_ids`; for KTO `prompt_ids` and
+        `completion_ids`; for texts `input_ids`, and in `prompt` the number of tokens at their
+        beginning that are not trained on.
+    """
+    if not rows:
+        return []
+    trainer = trainer_of(rows[0])
+    if trainer == "dpo" and "prompt" not in rows[0]:
+        rows = [extract_prompt(row) for row in rows]
+    names = ["prompt"] if "prompt" in rows[0] else []
+    sides = [side for side in ("chosen", "rejected", "completion", "messages", "text") if side in rows[0]]
+    sides = sides[: 2 if trainer == "dpo" else 1]
+    prompts = _token_ids(rows, names, tokenizer) if names else [[]] * len(rows)
+    result = []
+    for prompt, *sequences in zip(prompts, *(_token_ids(rows, [*names, s], tokenizer) for s in sides), strict=True):
+        # A token may span the end of a prompt. Then the prompt ends before that token, as in TRL.
+        tokens = zip(prompt, *sequences, strict=False)
+        end = len([*takewhile(lambda at: len({*at}) == 1, tokens)])
+        row = {"prompt_ids": sequences[0][:end]}
+        row |= {f"{side}_ids": ids[end:] for side, ids in zip(sides, sequences, strict=True)}
+        result.append({"input_ids": sequences[0], "prompt": end} if trainer == "sft" else row)
+    return result
 
 
-def texts_of(dataset: Dataset) -> Iterator[str]:
-    """All text of a dataset, plain or conversational, to train a tokenizer on."""
-    names = [name for name in dataset.column_names if name in TRAINED]
-    for row in checked_rows(dataset.select_columns(names)):
-        yield from texts_of_row(row)
+def sequences_of(row: TokenRow) -> list[list[int]]:
+    """The sequences of a row of [`token_rows`] in a batch: a text, or its prompt with each completion."""
+    if "input_ids" in row:
+        return [row["input_ids"]]
+    completions = [ids for name, ids in row.items() if name in ("chosen_ids", "rejected_ids", "completion_ids")]
+    return [row["prompt_ids"] + ids for ids in completions or [[]]]
+
+
+def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Token ids of the columns `names`, joined as TRL joins them for the model."""
+    conversational, is_prompt, eos = is_conversational(rows[0]), names == ["prompt"], str(tokenizer.eos_token or "")
+    texts: list[str] = []
+    for row in rows:
+        if conversational:
+            messages = [message for name in names for message in row[name]]
+            texts.append(renderer(row, tokenizer)(messages, add_generation_prompt=is_prompt))
+        else:
+            text = "".join(row[name] for name in names)
+            # TRL ends each plain sequence with EOS, unless it ends so already.
+            texts.append(text if is_prompt or text.endswith(eos) else text + eos)
+    # Chat templates write the special tokens themselves.
+    return tokenizer(texts, add_special_tokens=not conversational, verbose=False)["input_ids"]  # type: ignore[return-value]

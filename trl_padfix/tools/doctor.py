@@ -49,18 +49,8 @@ class ModelReport:
     family: str  # `model_type`
     architecture: str  # class that it is loaded as
     refusal: str | None  # why padding cannot be removed from it; `None` if packed forwards are exact
-    mixers: tuple[MixerReport, ...] = ()  # of its decoder, in order
+    mixers: tuple[dict[str, str], ...] = ()  # of its decoder, in order: name, class, mode, why it is not packed
     images: bool = False  # whether the model takes images; their batches are packed
-
-
-@dataclass(frozen=True)
-class MixerReport:
-    """A mixer of a decoder: a module in which tokens see each other."""
-
-    name: str
-    module: str  # its class
-    how: str  # its mode: `packed`, `forked` or `rows`
-    why: str  # why it cannot run on a packed row; empty in packed mode
 
 
 @dataclass(frozen=True)
@@ -166,7 +156,7 @@ def _report(name: str, config: PretrainedConfig) -> ModelReport:
         family=config.model_type,
         architecture=type(model).__name__,
         refusal=why,
-        mixers=tuple(MixerReport(m.name, type(m.module).__name__, m.mode, m.why) for m in mixers),
+        mixers=tuple(dict(name=m.name, module=type(m.module).__name__, how=m.mode, why=m.why) for m in mixers),
         images=anatomy.multimodal is not None,
     )
 

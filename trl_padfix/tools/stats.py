@@ -1,15 +1,18 @@
 """
-Token counts of a dataset before any training: padding, shared prefixes, truncation, waiting between processes.
+Token counts of a dataset before any training: padding, shared prefixes, truncation. Which settings pay, and why.
 
 Rows are tokenized as TRL's trainers do. Their lengths are kept, and the length of the prefix that each row shares with
 its neighbor in sorted order. All figures follow from these.
+
+Tokens are counted in random batches, in batches of rows with long shared prefixes, and in batches by TRL's settings.
+Their ratio limits the speed-up where time is proportional to tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -21,17 +24,27 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from ..trainers.batching.row_order import group_rows
-from .data import checked_rows
-from .token_rows import TokenRow, sequences_of, token_rows
+from .data import TokenRow, sequences_of, token_rows
+from .tiny import checked_rows
 
 
-__all__ = ["BatchTokens", "Lengths", "batch_tokens", "measure", "summary"]
+__all__ = ["UNITS", "BatchTokens", "Lengths", "Verdict", "advise", "batch_tokens", "measure"]
 
 DRAWS = 8
 """Epochs of random batches that token counts are averaged over."""
 
 SORTED_BATCHES = 512
 """Batches that are sorted, to count the prefixes that different rows of a batch share."""
+
+
+WORTH_GROUPING = 0.9
+"""Grouping is advised if grouped batches have less than this share of the tokens of random ones."""
+
+WORTH_SHARING = 0.99
+"""Sharing is advised if batches have less than this share of their real tokens with it."""
+
+UNITS = {"dpo": "pairs", "sft": "rows", "kto": "rows"}
+"""Units in which the batches of a trainer are counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,25 +142,22 @@ class BatchTokens:
         return self.distinct if (self.real - self.distinct) * GATHERED_KEYS_PER_TOKEN >= self.real else self.real
 
 
-def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, *, trainer: str = "") -> Lengths:
+def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Lengths:
     """
-    Tokenize a dataset as TRL does for a `trainer`, and keep its lengths and shared prefixes.
+    Tokenize a dataset as TRL does, and keep its lengths and shared prefixes.
 
     Args:
         dataset (`Dataset`):
             Plain or conversational pairs, texts or answers.
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the model.
-        trainer (`str`, *optional*):
-            `"kto"` splits prompts from completions.
     """
-    chunk = 1000  # rows of one call of the tokenizer
-    starts = track(range(0, len(dataset), chunk), "Tokenizing", transient=True)
-    chunks = (token_rows(list(checked_rows(dataset, n, n + chunk)), tokenizer, trainer) for n in starts)
+    rows = iter(track(checked_rows(dataset), "Tokenizing", len(dataset), transient=True))
+    chunks = iter(lambda: token_rows([*islice(rows, 1000)], tokenizer), [])  # rows of one call of the tokenizer
     return Lengths.of(chain.from_iterable(chunks))
 
 
-def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: int = 0) -> BatchTokens:
+def batch_tokens(lengths: Lengths, size: int, *, order: str = "random") -> BatchTokens:
     """
     Mean tokens of full batches of `size` rows.
 
@@ -159,16 +169,14 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
         order (`str`, *optional*, defaults to `"random"`):
             How batches are formed: `"random"`, by `"prefix"` as `group_by_prefix` does, or by `"length"` as
             transformers' `group_by_length` does.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the random order.
     """
     costs, tokens = lengths.costs(), lengths.kept_tokens
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     epochs = [draw.permutation(len(lengths)) for _ in range(DRAWS if order == "random" else 1)]
     if order == "prefix":
         epochs = [epoch[group_rows(costs[epoch], size)] for epoch in epochs]
     elif order == "length":
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         epochs = [np.array(get_length_grouped_indices(tokens.max(1).tolist(), size, generator=generator))]
     full = len(lengths) // size * size  # rows of full batches
     batches = np.stack([epoch[:full] for epoch in epochs]).reshape(-1, size)
@@ -182,17 +190,81 @@ def batch_tokens(lengths: Lengths, size: int, *, order: str = "random", seed: in
     return BatchTokens(float(padded.mean()), float(real.mean()), float(distinct))
 
 
-def summary(lengths: Lengths) -> dict[str, dict[str, float]]:
-    """Mean, median, 95th percentile and maximum of the tokens of each column, and of complete sequences."""
-    columns = {name: tokens.ravel() for name, tokens in lengths.columns.items()}
-    if "prompt" in columns:
-        columns["sequence"] = lengths.sequences.ravel()
-    return {
-        name: {
-            "mean": float(tokens.mean()),
-            "median": float(np.median(tokens)),
-            "p95": float(np.percentile(tokens, 95)),
-            "max": float(tokens.max()),
-        }
-        for name, tokens in columns.items()
-    }
+@dataclass(frozen=True)
+class Verdict:
+    """Mean numbers of tokens of a batch, and the settings that follow from them."""
+
+    batch_size: int
+    trainer: str
+    padded: float  # what TRL computes
+    bucket_by_length: float  # the same, with rows of about one length together
+    real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
+    auto: float  # with padding removed and `prefix_sharing="auto"`
+    grouped: float  # the same, with rows of long shared prefixes together
+
+    @property
+    def shares(self) -> bool:
+        """Whether `prefix_sharing` is advised."""
+        return min(self.auto, self.tokens) < WORTH_SHARING * self.real
+
+    @property
+    def groups(self) -> bool:
+        """Whether `group_by_prefix` is advised."""
+        return self.grouped < WORTH_GROUPING * self.auto
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a batch with the advised settings."""
+        return self.grouped if self.groups else self.auto
+
+    @property
+    def by_tokens(self) -> float:
+        """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
+        return self.padded / self.tokens
+
+    def lines(self) -> list[str]:
+        """The verdict in words."""
+        saved, saved_by_grouping = 1 - self.auto / self.real, 1 - self.grouped / self.auto
+        settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
+        settings += ["group_by_prefix=True"] * self.groups
+        grouping = f"grouped ones save {saved_by_grouping:.0%} more"
+        if not self.groups:
+            grouping = f"grouping would save {max(saved_by_grouping, 0):.0%}"
+        packed = f"{self.padded / self.real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
+        return [
+            f"Use {', '.join(settings)}.",
+            f"Padding is {1 - self.real / self.padded:.0%} of TRL's batches of {self.batch_size} "
+            f"{UNITS[self.trainer]}; random batches repeat {saved:.0%} of the rest in prefixes, and {grouping}.",
+            f"Limit by tokens: {self.by_tokens:.1f}x ({self.padded:,.0f} tokens in TRL's padded batch, "
+            f"{self.tokens:,.0f} with these settings).",
+            f"TRL's group_by_length: {self.padded / self.bucket_by_length:.1f}x by tokens; its padding_free or "
+            f"packing: {packed}.",
+        ]
+
+
+def advise(lengths: Lengths, *, trainer: str, batch_size: int) -> Verdict:
+    """
+    Count the tokens of batches under every setting.
+
+    Args:
+        lengths ([`Lengths`]):
+            Tokens of the rows that TRL trains on, see [`Lengths.truncated`].
+        trainer (`str`):
+            `"dpo"`, `"sft"` and so on.
+        batch_size (`int`):
+            Rows of a batch; with fewer rows, one batch of all rows is counted.
+
+    Returns:
+        [`Verdict`]
+    """
+    size = min(batch_size, len(lengths))
+    random, grouped, by_length = (batch_tokens(lengths, size, order=order) for order in ("random", "prefix", "length"))
+    return Verdict(
+        batch_size=size,
+        trainer=trainer,
+        padded=random.padded,
+        bucket_by_length=by_length.padded,
+        real=random.real,
+        auto=random.auto,
+        grouped=grouped.auto,
+    )

@@ -1,17 +1,35 @@
-"""Random models, and tokenizers trained on given texts, for recipes and benchmarks that run offline."""
+"""
+Random models, and tokenizers trained on given texts, for recipes and benchmarks that run offline.
+
+A recipe builds its model in its output folder: once, and it does not reuse it for other settings.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from ..files import write_whole_folder
+from ..trainers.data.row_checks import TRAINED, check_row
 
-__all__ = ["CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "train_tokenizer"]
+
+__all__ = [
+    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "build_tiny", "built_once", "checked_rows",
+    "fingerprint", "texts_of", "train_tokenizer",
+]  # fmt: skip
+
+RECORD = "built_from.json"
+"""File in the folder of a model with the settings that it was built from."""
 
 PAD, EOS, START = "<|pad|>", "<|end|>", "<|start|>"
 
@@ -101,3 +119,120 @@ def build_qwen2(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, **shape: A
     with torch.random.fork_rng(devices=[]):  # of the CPU only
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(Qwen2Config(**fields, tie_word_embeddings=True))
+
+
+def built_once(directory: str | Path, built_from: dict[str, Any], build: Callable[[Path], object]) -> str:
+    """
+    Build a model and its tokenizer in a folder, or reuse them if they were built from equal settings.
+
+    The folder appears complete or not at all. With several processes, the main one builds it.
+
+    Args:
+        directory (`str` or `Path`):
+            Folder of the model.
+        built_from (`dict`):
+            Everything that the model depends on, as JSON can store it. It is saved in the folder.
+        build (`Callable`):
+            Function that saves model and tokenizer in the empty folder that it gets.
+
+    Returns:
+        `str`: The folder.
+
+    Raises:
+        ValueError: If the folder holds a model that was built from other settings.
+    """
+    directory, text = Path(directory), json.dumps(built_from, indent=2) + "\n"
+    with PartialState().main_process_first():
+        if not directory.exists():
+            write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(text)))
+    record, now = directory / RECORD, json.loads(text)  # where tuples are lists
+    there = json.loads(record.read_text()) if record.exists() else None
+    if there == now:
+        return str(directory)
+    reason = "an earlier version or another program wrote it"
+    if there is not None:
+        names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+        values = [f"`{n}` {there.get(n)!r} there and {now.get(n)!r} now" for n in names if n != "texts"]
+        reason = f"it was built for another training: {', '.join(values + ['other data'] * ('texts' in names))}"
+    raise ValueError(
+        f"{str(directory)!r} exists, and {reason}. Delete it to build it again, or choose another folder."
+    )
+
+
+def fingerprint(texts: Iterable[str]) -> str:
+    """SHA-256 of texts: equal if a tokenizer would be trained on the same texts."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(ascii(text).encode())  # with its quotes: ["ab", "c"] and ["a", "bc"] differ
+    return digest.hexdigest()
+
+
+def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
+    """
+    Train a tokenizer on the data, build a random Qwen2 for it, and save both like a downloaded model.
+
+    For trying things out: no download, and seconds on a CPU. A folder that holds the same model already is kept.
+
+    Args:
+        shape (`str`):
+            `"tiny"` or `"small"`.
+        rows (`Iterable[dict]`):
+            Rows of any of TRL's formats.
+        directory (`str` or `Path`):
+            Folder of the model.
+
+    Returns:
+        `str`: the folder, for `from_pretrained` or a trainer.
+
+    Raises:
+        ValueError: For an unknown shape.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_padfix import build_tiny
+
+    pairs = load_dataset("recipes/data/preferences", split="train")
+    model = build_tiny("tiny", pairs, "runs/tiny")
+    ```
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"`build_tiny` has the shapes {', '.join(SHAPES)}, and none is called {shape!r}.")
+
+    def build(folder: Path) -> None:
+        tokenizer = train_tokenizer((text for row in rows for text in texts_of_row(row)), SHAPES[shape]["vocab_size"])
+        tokenizer.save_pretrained(folder)
+        build_qwen2(tokenizer, **SHAPES[shape] | {"vocab_size": len(tokenizer)}).save_pretrained(folder)
+
+    data = fingerprint(text for row in rows for text in texts_of_row(row))
+    return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
+
+
+def checked_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """
+    Yield the rows of a dataset.
+
+    Raises:
+        ValueError: If a row has no text, see [`check_row`].
+    """
+    for number in range(len(dataset)):
+        row = dataset[number]
+        check_row(row, number)
+        yield row
+
+
+def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
+    """All text of a row, plain or conversational."""
+    for value in (row[name] for name in TRAINED if name in row):
+        for message in [{"content": value}] if isinstance(value, str) else value:
+            content = message.get("content") or ""
+            yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
+            yield from (json.dumps(call) for call in message.get("tool_calls") or ())
+
+
+def texts_of(dataset: Dataset) -> Iterator[str]:
+    """All text of a dataset, plain or conversational, to train a tokenizer on."""
+    names = [name for name in dataset.column_names if name in TRAINED]
+    for row in checked_rows(dataset.select_columns(names)):
+        yield from texts_of_row(row)
