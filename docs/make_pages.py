@@ -18,7 +18,7 @@ import trl
 from copied_pages import ELSEWHERE
 
 import trl_padfix
-from trl_padfix.cli.methods import METHODS
+from trl_padfix.cli import METHODS
 
 
 FOLDER = Path(__file__).parent

@@ -38,7 +38,7 @@ MEASURED = {
 """Rows of the tables on the page on speed, in their order, and their files in `bench/`."""
 
 STOREYS = {
-    "cli": ("commands", {"app": "trl-padfix", "train": "dpo, sft, ...", "launch": "many processes"}),
+    "cli": ("commands", {"app": "trl-padfix dpo, ...", "launch": "many processes"}),
     "tools": (
         "diagnosis, data, tiny models",
         {

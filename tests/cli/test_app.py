@@ -9,8 +9,7 @@ import pytest
 from kit.commands import trl_padfix_command
 
 import trl_padfix
-from trl_padfix.cli import require_extra
-from trl_padfix.cli.methods import METHODS
+from trl_padfix.cli import METHODS, require_extra
 from trl_padfix.tools import doctor
 
 

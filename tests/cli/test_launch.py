@@ -21,10 +21,10 @@ from kit.commands import logs_of, run_script, save_tiny_model, trl_padfix_comman
 from safetensors.torch import load_file
 from transformers import set_seed
 
-from trl_padfix.cli import train
+from trl_padfix.cli import METHODS
+from trl_padfix.cli.app import pass_on
 from trl_padfix.cli.config_file import _is_out_of_reach, declared_fields, name_of
-from trl_padfix.cli.launch import INTERRUPTED, main, make_parser, one_interrupt, parse, run
-from trl_padfix.cli.methods import METHODS, OPTION_GROUPS
+from trl_padfix.cli.launch import INTERRUPTED, OPTION_GROUPS, main, make_parser, one_interrupt, parse, run
 
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ def test_a_signal_to_the_command_alone_ends_the_training(monkeypatch):
     sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleeping) as process:
         monkeypatch.setattr(psutil.Process, "children", lambda self: [process])
-        train.pass_on(signal.SIGTERM, None)
+        pass_on(signal.SIGTERM, None)
         assert process.wait(30) == -signal.SIGTERM
     interrupt = one_interrupt()
     with pytest.raises(KeyboardInterrupt):

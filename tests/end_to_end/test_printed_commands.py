@@ -11,8 +11,8 @@ import bench
 import pytest
 from kit.commands import trl_padfix_command
 
+from trl_padfix.cli import METHODS
 from trl_padfix.cli.launch import parse
-from trl_padfix.cli.methods import METHODS
 
 
 ROOT = Path(__file__).parents[2]

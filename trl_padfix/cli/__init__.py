@@ -7,7 +7,18 @@ import sys
 from importlib.util import find_spec
 
 
-__all__ = ["disable_telemetry", "main", "require_extra"]
+__all__ = ["METHODS", "disable_telemetry", "main", "require_extra"]
+
+METHODS = {
+    "dpo": "DPO",
+    "sft": "SFT",
+    "reward": "Reward",
+    "kto": "KTO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "distillation": "Distillation",
+}
+"""Commands, and the first part of the names of their trainers and configurations."""
 
 
 def require_extra(*names: str) -> None:

@@ -1,16 +1,22 @@
-"""The `trl-padfix` command: each of its commands is a function in a module of this folder."""
+"""The `trl-padfix` command: `doctor`, `stats`, and a command for each training method."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Callable
+from subprocess import CalledProcessError
 from typing import Annotated
 
+import psutil
 import typer
 from typer import Option
 
 from ..version import __version__
-from . import disable_telemetry, doctor, stats, train
-from .methods import METHODS
+from . import METHODS, disable_telemetry
+from .doctor import doctor
+from .launch import INTERRUPTED, make_parser, parse
+from .stats import stats
 from .user_errors import DEBUG, UserErrorGroup
 
 
@@ -22,10 +28,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
-app.command()(doctor.doctor)
-app.command()(stats.stats)
-for method in METHODS:
-    app.command(method, context_settings=train.SETTINGS)(train.training(method))
+app.command()(doctor)
+app.command()(stats)
 
 
 @app.callback(invoke_without_command=True)
@@ -39,3 +43,43 @@ def _first(
     if version:
         typer.echo(__version__)
         raise typer.Exit
+
+
+def pass_on(number: int, frame: object) -> None:
+    """Send a signal to the process that trains: a supervisor sends it to this process alone, a shell to both."""
+    for process in psutil.Process().children():
+        process.send_signal(number)
+
+
+def training(method: str) -> Callable[[typer.Context], None]:
+    """Make the command of one of [`METHODS`]."""
+
+    def train(ctx: typer.Context) -> None:
+        if set(ctx.args) & {"-h", "--help"}:  # before `accelerate` is imported
+            make_parser(method).parse_args(["--help"])
+        _, launch = parse(method, ctx.args)
+        from accelerate.commands.launch import launch_command
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        # The process that trains prints how to resume, and this one waits for it.
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            launch_command(launch)
+        except SignalException as error:
+            raise typer.Exit(INTERRUPTED) from error
+        except (CalledProcessError, ChildFailedError) as error:  # the processes have printed the reason
+            code = error.returncode if isinstance(error, CalledProcessError) else 1
+            raise typer.Exit(128 - code if code < 0 else code if code == INTERRUPTED else 1) from error
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    train.__doc__ = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
+    return train
+
+
+for method in METHODS:
+    # All arguments, `--help` included, are left to the parser of TRL's script.
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(method, context_settings=settings)(training(method))

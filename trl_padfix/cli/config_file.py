@@ -23,7 +23,7 @@ from ..field_names import hint
 from ..files import DATA_FILES, folder_obstacle, is_missing_path
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
-from .methods import METHODS
+from . import METHODS
 
 
 __all__ = ["Given", "check_given", "check_names", "declared_fields", "name_of", "read_given"]

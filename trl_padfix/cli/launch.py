@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-from . import disable_telemetry, require_extra
+from . import METHODS, disable_telemetry, require_extra
 from .config_file import OF_COMMAND, TINY, check_given, check_names, name_of, read_given
-from .methods import METHODS, OPTION_GROUPS
 
 
 if TYPE_CHECKING:
@@ -32,10 +31,18 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"]
+__all__ = ["INTERRUPTED", "OPTION_GROUPS", "main", "make_parser", "one_interrupt", "parse", "run"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
+
+OPTION_GROUPS = {
+    "for everyone": (),
+    "memory": ("max_tokens_per_batch",),
+    "evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
+    "lengths of packed rows": ("packed_multiple_of",),
+}  # fmt: skip
+"""Groups of the fields that this package adds; all other fields belong to the first group."""
 
 
 def make_parser(method: str) -> TrlParser:

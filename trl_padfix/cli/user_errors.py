@@ -17,7 +17,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from .methods import METHODS
+from . import METHODS
 
 
 __all__ = ["DEBUG", "UserErrorGroup", "explain_errors"]
