@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 __all__ = [
-    "DATA_FILES", "folder_obstacle", "is_missing_path", "refuse_missing", "write_whole", "write_whole_folder",
+    "DATA_FILES", "folder_obstacle", "is_missing_path", "refuse_empty", "refuse_missing", "write_whole",
+    "write_whole_folder",
 ]  # fmt: skip
 
 DATA_FILES = {".csv": "csv", ".gz": "json", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -31,6 +32,14 @@ def refuse_missing(data: str) -> None:
     """Raise a `FileNotFoundError` if `data` is a path, by its form or ending, and nothing exists there."""
     if not Path(data).exists() and (is_missing_path(data) or Path(data).suffix in DATA_FILES):
         raise FileNotFoundError(f"there is no file or folder {data!r} here ({Path.cwd()}).")
+
+
+def refuse_empty(data: str) -> None:
+    """Raise a `ValueError` for an empty data file: `data`, or one in this folder. `datasets` names schemas instead."""
+    path = Path(data)
+    for file in path.glob("*") if path.is_dir() else [path]:
+        if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
+            raise ValueError(f"the data file {str(file)!r} is empty.")
 
 
 def folder_obstacle(path: str | Path) -> str | None:

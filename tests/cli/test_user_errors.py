@@ -24,8 +24,8 @@ CASES = [
     (["stats", "nowhere.jsonl"], "there is no file or folder 'nowhere.jsonl'"),  # before the missing tokenizer
     (["stats", "good.jsonl"], "Give one of `--tokenizer` and `--train-tokenizer`"),
     (stats("good.jsonl", "--tokenizer", "models/good"), "Give one of"),
-    (stats("empty.jsonl"), "empty.jsonl is empty"),
-    (stats("with_an_empty_file"), "train.jsonl is empty"),
+    (stats("empty.jsonl"), "empty.jsonl' is empty"),
+    (stats("with_an_empty_file"), "train.jsonl' is empty"),
     (stats("corrupt.jsonl"), "corrupt.jsonl cannot be read: JSON parse error: Missing a comma"),
     (stats("cut.jsonl"), "cut.jsonl cannot be read: JSON parse error: Invalid value. in row 1"),
     (stats("null.jsonl"), "Row 3 (counted from 0) has None in column `text`"),

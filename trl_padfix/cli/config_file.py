@@ -7,7 +7,6 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import yaml
 
 from ..field_names import hint
-from ..files import DATA_FILES, folder_obstacle, is_missing_path
+from ..files import DATA_FILES, folder_obstacle, is_missing_path, refuse_empty
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
 from . import METHODS
@@ -40,7 +39,7 @@ BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 WORDS = {"prefix_sharing": ["auto", "true", "false"], "tiny_model": ["tiny", "small"]}
 """Words that our fields take."""
 
-NUMBERS = {"int": int, "float": float, "bool": lambda word: BOOLEANS.index(word.lower())}
+NUMBERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bool": BOOLEANS.index}
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
 
 
@@ -109,14 +108,15 @@ def check_given(method: str, given: Given) -> str | bool | None:
     fields = declared_fields(method)
     if not newer_trl():  # a later TRL may declare fields in other files; the parser of its script checks the names
         check_names(method, given, fields)
-    if no_value := next((name for name in given.bare if fields.get(name) in ({"str"}, {"str | None"})), None):
-        raise ValueError(f"{given.places[no_value]} needs a value after it.")
-    _check_numbers(given, fields)
-    _check_choices(method, given, fields)
-    if "reward_funcs" in fields:
-        _check_rewards(method, given)
     values = {_whole(name, fields): value for name, value in given.values.items()}
-    resume_from = _check_paths(values, {_whole(name, fields): place for name, place in given.places.items()})
+    places = {_whole(name, fields): place for name, place in given.places.items()}
+    for name, value in values.items():
+        _check_value(method, name, value, places[name], fields.get(name, []))
+    if no_value := next((n for n in given.bare if _types(fields.get(_whole(n, fields), [])) == {"str"}), None):
+        raise ValueError(f"{given.places[no_value]} needs a value after it.")
+    if "reward_funcs" in fields:
+        _check_rewards(method, values, places)
+    resume_from = _check_paths(values, places)
     if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
         raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
@@ -131,21 +131,19 @@ def check_given(method: str, given: Given) -> str | bool | None:
     return resume_from
 
 
-def declared_fields(method: str) -> dict[str, set[str]]:
+def declared_fields(method: str) -> dict[str, list[ast.AnnAssign]]:
     """
-    The fields of a method and the flags of `accelerate launch`, with the types that their source declares.
+    The fields of a method and the flags of `accelerate launch`, with their declarations.
 
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
-    fields: dict[str, set[str]] = {name: set() for name in OF_COMMAND}
+    fields: dict[str, list[ast.AnnAssign]] = {name: [] for name in OF_COMMAND}
     for node in (node for file in _config_files(method) for node in ast.walk(_tree(file))):
-        if isinstance(node, ast.ClassDef):
-            for part in (part for part in ast.walk(node) if isinstance(part, ast.AnnAssign)):
-                fields.setdefault(ast.unparse(part.target), set()).add(ast.unparse(part.annotation))
+        if isinstance(node, ast.AnnAssign):
+            fields.setdefault(ast.unparse(node.target), []).append(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-            flags = [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
-            for flag in (flag for flag in flags if flag.startswith("--")):
-                fields.setdefault(name_of(flag), set())
+            for flag in (flag for flag in _strings(node.args) if flag.startswith("--")):
+                fields.setdefault(name_of(flag), [])
     return fields
 
 
@@ -186,43 +184,33 @@ def _whole(name: str, known: Iterable[str]) -> str:
     return longer[0] if len(longer) == 1 else name
 
 
-def _check_numbers(given: Given, fields: dict[str, set[str]]) -> None:
-    """Raise a `ValueError` for another value where a field takes a number or a truth value."""
-    for name, value in given.values.items():
-        types = {kind.removesuffix(" | None") for kind in fields.get(name, ())}
-        if len(types) != 1 or (kind := types.pop()) not in NUMBERS or value is None:
-            continue
+def _types(declared: list[ast.AnnAssign]) -> set[str]:
+    """The types of a field, without `None`."""
+    return {kind for node in declared for kind in ast.unparse(node.annotation).split(" | ")} - {"None"}
+
+
+def _check_value(method: str, name: str, value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
+    """Raise a `ValueError` for a value that is no number or word of a field, as far as the source says."""
+    types = _types(declared)
+    for kind in NUMBERS.keys() & types if len(types) == 1 and value not in (None, True, False) else ():
         try:
-            is_right = not isinstance(value, list | dict)
-            if isinstance(value, str):
-                NUMBERS[kind](value)
-            elif isinstance(value, float):
-                is_right = kind != "int" or value.is_integer()
+            NUMBERS[kind](str(value).lower())
         except ValueError:
-            is_right = False
-        if not is_right:
             null = " Write `null` for no value." if value in ("None", "none") else ""
-            raise ValueError(f"{given.places[name]}: invalid {kind} value: {value!r}.{null}")
+            raise ValueError(f"{place}: invalid {kind} value: {value!r}.{null}") from None
+    words = _words_of(method, name, declared)
+    if value is False and "no" in words:  # YAML's reading of `no`
+        raise ValueError(f'{place}: YAML takes `no` for false. Write "no" in quotes.')
+    for word in value if isinstance(value, list) else [value]:
+        if not isinstance(word, str) or word in words or not words:
+            continue
+        is_flag = "true" in words and word.lower() in ("auto", *BOOLEANS)
+        if not (is_flag or ("attn" in name and re.search(r"\W", word))):  # kernels of the Hub, mappings
+            raise ValueError(f"{place}: invalid choice: {word!r} (choose from {', '.join(words)}).")
 
 
-def _check_choices(method: str, given: Given, fields: dict[str, set[str]]) -> None:
-    """Raise a `ValueError` for a word that a field does not take, as far as the source says which words it takes."""
-    for name, value in given.values.items():
-        kinds = {part for kind in fields.get(name, ()) for part in kind.split(" | ")}
-        words = _words_of(method, name, kinds)
-        if value is False and "no" in words:  # YAML's reading of `no`
-            raise ValueError(f'{given.places[name]}: YAML takes `no` for false. Write "no" in quotes.')
-        for word in value if isinstance(value, list) else [value]:
-            if not isinstance(word, str) or word in words or not words:
-                continue
-            is_flag = "true" in words and word.lower() in ("auto", *BOOLEANS)
-            if not (is_flag or ("attn" in name and re.search(r"\W", word))):  # kernels of the Hub, mappings
-                choices = ", ".join(words)
-                raise ValueError(f"{given.places[name]}: invalid choice: {word!r} (choose from {choices}).")
-
-
-def _words_of(method: str, name: str, kinds: set[str]) -> list[str]:
-    """The words that a field takes, whose declared types are `kinds`; an empty list if the source does not say."""
+def _words_of(method: str, name: str, declared: list[ast.AnnAssign]) -> list[str]:
+    """The words that a field takes; an empty list if the source does not say."""
     if name in WORDS:
         return WORDS[name]
     transformers, trl = _folder("transformers"), _folder("trl")
@@ -230,32 +218,37 @@ def _words_of(method: str, name: str, kinds: set[str]) -> list[str]:
         known = _keys_of(transformers / "modeling_utils.py", "_global_mapping")
         return ["auto", "eager", *sorted(known)] if known else []
     if name == "loss_type":
-        return sorted(_compared_with(trl / f"trainer/{method}_trainer.py", name))
-    if words := _listed_choices(name, _config_files(method)):
-        return words
-    files = (transformers / "trainer_utils.py", transformers / "training_args.py")
+        # The strings that TRL's trainer compares the field with.
+        compared = (n for n in ast.walk(_tree(trl / f"trainer/{method}_trainer.py")) if isinstance(n, ast.Compare))
+        others = (n.comparators[0] for n in compared if ast.unparse(n.left).rpartition(".")[2] == name)
+        return sorted(_strings(node for other in others for node in ast.walk(other)))
+    metadata = [node for field in declared if field.value for node in ast.walk(field.value)]
+    pairs = [pair for d in metadata if isinstance(d, ast.Dict) for pair in zip(d.keys, d.values, strict=True)]
+    choices = [values for key, values in pairs if _strings([key]) == ["choices"]]
+    if len(declared) == len(choices) == 1:
+        return _strings(ast.walk(choices[0]))
+    files, types = (transformers / "trainer_utils.py", transformers / "training_args.py"), _types(declared)
     classes = (node for file in files for node in _tree(file).body if isinstance(node, ast.ClassDef))
-    found = (cls for cls in classes if cls.name in kinds and "ExplicitEnum" in map(ast.unparse, cls.bases))
+    found = (cls for cls in classes if cls.name in types and "ExplicitEnum" in map(ast.unparse, cls.bases))
     return [word for cls in found for word in _strings(x.value for x in cls.body if isinstance(x, ast.Assign))]
 
 
-def _check_rewards(method: str, given: Given) -> None:
+def _check_rewards(method: str, values: dict[str, Any], places: dict[str, str]) -> None:
     """Raise a `ValueError` without a reward, and for one that is neither TRL's nor in a module."""
-    names = given.values.get("reward_funcs") or []
-    if not names and not given.values.get("reward_model_name_or_path"):
+    names, place = values.get("reward_funcs") or [], places.get("reward_funcs")
+    if not names and not values.get("reward_model_name_or_path"):
         raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
-    known = _keys_of(_folder("trl") / f"scripts/{method}.py", "reward_funcs_registry")
     if isinstance(names, str):
-        raise ValueError(f"{given.places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
+        raise ValueError(f"{place}: write a list: `reward_funcs: [{names}]`.")
+    known = _keys_of(_folder("trl") / f"scripts/{method}.py", "reward_funcs_registry")
     for name in names if known else ():
         package, dot, _ = str(name).partition(".")
         if not dot and name not in known:
             raise ValueError(
-                f"{given.places['reward_funcs']}: TRL has no reward {name!r} (choose from {', '.join(known)}). Name a "
-                "function of your own with its module: `module.function`."
+                f"{place}: TRL has no reward {name!r} (choose from {', '.join(known)}). Name a function of your own "
+                "with its module: `module.function`."
             )
         if dot and not (Path(package).is_dir() or Path(f"{package}.py").is_file() or find_spec(package)):
-            place = given.places["reward_funcs"]
             raise ValueError(f"{place}: {name!r}: there is no module {package!r} here or installed.")
 
 
@@ -275,27 +268,11 @@ def _strings(nodes: Iterable[ast.AST | None]) -> list[str]:
     return [*dict.fromkeys(value for value in values if isinstance(value, str))]
 
 
-def _listed_choices(field: str, files: Iterable[Path]) -> list[str]:
-    """The `choices` in the metadata of a field; an empty list if it has none, or is declared twice."""
-    declared = [n for file in files for n in ast.walk(_tree(file)) if isinstance(n, ast.AnnAssign)]
-    declared = [node.value for node in declared if ast.unparse(node.target) == field and node.value]
-    metadata = (node for value in declared for node in ast.walk(value) if isinstance(node, ast.Dict))
-    lists = [v for d in metadata for k, v in zip(d.keys, d.values, strict=True) if k and _strings([k]) == ["choices"]]
-    return _strings(ast.walk(lists[0])) if len(declared) == len(lists) == 1 else []
-
-
 def _keys_of(file: Path, variable: str) -> list[str]:
     """The keys of the dictionary that a Python file assigns to a variable."""
     assigned = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Assign))
     keys = (n.value.keys for n in assigned if ast.unparse(n.targets[0]) == variable and isinstance(n.value, ast.Dict))
     return _strings(next(keys, []))
-
-
-def _compared_with(file: Path, variable: str) -> list[str]:
-    """The strings that a Python file compares with variables or attributes of this name."""
-    compared = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Compare))
-    others = (n.comparators[0] for n in compared if ast.unparse(n.left).rpartition(".")[2] == variable)
-    return _strings(node for other in others for node in ast.walk(other))
 
 
 def _is_out_of_reach(name: str) -> bool:
@@ -308,7 +285,7 @@ def _is_out_of_reach(name: str) -> bool:
     return not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists()
 
 
-def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | None:
+def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """
     Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
 
@@ -316,38 +293,36 @@ def _check_paths(given: dict[str, Any], places: dict[str, str]) -> str | bool | 
     """
     for field in ("model_name_or_path", "teacher_model_name_or_path", "reward_model_name_or_path", "dataset_name"):
         place = places.get(field)
-        if (name := given.get(field)) and is_missing_path(name):
+        if (name := values.get(field)) and is_missing_path(name):
             raise ValueError(
                 f"{place}: there is no file or folder {name!r} here ({Path.cwd()}). Correct the path, or first run "
                 "what writes it."
             )
-        moved = {"env", "model_init_kwargs"} & {*given}  # they may set another cache
+        moved = {"env", "model_init_kwargs"} & values.keys()  # they may set another cache
         if name and field != "dataset_name" and not moved and _is_out_of_reach(name):
             raise ValueError(
                 f"{place}: there is no folder {name!r} here ({Path.cwd()}) and no model of this name in the cache "
                 "of the Hub, and HF_HUB_OFFLINE forbids a download. Correct the name, or unset HF_HUB_OFFLINE."
             )
-    model = Path(given.get("model_name_or_path") or "nowhere")
+    model = Path(values.get("model_name_or_path") or "nowhere")
     if model.is_dir() and not any((model / name).exists() for name in ("config.json", "adapter_config.json")):
         raise ValueError(f"`model_name_or_path`: the folder {str(model)!r} has no config.json, so it is no model.")
-    output_dir = given.get("output_dir") or "trainer_output"
-    resume_from = checkpoint_to_resume(given.get("resume_from_checkpoint"), output_dir)
+    output_dir = values.get("output_dir") or "trainer_output"
+    resume_from = checkpoint_to_resume(values.get("resume_from_checkpoint"), output_dir)
     if isinstance(resume_from, str) and not (Path(resume_from) / "trainer_state.json").is_file():
         states = sorted(Path(output_dir).glob("checkpoint-*/trainer_state.json"))
         there = ", ".join(str(state.parent) for state in states) or f"none in {str(output_dir)!r}"
         raise ValueError(f"`resume_from_checkpoint`: {resume_from!r} is no checkpoint. Checkpoints: {there}.")
     # TRL passes the name to `load_dataset`, which takes the name of a file for a Hub id.
-    path = Path(given.get("dataset_name") or "")
+    path = Path(values.get("dataset_name") or "")
     if builder := DATA_FILES.get(path.suffix):
         wrong = "is a file" if path.is_file() else "names a file that does not exist"
         raise ValueError(
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
             f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
         )
-    files = [path / name for name in os.listdir(path)] if given.get("dataset_name") and path.is_dir() else []
-    of_mixture = [dataset.get("data_files") for dataset in given.get("datasets") or [] if isinstance(dataset, dict)]
-    files += [Path(file) for file in of_mixture if isinstance(file, str)]
-    for file in files:
-        if file.suffix in DATA_FILES and file.is_file() and not file.stat().st_size:
-            raise ValueError(f"the data file {str(file)!r} is empty.")
+    of_mixture = [dataset.get("data_files") for dataset in values.get("datasets") or [] if isinstance(dataset, dict)]
+    for data in [values.get("dataset_name"), *of_mixture]:
+        if data and isinstance(data, str):
+            refuse_empty(data)
     return resume_from

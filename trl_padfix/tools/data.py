@@ -11,7 +11,7 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import extract_prompt, is_conversational
 
-from ..files import DATA_FILES
+from ..files import DATA_FILES, refuse_empty
 from ..trainers.data.chat_templates import renderer
 
 
@@ -35,11 +35,8 @@ def load_rows(data: str) -> Dataset:
     Raises:
         ValueError: If there is no row.
     """
+    refuse_empty(data)
     path = Path(data)
-    files = [path] if path.is_file() else path.glob("*") if path.is_dir() else []
-    for file in files:  # `datasets` fails on an empty file with an error about schemas
-        if file.suffix in DATA_FILES and not file.stat().st_size:
-            raise ValueError(f"{file} is empty.")
     if path.is_file() and path.suffix in DATA_FILES:
         rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
     else:
