@@ -9,12 +9,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -43,14 +42,11 @@ NUMBERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bo
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
 
 
-@dataclass(frozen=True)
-class Given:
-    """Values by name of field, flags before the YAML, and the place of each."""
+class Given(NamedTuple):
+    """Values by name of field, flags before the YAML, and the place of each. A flag without a value has `True`."""
 
     values: dict[str, Any]
     places: dict[str, str]
-    bare: set[str]
-    """Flags without a value."""
 
 
 def name_of(flag: str) -> str:
@@ -67,14 +63,13 @@ def read_given(args: Sequence[str]) -> Given:
     """
     if args[-1] == "--config":
         raise ValueError("`--config` needs the path of a YAML after it.")
-    given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {}, set())
+    given = _read_yaml(args[args.index("--config") + 1]) if "--config" in args else Given({}, {})
     for i, word in enumerate(args):
         if word.startswith("--"):
             flag, has_value, value = word.partition("=")
             following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
-            name, words = name_of(flag), following or ["true"]
+            name, words = name_of(flag), following or [True]
             given.values[name] = words if name in ("reward_funcs", "loss_type") else words[0]
-            given.bare.update([] if following else [name])
             given.places[name] = flag
     return given
 
@@ -93,7 +88,7 @@ def _read_yaml(path: str) -> Given:
         if node.value in lines:
             raise ValueError(f"{path}: the key `{node.value}` appears in lines {lines[node.value]} and {line}.")
         lines[node.value] = line
-    return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()}, set())
+    return Given(values, {key: f"{path}, line {line}: {key}" for key, line in lines.items()})
 
 
 def check_given(method: str, given: Given) -> str | bool | None:
@@ -112,8 +107,6 @@ def check_given(method: str, given: Given) -> str | bool | None:
     places = {_whole(name, fields): place for name, place in given.places.items()}
     for name, value in values.items():
         _check_value(method, name, value, places[name], fields.get(name, []))
-    if no_value := next((n for n in given.bare if _types(fields.get(_whole(n, fields), [])) == {"str"}), None):
-        raise ValueError(f"{given.places[no_value]} needs a value after it.")
     if "reward_funcs" in fields:
         _check_rewards(method, values, places)
     resume_from = _check_paths(values, places)
@@ -192,6 +185,8 @@ def _types(declared: list[ast.AnnAssign]) -> set[str]:
 def _check_value(method: str, name: str, value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
     """Raise a `ValueError` for a value that is no number or word of a field, as far as the source says."""
     types = _types(declared)
+    if value is True and place.startswith("--") and types == {"str"}:
+        raise ValueError(f"{place} needs a value after it.")
     for kind in NUMBERS.keys() & types if len(types) == 1 and value not in (None, True, False) else ():
         try:
             NUMBERS[kind](str(value).lower())
