@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, model_validator
 
 from ..versions import require_stack
-from .callback import callback_from, settings_in
+from .callback import PACKS, callback_from, settings_in
 
 
 require_stack("axolotl")
@@ -52,10 +52,7 @@ class PaddingRemovalArgs(BaseModel):
         settings_in(data)
         for key in ("sample_packing", "batch_flattening"):
             if data.get(key):
-                raise ValueError(
-                    f"`{key}: true` packs rows before the model is called, so the plug-in of trl_padfix has no "
-                    f"padding to remove and no prefix to share. Set `{key}: false`, or leave the plug-in out."
-                )
+                raise ValueError(f"`{key}: true` {PACKS} Set `{key}: false`, or leave the plug-in out.")
         return data
 
 

@@ -74,6 +74,9 @@ NOT_COVERED = (
     "before `trainer.train()` to have all of it."
 )
 
+PACKS = "packs rows before the model is called, so there is no padding to remove and no prefix to share."
+"""What a setting of another stack does that is refused beside the callback."""
+
 
 _attached_by: WeakKeyDictionary[Any, PaddingRemovalCallback] = WeakKeyDictionary()
 """The callback that each handle belongs to. Not an attribute of the handle, which a deep copy of the model copies."""
@@ -161,8 +164,11 @@ class PaddingRemovalCallback(TrainerCallback):
         check_prefix_sharing(prefix_sharing)
         check_multiple(packed_multiple_of)
         self.prefix_sharing: PrefixSharing = prefix_sharing
-        self.parity_check, self.pool_last_token = parity_check, pool_last_token
-        self.packed_multiple_of, self.attn_implementation = packed_multiple_of, attn_implementation
+        self.parity_check = parity_check
+        self._attach_one = partial(
+            remove_padding, pool_last_token=pool_last_token, packed_multiple_of=packed_multiple_of,
+            attn_implementation=attn_implementation,
+        )  # fmt: skip
         self.handles: list[PaddingRemoval] = []
         self.reports: list[ParityReport] = []
         self._given: Trainer | None = None
@@ -229,13 +235,7 @@ class PaddingRemovalCallback(TrainerCallback):
         earlier = None if attached is None else _attached_by.get(attached)
         if earlier is not None and not earlier._is_beside(self):
             earlier.remove()  # a training that raised an error, in a notebook, has left it
-        handle = remove_padding(
-            model,
-            prefix_sharing=self._prefix_sharing,
-            pool_last_token=self.pool_last_token,
-            packed_multiple_of=self.packed_multiple_of,
-            attn_implementation=self.attn_implementation,
-        )
+        handle = self._attach_one(model, prefix_sharing=self._prefix_sharing)
         handle.name = f"callback.handles[{len(self.handles)}]"
         self.handles.append(self._undo.enter_context(handle))
         _attached_by[handle] = self
@@ -304,7 +304,9 @@ class PaddingRemovalCallback(TrainerCallback):
         if self._is_training:  # the last training raised an error, so it had no end
             self.remove()
         if self._given is None:
-            _refuse_sharded()
+            wrappers = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.FSDP: "FSDP"}
+            if wrapper := wrappers.get(AcceleratorState().distributed_type):
+                raise _taken_over(wrapper, "the model")
             self._begin(_policy_alone(model, args))
             logger.warning(NOT_COVERED)
             return
@@ -464,13 +466,6 @@ def _refuse_taken_over(trainer: Trainer) -> None:
             wrapper = COMPILER
         if wrapper is not None:
             raise _taken_over(wrapper, type(module).__name__)
-
-
-def _refuse_sharded() -> None:
-    """Raise a [`PaddingRemovalError`] if accelerate's launch has wrapped the model before training began."""
-    wrappers = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.FSDP: "FSDP"}
-    if wrapper := wrappers.get(AcceleratorState().distributed_type):
-        raise _taken_over(wrapper, "the model")
 
 
 def _taken_over(wrapper: str, module: str) -> PaddingRemovalError:

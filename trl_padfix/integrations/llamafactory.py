@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from ..trainers.temporary_attributes import temporarily_set
 from ..versions import require_stack
-from .callback import PREFIX, callback_from
+from .callback import PACKS, PREFIX, callback_from
 
 
 require_stack("llamafactory")
@@ -56,8 +56,7 @@ def train(config: dict[str, Any] | None = None) -> None:
     if packs := [key for key in ("packing", "neat_packing") if arguments.get(key, by_default.get(key))]:
         default = "" if packs[0] in arguments else " (the default of `stage: pt`)"
         raise ValueError(
-            f"`{packs[0]}: true`{default} packs rows before the model is called, so there is no padding to remove and "
-            f"no prefix to share. Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
+            f"`{packs[0]}: true`{default} {PACKS} Set `{packs[0]}: false`, or start it with `llamafactory-cli train`."
         )
     start = Trainer.train
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import PaddingRemovalError
 from ..core.handle import PrefixSharing
 from ..versions import require_stack
-from .callback import PaddingRemovalCallback
+from .callback import PACKS, PaddingRemovalCallback
 
 
 require_stack("ms-swift")
@@ -59,8 +59,7 @@ class PadfixCallback(PaddingRemovalCallback):
         packed = {"packing": template.packing, "padding_free": template.padding_free}
         if flags := [name for name, is_on in packed.items() if is_on]:
             raise PaddingRemovalError(
-                f"`--{flags[0]} true` packs rows before the model is called, so there is no padding to remove and no "
-                f"prefix to share. Set `--{flags[0]} false`, or train without the callback."
+                f"`--{flags[0]} true` {PACKS} Set `--{flags[0]} false`, or train without the callback."
             )
         self.attach(self._new_trainer)
 
