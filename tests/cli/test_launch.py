@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import accelerate.commands.launch as accelerate_launch
 import psutil
@@ -95,16 +94,17 @@ def test_a_yaml_for_trl_runs_unchanged(recipe, trls, tmp_path):
     assert os.environ["SEEN_BY_EVERY_PROCESS"] == "3"
 
 
-def test_accelerate_is_given_its_defaults_and_has_nothing_to_warn_of(recipe, monkeypatch, tmp_path):
-    monkeypatch.setattr("accelerate.commands.config.default_config_file", str(tmp_path / "none.yaml"))
-    said = []
-    monkeypatch.setattr(accelerate_launch, "logger", SimpleNamespace(warning=said.append))
+def test_accelerate_does_not_list_the_defaults_that_it_sets(recipe, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(accelerate_launch, "default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(accelerate_launch.logger, "filters", [])
     accelerate_launch._validate_launch_command(accelerate_launch.launch_command_parser().parse_args(["a.py"]))
-    assert "`--num_machines` was set to a value of `1`" in said.pop()
+    assert "`--num_machines` was set to a value of `1`" in caplog.text
+    caplog.clear()
     _, launch = parse("dpo", ["--config", str(recipe)])
-    assert launch.num_processes == 1  # of the YAML
     accelerate_launch._validate_launch_command(launch)
-    assert said == []
+    assert (launch.num_processes, launch.num_machines) == (1, 1)  # of the YAML; its default
+    accelerate_launch.logger.warning("all else")
+    assert [record.getMessage() for record in caplog.records] == ["all else"]
     config = ["--accelerate_config", str(ROOT / "recipes/accelerate/cpu.yaml")]
     _, launch = parse("dpo", ["--config", str(recipe), *config])
     assert launch.num_machines is launch.mixed_precision is None  # of the configuration

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -71,14 +72,13 @@ def make_parser(method: str) -> TrlParser:
 def _group_options(parser: TrlParser, ours: set[str]) -> None:
     """Show our options first in `--help`, in the groups of [`OPTION_GROUPS`]."""
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
-    group_of = {name: group for group, names in OPTION_GROUPS.items() for name in names}
-    first = next(iter(OPTION_GROUPS))
     actions = [action for action in parser._optionals._group_actions if action.dest in ours]
-    groups = [parser.add_argument_group(f"padding removal, {title}") for title in OPTION_GROUPS]
-    for title, group in zip(OPTION_GROUPS, groups, strict=True):
-        group._group_actions = [action for action in actions if group_of.get(action.dest, first) == title]
+    others = ours.difference(*OPTION_GROUPS.values())
+    for place, (title, names) in enumerate(OPTION_GROUPS.items()):
+        group = parser.add_argument_group(f"padding removal, {title}")
+        group._group_actions = [action for action in actions if action.dest in (names or others)]
+        parser._action_groups.insert(place, parser._action_groups.pop())
     parser._optionals._group_actions = [a for a in parser._optionals._group_actions if a not in actions]
-    parser._action_groups = [*groups, *parser._action_groups[: -len(groups)]]
 
 
 def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
@@ -108,6 +108,7 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     given = read_given(args)
     resume_from = check_given(method, given)
     # Imported here, because they take seconds: mistakes above are reported without them.
+    logging.getLogger("accelerate.commands.launch").addFilter(_is_news)
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
@@ -121,23 +122,13 @@ def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:
     launch, unknown = launch_command_parser().parse_known_args([*others, *script])
     if unknown or launch.training_script_args != script[2:]:
         raise ValueError(f"{' '.join(unknown or [launch.training_script])}: a value without a flag.")
-    _set_defaults(launch)
     parsed[1].resume_from_checkpoint = resume_from
     return parsed, launch
 
 
-def _set_defaults(launch: Namespace) -> None:
-    """Set what `accelerate launch` would set itself, with six lines of warning, where no configuration file does."""
-    import torch
-    from accelerate.commands.config import default_config_file
-
-    if launch.config_file or (Path(default_config_file).is_file() and not launch.cpu):
-        return
-    devices = 0 if launch.cpu else torch.accelerator.device_count()
-    if devices > 1 and launch.num_processes is None:
-        launch.multi_gpu = not (launch.use_deepspeed or launch.use_fsdp or launch.tpu)
-    defaults = {"num_processes": devices, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}
-    vars(launch).update({name: value for name, value in defaults.items() if vars(launch)[name] is None})
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record of `accelerate launch` is not the list of the values that it sets where the user set none."""
+    return not record.getMessage().startswith("The following values were not passed to")
 
 
 def main(method: str, args: Sequence[str]) -> None:
