@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,8 @@ def make_parser(method: str) -> TrlParser:
     from transformers import TrainingArguments
 
     config = _class(method, "Config")
-    with _patched_trl({config.__name__: config}):
+    # TRL's script imports our classes from `trl` in this block.
+    with patch.multiple("trl", **{config.__name__: config}):
         parser = _script(method).make_parser(prog=f"trl-padfix {method}")
     parser.usage = "%(prog)s [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [--FIELD VALUE ...]"
     parser.epilog = "Flags of `accelerate launch` work too, here and in the YAML."
@@ -153,7 +154,8 @@ def main(method: str, args: Sequence[str]) -> None:
             model.model_name_or_path = _tiny_model(tiny, script, initial, model, data)
             set_seed(training.seed)
         config, trainer = _class(method, "Config"), _class(method, "Trainer")
-        stack.enter_context(_patched_trl({config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}))
+        ours = {config.__name__: config, trainer.__name__: _checked(trainer, own.dry_run)}
+        stack.enter_context(patch.multiple("trl", **ours))
         try:
             _script(method).main(*parsed)
         except _DryRunEnd as end:
@@ -259,11 +261,6 @@ def _script(method: str) -> Any:
 def _class(method: str, kind: str) -> type:
     """Our `"Trainer"` or `"Config"` of a method."""
     return getattr(importlib.import_module("trl_padfix"), f"{METHODS[method]}{kind}")
-
-
-def _patched_trl(ours: dict[str, Any]) -> AbstractContextManager[Any]:
-    """A block in which `from trl import ...` imports our classes."""
-    return patch.multiple(importlib.import_module("trl"), **ours)
 
 
 if __name__ == "__main__":
