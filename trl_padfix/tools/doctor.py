@@ -19,25 +19,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..core.anatomy import Anatomy
 from ..core.attention.attention import torch_varlen_is_complete
-from ..core.attention.availability import (
-    FLASH_PACKAGES,
-    Backend,
-    Machine,
-    Workload,
-    assess,
-    best_backend,
-    list_backends,
-    model_class,
-)
+from ..core.attention.availability import Backend, Machine, Workload, assess, best_backend, list_backends, model_class
 from ..core.refusals import refusal
-from ..versions import BOUNDS, INSTEAD, TESTED, installed_version, installed_versions
+from ..versions import BOUNDS, INSTEAD, TESTED, installed_versions
 
 
 __all__ = ["Diagnosis", "ModelReport", "diagnose"]
 
 PACKAGES = (
     "trl-padfix", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "liger-kernel",
-    "bitsandbytes", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels",
+    "bitsandbytes", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "triton",
 )  # fmt: skip
 
 
@@ -177,12 +168,7 @@ def describe_system() -> dict[str, Any]:
             {"name": g.name, "memory_gib": round(g.total_memory / 2**30, 1), "capability": f"{g.major}.{g.minor}"}
             for g in gpus
         ],
-        "kernels": {
-            "torch_varlen": torch_varlen_is_complete(),
-            **{name: installed_version(package.requirement.name) for name, package in FLASH_PACKAGES.items()},
-            "hub": installed_version("kernels"),
-            "triton": installed_version("triton"),
-        },
+        "torch_varlen": torch_varlen_is_complete(),
     }
 
 
