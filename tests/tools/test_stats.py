@@ -205,11 +205,11 @@ def test_the_advice_follows_the_data(kind):
     build, shares, groups = KINDS[kind]
     found = advise(Lengths.of(build()), trainer="dpo", batch_size=8)
     assert (found.shares, found.groups) == (shares, groups)
-    assert found.grouped <= 1.01 * found.auto <= 1.01 * found.real
-    assert found.real <= found.bucket_by_length <= found.padded
+    assert found.grouped.auto <= 1.01 * found.random.auto <= 1.01 * found.random.real
+    assert found.random.real <= found.by_length.padded <= found.random.padded
     text = "\n".join(found.lines())
     assert ('prefix_sharing="auto"' in text) is shares
     assert ("group_by_prefix=True" in text) is groups
-    assert f"{found.by_tokens:.1f}x ({found.padded:,.0f} tokens" in text
+    assert f"{found.by_tokens:.1f}x ({found.random.padded:,.0f} tokens" in text
     if kind.startswith("equal"):
         assert found.by_tokens == pytest.approx(1, abs=0.02)

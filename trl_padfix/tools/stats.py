@@ -196,48 +196,47 @@ class Verdict:
 
     batch_size: int
     trainer: str
-    padded: float  # what TRL computes
-    bucket_by_length: float  # the same, with rows of about one length together
-    real: float  # what TRL computes with its own `padding_free` or packing (SFT only)
-    auto: float  # with padding removed and `prefix_sharing="auto"`
-    grouped: float  # the same, with rows of long shared prefixes together
+    random: BatchTokens  # TRL's batches; of its own `padding_free` or packing (SFT only) the `real` ones
+    grouped: BatchTokens  # rows of long shared prefixes together
+    by_length: BatchTokens  # rows of about one length together
 
     @property
     def shares(self) -> bool:
         """Whether `prefix_sharing` is advised."""
-        return min(self.auto, self.tokens) < WORTH_SHARING * self.real
+        return self.tokens < WORTH_SHARING * self.random.real
 
     @property
     def groups(self) -> bool:
         """Whether `group_by_prefix` is advised."""
-        return self.grouped < WORTH_GROUPING * self.auto
+        return self.grouped.auto < WORTH_GROUPING * self.random.auto
 
     @property
     def tokens(self) -> float:
         """Tokens of a batch with the advised settings."""
-        return self.grouped if self.groups else self.auto
+        return self.grouped.auto if self.groups else self.random.auto
 
     @property
     def by_tokens(self) -> float:
         """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
-        return self.padded / self.tokens
+        return self.random.padded / self.tokens
 
     def lines(self) -> list[str]:
         """The verdict in words."""
-        saved, saved_by_grouping = 1 - self.auto / self.real, 1 - self.grouped / self.auto
+        padded, real, auto = self.random.padded, self.random.real, self.random.auto
+        saved_by_grouping = 1 - self.grouped.auto / auto
         settings = ["padding_free=True", 'prefix_sharing="auto"' if self.shares else "prefix_sharing=False"]
         settings += ["group_by_prefix=True"] * self.groups
         grouping = f"grouped ones save {saved_by_grouping:.0%} more"
         if not self.groups:
             grouping = f"grouping would save {max(saved_by_grouping, 0):.0%}"
-        packed = f"{self.padded / self.real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
+        packed = f"{padded / real:.1f}x by tokens" if self.trainer == "sft" else "none for this trainer"
         return [
             f"Use {', '.join(settings)}.",
-            f"Padding is {1 - self.real / self.padded:.0%} of TRL's batches of {self.batch_size} "
-            f"{UNITS[self.trainer]}; random batches repeat {saved:.0%} of the rest in prefixes, and {grouping}.",
-            f"Limit by tokens: {self.by_tokens:.1f}x ({self.padded:,.0f} tokens in TRL's padded batch, "
+            f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}; random "
+            f"batches repeat {1 - auto / real:.0%} of the rest in prefixes, and {grouping}.",
+            f"Limit by tokens: {self.by_tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
             f"{self.tokens:,.0f} with these settings).",
-            f"TRL's group_by_length: {self.padded / self.bucket_by_length:.1f}x by tokens; its padding_free or "
+            f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "
             f"packing: {packed}.",
         ]
 
@@ -258,13 +257,4 @@ def advise(lengths: Lengths, *, trainer: str, batch_size: int) -> Verdict:
         [`Verdict`]
     """
     size = min(batch_size, len(lengths))
-    random, grouped, by_length = (batch_tokens(lengths, size, order=order) for order in ("random", "prefix", "length"))
-    return Verdict(
-        batch_size=size,
-        trainer=trainer,
-        padded=random.padded,
-        bucket_by_length=by_length.padded,
-        real=random.real,
-        auto=random.auto,
-        grouped=grouped.auto,
-    )
+    return Verdict(size, trainer, *(batch_tokens(lengths, size, order=o) for o in ("random", "prefix", "length")))
