@@ -74,9 +74,9 @@ In evaluation each name begins with `eval_`.
 
 The fractions cover packed forwards only.
 
-With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation may move all rows of a prompt into one
-batch of the step; the log says so. The optimizer step stays the same. Means over batches (`entropy`, `kl`,
-`clip_ratio`) then differ from TRL's.
+With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation regroup the rows of an optimizer step, so
+that completions of a prompt run together; the log says so. The step stays the same, but means over batches
+(`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
