@@ -8,7 +8,7 @@ import trl
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
+from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make, subclass
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
 from zoo import models
@@ -79,13 +79,21 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
 
 
-@pytest.mark.parametrize(("more", "moves"), [({}, True), ({"loss_type": ["aot"]}, False), (EXPERTS, False)])
-def test_rows_move_to_another_process_if_no_loss_compares_them_with_its_batch(more, moves, tmp_path, monkeypatch):
+def cut(trainer, inputs):
+    """A user's: the batch has the columns of its shortest row."""
+    return {name: value[:, : inputs["attention_mask"].sum(1).min()] for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    ("more", "own", "moves"),
+    [({}, {}, True), ({"loss_type": ["aot"]}, {}, False), (EXPERTS, {}, False), ({}, {"_prepare_inputs": cut}, False)],
+)
+def test_rows_move_to_another_process_if_nothing_compares_them_with_its_batch(more, own, moves, tmp_path, monkeypatch):
     """The balancing loss of experts does."""
     monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
     given = {name: value() if callable(value) else value for name, value in more.items()}
     ours, theirs = (make(trl_padfix, "DPO", tmp_path, padding_free=free, **given) for free in (True, False))
-    assert (order_of(ours) != order_of(theirs)) is moves
+    assert (order_of(subclass(ours, **own)) != order_of(theirs)) is moves
 
 
 def drawn_costs(draw, count):

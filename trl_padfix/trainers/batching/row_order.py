@@ -20,7 +20,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 
 from ...core.anatomy import find_pretrained
-from ..checks.user_code import custom_loss_name, custom_step_name, is_custom_collator
+from ..checks.user_code import custom_batch_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part
 from ..settings import check_grouping
@@ -165,8 +165,7 @@ class RowOrder(Part):
             and not is_custom_collator(trainer.data_collator)
             and task.rows_are_independent()
             and not task.balances_experts()
-            and custom_loss_name(trainer) is None
-            and custom_step_name(trainer, everywhere=True) is None
+            and custom_batch_name(trainer) is None
         )
 
     def _batches(self) -> Batches:
