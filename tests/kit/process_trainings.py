@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import trl
+from kit.budget_runs import make_on_images
 from kit.methods import ONLINE, make_trainer
 from kit.online_runs import load_policy
 from kit.trainer_runs import lora
@@ -21,6 +22,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{kind}, LoRA": (kind, {"peft_config": lora}) for kind in ("GRPO", "DPO")},
     "GRPO, a group on both processes": ("GRPO", {"num_generations": 8, "per_device_train_batch_size": 4}),
     "DPO, balanced experts": ("DPO", EXPERTS),
+    "DPO, images": ("DPO", {"family": "llava"}),
 }
 SPLIT = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 64}
 
@@ -30,7 +32,8 @@ def train(library: Any, kind: str, folder: str, given: dict[str, Any]) -> dict[s
     given = {name: value() if callable(value) else value for name, value in given.items()}
     given |= {"model": load_policy(f"{folder}/policy")} if kind in ONLINE else {}
     set_seed(0)
-    trainer = make_trainer(library, kind, tempfile.mkdtemp(), max_steps=3, **given)
+    make = make_on_images if "family" in given else make_trainer
+    trainer = make(library, kind, folder=tempfile.mkdtemp(), max_steps=3, **given)
     set_seed(1)  # of the completions
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
