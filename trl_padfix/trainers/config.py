@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from .field_types import Implementation, answer_unknown_fields, help_from_docstring
+from .field_types import answer_unknown_fields, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -250,10 +250,3 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     """
 
     expand_turns: bool = False
-
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        if self.expand_turns:
-            from .data.turns import check_turn_settings
-
-            check_turn_settings(self)
-        super().__post_init__(attn_implementation)

@@ -23,7 +23,6 @@ from ...core.anatomy import find_pretrained
 from ..checks.user_code import custom_batch_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part
-from ..settings import check_grouping
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
 
@@ -118,7 +117,6 @@ class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
         if self.settings.group_by_prefix and data is not None and not isinstance(data, Dataset):
             raise ValueError(
