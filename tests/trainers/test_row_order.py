@@ -79,21 +79,29 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
 
 
-def cut(trainer, inputs):
-    """A user's: the batch has the columns of its shortest row."""
-    return {name: value[:, : inputs["attention_mask"].sum(1).min()] for name, value in inputs.items()}
+def prepare(trainer):
+    """A user's code may cut a batch to its shortest row."""
+    subclass(trainer, _prepare_inputs=lambda trainer, inputs: inputs)
 
 
-@pytest.mark.parametrize(
-    ("more", "own", "moves"),
-    [({}, {}, True), ({"loss_type": ["aot"]}, {}, False), (EXPERTS, {}, False), ({}, {"_prepare_inputs": cut}, False)],
-)
-def test_rows_move_to_another_process_if_nothing_compares_them_with_its_batch(more, own, moves, tmp_path, monkeypatch):
+def clamp(trainer):
+    trainer.model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+COMPARED = [({"loss_type": ["aot"]}, None), (EXPERTS, None), ({}, prepare), ({}, clamp)]
+
+
+@pytest.mark.parametrize(("more", "change", "moves"), [({}, None, True), *((*case, False) for case in COMPARED)])
+def test_rows_move_to_another_process_if_nothing_compares_them_with_its_batch(
+    more, change, moves, tmp_path, monkeypatch
+):
     """The balancing loss of experts does."""
     monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
     given = {name: value() if callable(value) else value for name, value in more.items()}
     ours, theirs = (make(trl_padfix, "DPO", tmp_path, padding_free=free, **given) for free in (True, False))
-    assert (order_of(subclass(ours, **own)) != order_of(theirs)) is moves
+    if change is not None:
+        change(ours)
+    assert (order_of(ours) != order_of(theirs)) is moves
 
 
 def drawn_costs(draw, count):

@@ -66,9 +66,8 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
 
 def custom_batch_name(trainer: TaskTrainer) -> str | None:
     """Name of the user's code in a step that may depend on which rows share a batch; `None` if there is none."""
-    return custom_loss_name(trainer) or _custom_method(
-        trainer, {"training_step", "_prepare_inputs", "get_batch_samples"}
-    )
+    methods = {"training_step", "_prepare_inputs", "get_batch_samples"}
+    return custom_loss_name(trainer) or _custom_method(trainer, methods) or gradient_hook_name(trainer)
 
 
 def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:
