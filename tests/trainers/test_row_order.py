@@ -164,6 +164,9 @@ def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, proces
     batches = Batches(size, processes, steps, is_filled=True)
     found = batches.permuted(order, costs, groups).tolist()
     assert len(found) % (size * processes) == 0
+    assert (
+        found[count:] == np.resize(order, len(found) - count).tolist()
+    )  # the first of TRL's rows, repeated at the end
     if groups:
         assert sorted(chain(*rounds(found))) == sorted(chain(*rounds(order)))
     else:

@@ -75,8 +75,8 @@ class Batches:
         if size == self.size:
             return order
         # Trainer fetches all batches of a step first, so accelerate takes some metrics of the last step, if its last
-        # batches are filled, from the first rows of each batch alone: all its rows stay in TRL's places.
-        end = len(order) - ((len(order) - 1) % self.per_step + 1 if len(filler) and not is_grouped else 0)
+        # batches are filled, from the first rows of each batch alone: that step keeps its order.
+        end = len(order) - ((len(order) - 1) % self.per_step + 1 if len(filler) else 0)
         result = [self._balanced(order[i : i + size], costs) for i in range(0, end, size)]
         return np.concatenate([*result, order[end:]])
 
