@@ -22,9 +22,11 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from kit.cells import MATRIX
 from kit.commands import as_flags, logs_of
-from kit.processes import launched, trained
+from kit.online_runs import save_policy
+from kit.processes import launched, logged, trained
 from kit.tolerance import tolerance
 from kit.trainer_runs import WORDS, words
 from safetensors.torch import load_file
@@ -201,6 +203,17 @@ def test_the_check_runs_no_backward_that_a_static_graph_of_ddp_would_record(toge
     assert_same(together("dpo", "multi_gpu", *PACKED, *static), one_process("dpo"), *METRICS["dpo"])
     said = together("dpo", "multi_gpu", *PACKED, *static, "--max_tokens_per_batch", "128", fails=True)
     assert "splits a backward into several, and with `ddp_static_graph=True`" in said
+
+
+@pytest.mark.skipif("DistillationTrainer" not in trl.__all__, reason="a TRL before 1.16")
+def test_every_trainer_takes_trls_steps_on_two_processes(tmp_path):
+    save_policy(tmp_path / "policy")
+    for name, (theirs, ours) in logged("multi_gpu", tmp_path, "kit.process_trainings").items():
+        for figure in ("loss", "grad_norm"):
+            expected = torch.tensor(theirs[figure])
+            torch.testing.assert_close(torch.tensor(ours[figure]), expected, rtol=ROUNDING, atol=ROUNDING, msg=name)
+        assert (expected.diff().abs() > 10 * ROUNDING).all()  # a step late, norms would differ
+        assert min(ours["padfix/shared_fraction"]) > 0.05
 
 
 SPLIT = (*PACKED[:4], "--per_device_train_batch_size", "4")

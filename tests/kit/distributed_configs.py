@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 import trl
-from kit.methods import METHODS, make_trainer
+from kit.methods import METHODS, ONLINE, make_trainer
 from kit.trainer_runs import Run, build_tokenizer, confusing_layout, lora, run
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from zoo import models
@@ -91,7 +91,7 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, **c
     batches = int(os.environ.get("WORLD_SIZE", 1)) // shared
     given: dict[str, Any] = METHODS[method].settings | {
         "per_device_train_batch_size": ROWS // batches,
-        "per_device_eval_batch_size": 4 if method == "GRPO" else 1,  # TRL's evaluation is a mean over batches
+        "per_device_eval_batch_size": 4 if method in ONLINE else 1,  # TRL's evaluation is a mean over batches
         "max_steps": 3,
         "optim": "sgd",  # Adam would make steps of the rounding of gradients that cancel
         "learning_rate": 0.02,
@@ -101,12 +101,12 @@ def make(method: str, mode: str, folder: Path, sizes: dict[str, Any] | None, **c
     given["model"] = load(folder, "reward" if method == "Reward" else "policy", sizes, **asked)
     if mode.startswith("LoRA"):
         given |= ADAPTERS
-    elif method == "DPO":
-        given["ref_model"] = load(folder, "reference", sizes, **asked)
+    elif method in ("DPO", "Distillation"):
+        given["ref_model" if method == "DPO" else "teacher_model"] = load(folder, "reference", sizes, **asked)
     given["eval_dataset"] = METHODS[method].defaults["eval_dataset"]()
     given |= MODES.get(mode.removeprefix("LoRA, "), {}) | config
     trainer = make_trainer(trl if mode in ("", "LoRA") else trl_padfix, method, folder / "run", **given)
-    if method == "GRPO":
+    if method in ONLINE:
         answer_from_table(trainer, int(os.environ.get("RANK", 0)) // shared)
     return trainer
 
@@ -123,14 +123,14 @@ def answer_from_table(trainer: Any, batch: int) -> None:
     generate = trainer._generate_single_turn
 
     def answered(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        _, logprobs, *rest = generate(prompt_ids, *args, **kwargs)
+        found = generate(prompt_ids, *args, **kwargs)
         answers = []
         for i, prompt in enumerate(map(tuple, prompt_ids)):
             place = (batch * len(prompt_ids) + i) % 4
             draw = torch.Generator().manual_seed(hash(prompt) % 1000 + place)
             length = int(torch.randint(2, 11, (), generator=draw))
             answers.append([*torch.randint(6, 38, (length,), generator=draw).tolist(), 1])
-        return answers, logprobs, *rest
+        return (answers, *found[1:]) if isinstance(found, tuple) else answers
 
     trainer._generate_single_turn = answered
 

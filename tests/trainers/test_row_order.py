@@ -8,7 +8,7 @@ import trl
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
-from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make
+from kit.budget_runs import GLOBAL_BATCH, assert_same, build_branching, make, subclass
 from kit.trainer_runs import figures
 from torch.utils.data import BatchSampler
 from zoo import models
@@ -79,12 +79,28 @@ def test_groups_are_drawn_by_seed_and_epoch_and_stay_whole_in_batches(tmp_path):
 EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
 
 
-@pytest.mark.parametrize(("more", "moves"), [({}, True), ({"loss_type": ["aot"]}, False), (EXPERTS, False)])
-def test_rows_move_to_another_process_if_no_loss_compares_them_with_its_batch(more, moves, tmp_path, monkeypatch):
+def prepare(trainer):
+    """A user's code may cut a batch to its shortest row."""
+    subclass(trainer, _prepare_inputs=lambda trainer, inputs: inputs)
+
+
+def clamp(trainer):
+    trainer.model.lm_head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+COMPARED = [({"loss_type": ["aot"]}, None), (EXPERTS, None), ({}, prepare), ({}, clamp)]
+
+
+@pytest.mark.parametrize(("more", "change", "moves"), [({}, None, True), *((*case, False) for case in COMPARED)])
+def test_rows_move_to_another_process_if_nothing_compares_them_with_its_batch(
+    more, change, moves, tmp_path, monkeypatch
+):
     """The balancing loss of experts does."""
     monkeypatch.setattr(RowOrder, "_batches", lambda part: Batches(4, processes=2))
     given = {name: value() if callable(value) else value for name, value in more.items()}
     ours, theirs = (make(trl_padfix, "DPO", tmp_path, padding_free=free, **given) for free in (True, False))
+    if change is not None:
+        change(ours)
     assert (order_of(ours) != order_of(theirs)) is moves
 
 
@@ -148,6 +164,9 @@ def test_the_rows_that_fill_an_epoch_are_those_of_accelerate(count, size, proces
     batches = Batches(size, processes, steps, is_filled=True)
     found = batches.permuted(order, costs, groups).tolist()
     assert len(found) % (size * processes) == 0
+    assert (
+        found[count:] == np.resize(order, len(found) - count).tolist()
+    )  # the first of TRL's rows, repeated at the end
     if groups:
         assert sorted(chain(*rounds(found))) == sorted(chain(*rounds(order)))
     else:

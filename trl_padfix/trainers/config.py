@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trl
 
-from .field_types import Implementation, answer_unknown_fields, help_from_docstring
+from .field_types import answer_unknown_fields, help_from_docstring
 from .settings import (
     AttentionConfig,
     BudgetConfig,
@@ -39,14 +39,14 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
-            `'auto'`: rows that cannot share run unshared. `True` also warns about them; with `strict` or NEFTune it
-            raises an error instead. Needs `padding_free`.
+            `'auto'`: rows that cannot share run unshared. `True` also warns about such rows; with `strict` or NEFTune
+            it is an error. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
         parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded in the first steps. If packed is wrong, the run ends with a
-            `ParityError`. Set `False` only to measure time.
+            With `padding_free`: compare packed with padded in the first steps. If the model is wrong, the run ends
+            with a `ParityError`; if only the loss is, it continues padded. Set `False` only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
             With `padding_free`: raise an error if a call cannot be packed, or if the trainer's loss depends on
             padding. By default both run padded, with a warning.
@@ -250,10 +250,3 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
     """
 
     expand_turns: bool = False
-
-    def __post_init__(self, attn_implementation: Implementation | None) -> None:
-        if self.expand_turns:
-            from .data.turns import check_turn_settings
-
-            check_turn_settings(self)
-        super().__post_init__(attn_implementation)

@@ -19,8 +19,8 @@ from .field_types import Implementation, Lengths, Sharing, parse_implementation
 
 __all__ = [
     "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
-    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_grouping",
-    "check_packing", "check_token_budget", "prefix_sharing_with_neftune", "trls_configuration",
+    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_settings",
+    "prefix_sharing_with_neftune", "trls_configuration",
 ]  # fmt: skip
 
 COMPUTED = {
@@ -95,8 +95,7 @@ class PackingConfig:
     packed_multiple_of: Lengths | None = None
 
     def __post_init__(self) -> None:
-        check_field_types(self)
-        check_packing(Settings.of(self))
+        check_settings(Settings.of(self), self)
         if self.prefix_sharing is True:
             prefix_sharing_with_neftune(True, self)
         super().__post_init__()  # type: ignore[misc]
@@ -117,12 +116,6 @@ class PaddingConfig(PackingConfig):
 
     padding_side: str | None = field(default=None, metadata={"choices": ["left", "right"]})
 
-    def __post_init__(self) -> None:
-        from .data.collators import check_padding_side
-
-        check_padding_side(self.padding_side, optional=True)
-        super().__post_init__()
-
 
 @dataclass
 class ForwardBudgetConfig:
@@ -130,20 +123,12 @@ class ForwardBudgetConfig:
 
     max_tokens_per_batch: int | None = None
 
-    def __post_init__(self) -> None:
-        check_token_budget(self.max_tokens_per_batch, self)
-        super().__post_init__()  # type: ignore[misc]
-
 
 @dataclass
 class BudgetConfig(ForwardBudgetConfig):
     """`max_tokens_per_batch` and `group_by_prefix`, for trainers that train on the rows of a dataset."""
 
     group_by_prefix: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_grouping(Settings.of(self), self)
 
 
 @dataclass
@@ -153,11 +138,6 @@ class EvaluationConfig:
     exact_eval_means: bool = False
     predict_with_generate: bool = False
     generation_max_new_tokens: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[misc]
-        if self.predict_with_generate and self.generation_max_new_tokens < 1:
-            raise ValueError(f"`generation_max_new_tokens` must be positive, got {self.generation_max_new_tokens}.")
 
 
 @dataclass
@@ -230,6 +210,28 @@ def check_field_types(config: TrainingArguments) -> None:
         value = vars(config)[flag.name]
         if value not in (None, False, True):
             raise TypeError(f"`{flag.name}={value!r}` is of type `{type(value).__name__}`; a flag is True or False.")
+
+
+def check_settings(settings: Settings, config: TrainingArguments) -> None:
+    """
+    Check our fields of a configuration, which `settings` holds. The configuration calls it when it is created, and a
+    trainer again, for fields that were set later.
+
+    Raises:
+        TypeError, ValueError: For a value that is invalid, alone or with another field of the configuration.
+    """
+    from .data.collators import check_padding_side
+    from .data.turns import check_turn_settings
+
+    check_field_types(config)
+    check_padding_side(settings.padding_side, optional=True)
+    check_packing(settings)
+    check_token_budget(settings.max_tokens_per_batch, config)
+    check_grouping(settings, config)
+    if settings.expand_turns:
+        check_turn_settings(config)
+    if settings.predict_with_generate and settings.generation_max_new_tokens < 1:
+        raise ValueError(f"`generation_max_new_tokens` must be positive, got {settings.generation_max_new_tokens}.")
 
 
 def check_packing(settings: Settings) -> None:

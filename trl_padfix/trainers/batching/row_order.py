@@ -20,10 +20,9 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 
 from ...core.anatomy import find_pretrained
-from ..checks.user_code import custom_loss_name, custom_step_name, is_custom_collator
+from ..checks.user_code import custom_batch_name, is_custom_collator
 from ..distributed import data_replicas, trains_on_images
 from ..parts.part import Part
-from ..settings import check_grouping
 from .bin_packing import RowCosts, dataset_costs, partition_equal_rows
 
 
@@ -76,8 +75,8 @@ class Batches:
         if size == self.size:
             return order
         # Trainer fetches all batches of a step first, so accelerate takes some metrics of the last step, if its last
-        # batches are filled, from the first rows of each batch alone: all its rows stay in TRL's places.
-        end = len(order) - ((len(order) - 1) % self.per_step + 1 if len(filler) and not is_grouped else 0)
+        # batches are filled, from the first rows of each batch alone: that step keeps its order.
+        end = len(order) - ((len(order) - 1) % self.per_step + 1 if len(filler) else 0)
         result = [self._balanced(order[i : i + size], costs) for i in range(0, end, size)]
         return np.concatenate([*result, order[end:]])
 
@@ -118,7 +117,6 @@ class RowOrder(Part):
     """The order of rows, for `group_by_prefix`, and for `padding_free` on several processes."""
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_grouping(self.settings, config)
         data = init_kwargs.get("train_dataset")
         if self.settings.group_by_prefix and data is not None and not isinstance(data, Dataset):
             raise ValueError(
@@ -165,8 +163,7 @@ class RowOrder(Part):
             and not is_custom_collator(trainer.data_collator)
             and task.rows_are_independent()
             and not task.balances_experts()
-            and custom_loss_name(trainer) is None
-            and custom_step_name(trainer, everywhere=True) is None
+            and custom_batch_name(trainer) is None
         )
 
     def _batches(self) -> Batches:

@@ -46,7 +46,6 @@ from ..distributed import (
     sync_gradients_in_last,
 )
 from ..parts.part import Part, Step
-from ..settings import check_token_budget
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 from .chunk_metrics import ChunkMetrics
@@ -56,7 +55,7 @@ from .sub_batches import SubBatches
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, TrainingArguments
+    from transformers import PretrainedConfig
 
     from ..parts.part import PaddingFreeTrainer
 
@@ -93,9 +92,6 @@ class TokenBudget(Part):
         return max(budget * self.trainer._train_batch_size // args.train_batch_size, 1)
 
     # -- checks
-
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        check_token_budget(self.settings.max_tokens_per_batch, config)
 
     def attach(self) -> None:
         if self.settings.max_tokens_per_batch is None:

@@ -10,10 +10,9 @@ from accelerate.logging import get_logger
 from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...versions import newer_trl
-from ..data.collators import check_padding_side
 from ..data.columns import is_empty
 from ..data.tokenizers import check_tokenizer
-from ..settings import Settings, check_field_types, check_packing
+from ..settings import Settings, check_settings
 
 
 if TYPE_CHECKING:
@@ -33,19 +32,17 @@ def check_arguments(
     """
     Check the arguments of a trainer (`init_kwargs`, by name) and our fields of its configuration.
 
-    The configuration checked its fields when it was created. These checks are for fields that were set later.
+    The configuration checked its fields when it was created; `check_settings` is for fields that were set later.
     """
     if newer := newer_trl():
         logger.warning_once(newer)
-    check_field_types(config)
+    check_settings(settings, config)
     side, collator = settings.padding_side, init_kwargs.get("data_collator")
-    check_padding_side(side, optional=True)
     if side is not None and (not task.knows(collator) or getattr(collator, "padding_side", side) != side):
         raise ValueError(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."
         )
-    check_packing(settings)
     check_tokenizer(init_kwargs.get("processing_class"))
     data = init_kwargs.get("train_dataset")
     is_empty(data, "train")  # then an error

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "custom_loss_name", "custom_step_name", "gradient_hook_name", "hook_beside_loss", "is_custom_collator",
-    "module_hook_names", "observe_loss", "observe_user_loss", "observe_user_step", "why_padded",
+    "custom_batch_name", "custom_loss_name", "custom_step_name", "gradient_hook_name", "hook_beside_loss",
+    "is_custom_collator", "module_hook_names", "observe_loss", "observe_user_loss", "observe_user_step", "why_padded",
 ]  # fmt: skip
 
 TRUSTED = (f"{__name__.partition('.')[0]}.", "trl.", "transformers.")
@@ -62,6 +62,12 @@ def custom_loss_name(trainer: TaskTrainer) -> str | None:
     loss_function = vars(trainer).get("compute_loss_func")
     # GRPO in TRL 1.10 sets a string, which only turns a scaling off.
     return "compute_loss_func" if callable(loss_function) and not _is_trusted(loss_function) else None
+
+
+def custom_batch_name(trainer: TaskTrainer) -> str | None:
+    """Name of the user's code in a step that may depend on which rows share a batch; `None` if there is none."""
+    methods = {"training_step", "_prepare_inputs", "get_batch_samples"}
+    return custom_loss_name(trainer) or _custom_method(trainer, methods) or gradient_hook_name(trainer)
 
 
 def hook_beside_loss(trainer: TaskTrainer, inner: bool = False) -> str | None:

@@ -18,7 +18,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from ...core.call.batch_cache import batch_cache
 from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
-from ..checks.user_code import custom_loss_name, custom_step_name, gradient_hook_name
+from ..checks.user_code import custom_batch_name
 from ..data.batch_rows import numbered_images, without_images
 from ..data.columns import column_names
 from ..data.row_checks import validate_rows
@@ -113,8 +113,7 @@ class OnlineTask(Task):
             return False
         if not self.rows_are_independent() or self.balances_experts():
             return False
-        of_user = custom_loss_name(trainer) or custom_step_name(trainer, everywhere=True)
-        if of_user := of_user or gradient_hook_name(trainer):
+        if of_user := custom_batch_name(trainer):
             logger.warning_once(
                 f"Rows stay in TRL's micro-batches, because `{of_user}` may compare the rows of a micro-batch. "
                 "With `gradient_accumulation_steps=1` a step shares all prefixes."

@@ -23,7 +23,7 @@ from ..data.collators import (
 from ..data.columns import column_names, is_empty, lists, require_columns
 from ..data.row_checks import validate_rows
 from ..data.tokenizers import check_vocabulary, require_eos
-from ..data.turns import check_turn_settings, expand_datasets
+from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
 
@@ -195,7 +195,6 @@ class SFTTrainer(PaddingFreeMixin, trl.SFTTrainer):
             config = by_name(self._init_owners(), args, kwargs).get("args")
             settings = Settings.of(config)
             if settings.expand_turns:
-                check_turn_settings(config)
                 bound = inspect.signature(self._init_owners()[0].__init__).bind(self, *args, **kwargs)
                 for name in ("train", "eval"):
                     datasets = bound.arguments.get(f"{name}_dataset")

@@ -1,0 +1,48 @@
+"""Trainings of several processes, one after the other: TRL's trainer beside ours. `main` runs in each process."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import trl
+from kit.budget_runs import make_on_images
+from kit.methods import ONLINE, make_trainer
+from kit.online_runs import load_policy
+from kit.trainer_runs import lora
+from transformers import set_seed
+from zoo import models
+
+import trl_padfix
+
+
+EXPERTS = {"model": lambda: models.build("qwen3_moe"), "ref_model": lambda: models.build("qwen3_moe", seed=1)}
+TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ("GRPO", "RLOO", "Distillation", "Reward", "KTO")},
+    **{f"{kind}, LoRA": (kind, {"peft_config": lora}) for kind in ("GRPO", "DPO")},
+    "GRPO, a group on both processes": ("GRPO", {"num_generations": 8, "per_device_train_batch_size": 4}),
+    "DPO, balanced experts": ("DPO", EXPERTS),
+    "DPO, images": ("DPO", {"family": "llava"}),
+}
+SPLIT = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 64}
+
+
+def train(library: Any, kind: str, folder: str, given: dict[str, Any]) -> dict[str, list[float]]:
+    """Loss, gradient norm, and (of ours) the shared fraction of three steps."""
+    given = {name: value() if callable(value) else value for name, value in given.items()}
+    given |= {"model": load_policy(f"{folder}/policy")} if kind in ONLINE else {}
+    set_seed(0)
+    make = make_on_images if "family" in given else make_trainer
+    trainer = make(library, kind, folder=tempfile.mkdtemp(), max_steps=3, **given)
+    set_seed(1)  # of the completions
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return {name: [log.get(name, 0.0) for log in logs] for name in ("loss", "grad_norm", "padfix/shared_fraction")}
+
+
+def main(folder: str) -> dict[str, Any]:
+    """By training: TRL's figures, and ours."""
+    return {
+        name: [train(trl, kind, folder, given), train(trl_padfix, kind, folder, given | SPLIT)]
+        for name, (kind, given) in TRAININGS.items()
+    }
