@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import inspect
 import sys
 from contextlib import suppress
 from difflib import get_close_matches
@@ -16,8 +14,43 @@ from .version import __version__
 from .versions import INSTEAD, newer_trl, require
 
 
-# The public names. A module is imported at the first access to one of its names: `import trl_padfix` takes no time,
-# and only names of trainers import TRL.
+# The module of each public name. A module is imported at the first access to one of its names: `import trl_padfix`
+# takes no time, and only names of trainers import TRL.
+_MODULES = {
+    "core.layout.layout": ["Layout", "pack", "unpack"],
+    "core.layout.build": ["packed_layout", "padding_free_layout", "prefix_sharing_layout"],
+    "core.errors": ["PaddingRemovalError"],
+    "core.handle": ["PaddingRemoval", "PaddingStats"],
+    "core.remove": ["remove_padding"],
+    "core.split_rows": ["split_rows"],
+    "core.parity.check": ["check_parity"],
+    "core.parity.report": ["ParityError", "ParityReport"],
+    "core.generation": ["generate", "left_align"],
+    "trainers.data.collators": [
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForPreference",
+        "DataCollatorForReward",
+        "DataCollatorForVisionLanguageModeling",
+        "DataCollatorForVisionPreference",
+    ],
+    "trainers.base": ["padding_free_trainer"],
+    "trainers.config": ["DPOConfig", "GRPOConfig", "KTOConfig", "RLOOConfig", "RewardConfig", "SFTConfig"],
+    "trainers.methods.distillation_config": ["DistillationConfig"],
+    "trainers.methods.distillation": ["DistillationTrainer"],
+    "trainers.methods.dpo": ["DPOTrainer"],
+    "trainers.dry_run": ["dry_run"],
+    "trainers.methods.grpo": ["GRPOTrainer"],
+    "trainers.methods.kto": ["DataCollatorForUnpairedPreference", "KTOTrainer"],
+    "trainers.methods.reward": ["RewardTrainer"],
+    "trainers.methods.rloo": ["RLOOTrainer"],
+    "trainers.methods.sft": ["SFTTrainer"],
+    "trainers.data.rollouts": ["RecordedRollouts"],
+    "trainers.data.turns": ["expand_turns"],
+    "integrations.callback": ["PaddingRemovalCallback"],
+    "tools.tiny": ["build_tiny"],
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
 if TYPE_CHECKING:
     from .core.errors import PaddingRemovalError
     from .core.generation import generate, left_align
@@ -51,13 +84,6 @@ if TYPE_CHECKING:
     from .trainers.methods.rloo import RLOOTrainer
     from .trainers.methods.sft import SFTTrainer
 
-# The module of each public name: the imports above, which only type checkers execute, are the table.
-_PUBLIC = next(node for node in ast.parse(inspect.getsource(sys.modules[__name__])).body if isinstance(node, ast.If))
-_HOME = {
-    alias.name: str(node.module) for node in _PUBLIC.body if isinstance(node, ast.ImportFrom) for alias in node.names
-}
-
-if TYPE_CHECKING:
     __all__ = sorted([*_HOME, "__version__"])  # when it runs, `__getattr__` makes it
 
 
