@@ -252,10 +252,11 @@ def gather_keys(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple
 
 def gather_tokens(layout: Layout, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[`gather_keys`] with tokens first: each `(T, K, D)` to `(sum of keys.lengths, K, D)`."""
-    if layout.key_index is None:
+    if (index := layout.key_index) is None:
         return key, value
-    order = layout.key_sort_order if key.requires_grad or value.requires_grad else (None, None)
-    return GatherKeys.apply(key, value, layout.key_index, *order)
+    if not (key.requires_grad or value.requires_grad):  # a function with a backward costs time on the host
+        return key.index_select(0, index), value.index_select(0, index)
+    return GatherKeys.apply(key, value, index, *layout.key_sort_order)
 
 
 def by_token(states: torch.Tensor) -> torch.Tensor:
