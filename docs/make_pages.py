@@ -27,7 +27,7 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's; `padding_free` means something else in TRL. Begin with [those that pay in
+Our configurations add these fields to TRL's; TRL's `padding_free` flattens the batch in the collator. Begin with [those that pay in
 every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as flags
 (`--padding_free true`).
 
