@@ -27,9 +27,9 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's; TRL's `padding_free` flattens the batch in the collator. Begin with [those that pay in
-every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as flags
-(`--padding_free true`).
+Our configurations add these fields to TRL's (whose `padding_free` flattens the batch in the collator). Begin with
+[those that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
+flags (`--padding_free true`).
 
 ## Fields
 """
