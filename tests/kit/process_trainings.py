@@ -21,7 +21,7 @@ TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in ("GRPO", "RLOO", "Distillation", "Reward", "KTO")},
     **{f"{kind}, LoRA": (kind, {"peft_config": lora}) for kind in ("GRPO", "DPO")},
     "GRPO, a group on both processes": ("GRPO", {"num_generations": 8, "per_device_train_batch_size": 4}),
-    "DPO, balanced experts": ("DPO", EXPERTS),
+    "DPO, balanced experts": ("DPO", EXPERTS | {"router_aux_loss_coef": 1.0}),
     "DPO, images": ("DPO", {"family": "llava"}),
 }
 SPLIT = {"padding_free": True, "prefix_sharing": True, "max_tokens_per_batch": 64}

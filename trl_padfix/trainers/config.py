@@ -39,8 +39,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             up to rounding. A model that cannot be packed exactly is an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
-            `'auto'`: rows that cannot share run unshared. `True` warns about such rows; with `strict` they are an
-            error, and NEFTune is one. Needs `padding_free`.
+            `'auto'`: rows that cannot share run unshared. `True` warns about such rows; with NEFTune it is an
+            error, with `strict` such rows are. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
