@@ -22,6 +22,7 @@ import platform
 import random
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,8 +49,8 @@ from trl_padfix.trainers.batching.row_order import group_rows
 
 
 __all__ = [
-    "VARIANTS", "BenchStep", "Settings", "VariantResult", "WrongNumbersError", "attached", "decoder_inputs", "measure",
-    "prepare", "profiled", "select_rows",
+    "VARIANTS", "BenchStep", "Settings", "VariantResult", "WrongNumbersError", "attached", "commit", "decoder_inputs",
+    "measure", "prepare", "profiled", "select_rows",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -1038,7 +1039,22 @@ def describe(settings: Settings, data: str) -> dict[str, Any]:
         "device": device,
         "threads": torch.get_num_threads(),
         "versions": versions | {"trl": trl.__version__, "python": platform.python_version()},
+        "commit": commit(),
     }
+
+
+def commit() -> str | None:
+    """Commit of the checkout, and whether files were changed since; `None` without a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    try:
+        run = lambda *command: subprocess.run(  # noqa: E731
+            ["git", "-C", str(root), *command], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        return run("rev-parse", "HEAD") + (" with changes" if run("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def report(results: list[VariantResult], about: dict[str, Any]) -> Iterator[str]:

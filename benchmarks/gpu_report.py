@@ -38,7 +38,6 @@ import os
 import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this clone
 
-from bench import Settings, WrongNumbersError, select_rows
+from bench import Settings, WrongNumbersError, commit, select_rows
 from gpu_cells import Cell, NotInstalledError, on_device, plan_of
 from gpu_table import gpu_table, load_report
 
@@ -249,7 +248,7 @@ def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
         "device": device,
         "machine": {},
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit(),
         "command": shlex.join(["python", "benchmarks/gpu_report.py", *sys.argv[1:]]),
         "begun": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "data": data,
@@ -257,20 +256,6 @@ def _describe(device: str, data: str | None, budget: float) -> dict[str, Any]:
         "seconds": 0.0,
         "cells": [],
     }
-
-
-def _commit() -> str | None:
-    """Commit of the checkout, and whether files were changed since; `None` without a checkout."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        run = lambda *command: subprocess.run(  # noqa: E731
-            ["git", "-C", str(root), *command], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-        return run("rev-parse", "HEAD") + (" with changes" if run("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

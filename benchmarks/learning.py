@@ -18,7 +18,6 @@ import argparse
 import json
 import multiprocessing
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import datasets
 import torch
 import transformers
 import trl
+from bench import commit
 from datasets import Dataset, load_dataset
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
@@ -142,12 +142,6 @@ def distances(trainings: dict[str, dict[str, Any]]) -> dict[str, dict[str, float
             columns = zip(trainings[name]["steps"][key], theirs["steps"][key], strict=True)
             found[name][key] = max(abs(ours - own) for ours, own in columns)
     return found
-
-
-def commit() -> str:
-    """The commit that is measured; empty outside of a clone."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
