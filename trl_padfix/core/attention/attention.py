@@ -35,7 +35,7 @@ from ..model.inspection import forward_of, global_in, globals_of, names_in, pack
 from ..model.older import flash_arguments, register_mask_function
 from ..model.patching import PACKED_ATTENTION, ForwardPatch, viewed_module
 from ..model.positions import PackedMask, describe_mask
-from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, gathered_again, in_attention_dtype
+from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, in_attention_dtype
 
 
 __all__ = [
@@ -218,20 +218,18 @@ def _attend(
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-    is_varlen, row = takes_segments(implementation), (key, value)
+    is_varlen = takes_segments(implementation)
     if not is_varlen and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
         query, key, value = map(by_token, (query, key, value))
-        gathered = gather_tokens(layout, key, value)
+        key, value = gather_tokens(layout, key, value)
         segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
         scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-        with gathered_again(layout, row, gathered):
-            return torch_varlen(query, *gathered, segments, scale, window).unsqueeze(0)
-    gathered = gather_keys(layout, key, value)
-    with gathered_again(layout, row, gathered):
-        if is_varlen:
-            return attend_varlen(attend, module, query, *gathered, layout, kwargs)
-        options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
-        return attend_by_segment(attend, module, query, *gathered, layout, kwargs, **options)
+        return torch_varlen(query, key, value, segments, scale, window).unsqueeze(0)
+    key, value = gather_keys(layout, key, value)
+    if is_varlen:
+        return attend_varlen(attend, module, query, key, value, layout, kwargs)
+    options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
+    return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
 
 
 def _unpackable(reason: str) -> PaddingRemovalError:
