@@ -19,7 +19,6 @@ function, which sets the running layer for the recomputation too.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -161,8 +160,6 @@ class ModelCall:
             Whether the decoder returns the state of each row's last real token in all columns of the row.
         returned (`list`):
             For each call of the decoder so far, the layout of the states `(B, L, H)` that it returned, or `None`.
-        doubled_features (`list[tuple[weakref.ref[torch.Tensor], int]]`):
-            Outputs of towers whose two halves are equal, with their version counters.
     """
 
     decoder: nn.Module
@@ -172,7 +169,6 @@ class ModelCall:
     selects_columns: bool = False
     pools_last: bool = False
     returned: list[Layout | None] = field(default_factory=list)
-    doubled_features: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

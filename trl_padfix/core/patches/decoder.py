@@ -87,20 +87,6 @@ class DecoderPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._packed_or_padded(args, kwargs)
-        except IndexError as error:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            rows = self.module.get_input_embeddings().num_embeddings
-            unknown = [] if ids is None else ids[(ids < 0) | (ids >= rows)].tolist()
-            if not unknown:
-                raise
-            raise ValueError(
-                f"The batch holds token id {unknown[0]}, and the embedding of {type(self.module).__name__} has "
-                f"{rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
-            ) from error
-
-    def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
         handle, outer = self.attachment, model_call(self.module)
         inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
