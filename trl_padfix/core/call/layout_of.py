@@ -57,14 +57,9 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
     build = _builder_of(inputs, handle)
     if build is None or (layout := build(inputs, handle)) is None:
         return None
-    group, needs_filler = handle.context_parallel, handle.packed_multiple_of is not None
-    if isinstance(layout, PrefixedLayout):
-        # Every process joins every forward, also of a prefix, and needs at least one state for its head.
-        is_short = group is not None and group.lacks_tokens(layout)
-        needs_filler = is_short or (needs_filler and layout.new is not None)
-    if not needs_filler:
+    group, lengths = handle.context_parallel, handle.packed_multiple_of
+    if lengths is None or (isinstance(layout, PrefixedLayout) and layout.new is None):
         return layout
-    lengths = handle.packed_multiple_of or 1
     lengths = [lengths] if isinstance(lengths, int) else lengths
     # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
     return layout.filled([n * (1 if group is None else group.size) for n in lengths])

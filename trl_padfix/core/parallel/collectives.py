@@ -119,16 +119,11 @@ class Exchange(NamedTuple):
         rank (`int`): Rank of this process.
         tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this process, `T` in total.
         all_to_all (`Callable`): The collective.
-        rank_order (`torch.Tensor` of shape `(T,)`, *optional*): The packed tokens in rank order: those of process 0,
-            then those of process 1, ... `None` if that is their order in the packed row.
-        index_in_rank_order (`torch.Tensor` of shape `(T,)`, *optional*): Index of each packed token in `rank_order`.
     """
 
     rank: int
     tokens_per_rank: Sequence[int]
     all_to_all: AllToAll
-    rank_order: torch.Tensor | None = None
-    index_in_rank_order: torch.Tensor | None = None
 
     def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """
@@ -142,12 +137,10 @@ class Exchange(NamedTuple):
             [(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens_per_rank
         ]
         received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
-        index, in_rank_order = self.index_in_rank_order, [torch.cat(x) for x in zip(*received, strict=True)]
-        return in_rank_order if index is None else [x.index_select(0, index) for x in in_rank_order]
+        return [torch.cat(x) for x in zip(*received, strict=True)]
 
     def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
         """All-to-all from local heads to local tokens, `(T, n, ...)` in the order of the row to `(t, N, ...)`."""
-        x = x if self.rank_order is None else x.index_select(0, self.rank_order)
         shapes = [[(self.tokens_per_rank[self.rank], n, *x.shape[2:])] for n in heads]
         received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
         return torch.cat([part for (part,) in received], dim=1)

@@ -200,7 +200,7 @@ def attend_compiled(
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
-    layout, exchange = call.tokens.mixed.layout, call.tokens.mixed.exchange
+    layout, exchange = call.tokens.layout, call.tokens.exchange
     mask_spec = PackedMask() if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal:
         return None
