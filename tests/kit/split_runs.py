@@ -211,8 +211,6 @@ def counted() -> Iterator[dict[str, int]]:
     all_to_all = collectives._all_to_all
 
     def count(module: Any, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # a module within a layer; the layer itself is called from outside
         call = context().packed
         # FSDP2 gives the class of a layer a name of its own.
         # The parity check computes a row alone on each process.

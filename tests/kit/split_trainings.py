@@ -48,7 +48,6 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, grouped": ("DPO", "short", GROUPED),
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
-    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
     "SFT, budget": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
     "SFT, accumulation": ("SFT", "accumulation", {}),

@@ -40,7 +40,6 @@ from .prepared_masks import PreparedMasks
 
 
 if TYPE_CHECKING:
-    from ..parallel.collectives import Exchange
     from .prefix_states import PrefixStates
 
 
@@ -58,17 +57,12 @@ class LocalTokens:
     Attributes:
         layout ([`Layout`]): Layout of the full row.
         is_divided (`bool`): Whether other processes compute the other tokens.
-        exchange ([`Exchange`], *optional*): The communication around a compiled layer's attention.
     """
 
     is_divided = False
 
     def __init__(self, layout: Layout):
         self.layout = layout
-
-    @property
-    def exchange(self) -> Exchange | None:
-        return None
 
     @property
     def count(self) -> int:

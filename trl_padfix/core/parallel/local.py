@@ -24,7 +24,7 @@ from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, inverse_permutation
 from ..model.inspection import bind
 from ..model.patching import view_of
-from .collectives import Exchange, Group, even_split
+from .collectives import Group, even_split
 from .layout import ContextParallelLayout
 
 
@@ -58,10 +58,6 @@ class ContextParallelTokens(LocalTokens):
     def count(self) -> int:
         return self.cp_layout.local_tokens
 
-    @property
-    def exchange(self) -> Exchange:
-        return self.cp_layout.exchange
-
     def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
         # Values `(1, T, ...)`, positions `(P, 1, T)` and the features of visual tokens.
         T, local = self.layout.packed_tokens, self.cp_layout.local
@@ -92,7 +88,7 @@ class ContextParallelTokens(LocalTokens):
 
         # Exchanged tensors have tokens first, attention has heads first.
         states = [x[0].transpose(0, 1) for x in (query, key, value)]
-        return cp_layout.exchange.around(attend_received, states).unsqueeze(0)
+        return cp_layout.around(attend_received, states).unsqueeze(0)
 
     def mix(self, name: str, run: Callable) -> Callable:
         return with_context_parallel(name, run, self.cp_layout)
@@ -209,7 +205,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         # Decays may be in float32 and states in half precision: one all-to-all for each dtype.
         for dtype in dict.fromkeys(x.dtype for x in states.values()):
             names = [k for k, x in states.items() if x.dtype == dtype]
-            received = cp_layout.exchange.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
+            received = cp_layout.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
             for k, x in zip(names, received, strict=True):
                 call[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         for k in divided.weights:
@@ -217,7 +213,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
                 call[k] = call[k].split(local_channels)[cp_layout.group.rank]
         output = run(**call)
         x = output[0] if isinstance(output, tuple) else output
-        x = cp_layout.exchange.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
+        x = cp_layout.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
         x = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         return (x, None) if isinstance(output, tuple) else x  # delta rules: no final state, as there is no cache
 
