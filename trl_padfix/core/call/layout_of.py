@@ -52,7 +52,6 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
 
     Raises:
         UnpackableCallError: If the call cannot be packed.
-        ValueError: If the mask is on another device, or requires a gradient.
     """
     build = _builder_of(inputs, handle)
     if build is None or (layout := build(inputs, handle)) is None:
@@ -236,12 +235,6 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
             f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
             "cache they must be the same `(B, L)`.",
         )
-    if mask.device != batch.device:
-        raise ValueError(
-            f"The attention mask is on {mask.device} and the batch on {batch.device}. Move them to one device."
-        )
-    if mask.requires_grad:
-        raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
 
 
 def content_keys(
