@@ -40,9 +40,9 @@ from trl_padfix.core.probes import change_of_earlier_states
 
 
 def test_a_mask_that_cannot_be_read_is_refused_by_a_strict_handle():
-    with remove_padding(model := build("qwen2"), prefix_sharing=True, strict=True):
-        with pytest.raises(PaddingRemovalError, match="mask of dict"):
-            model(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]]), attention_mask={"full_attention": None})
+    model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
+    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="mask of dict"):
+        model(ids, attention_mask={"full_attention": None})
 
 
 def test_it_takes_exactly_one_model():
