@@ -22,8 +22,8 @@ from zoo.families import build as build_family
 from zoo.model_numbers import gradients
 from zoo.models import build
 
-from trl_padfix import PaddingRemovalError, prefix_sharing_layout, remove_padding
-from trl_padfix.core.layout.build import tree_arguments_in, tree_layout
+from trl_padfix import PaddingRemovalError, remove_padding
+from trl_padfix.core.layout.build import tree_layout
 
 
 FAMILIES = ["gemma3_text", "gpt_oss", "qwen3_5_text", "bamba", "lfm2", "mamba2"]
@@ -132,17 +132,6 @@ TREE = {  # 0-1, then 2 and 3-4 behind it
 }
 
 
-def test_parents_of_segments_say_the_same_as_paths():
-    parents, depths = torch.tensor([-1, 0, 0]), torch.tensor([0, 1, 1])
-    more = {"tree_segment_parents": parents, "tree_segment_depths": depths}
-    alone = more | {"tree_cu_seqlens_q": TREE["tree_cu_seqlens_q"]}
-    for tree in (TREE, TREE | more, alone):
-        layout = tree_layout(tree, 5)
-        assert layout.dense_mask().int().tolist() == [
-            [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 1, 0, 1, 1],
-        ]  # fmt: skip
-
-
 NO_TREE = [
     ({"tree_cu_seqlens_q": [0, 2, 3, 6]}, "ascend from 0 to 5"),
     ({"tree_cu_seqlens_q": [0, 2, 3, 5, -1]}, "Padding of a collator"),
@@ -150,30 +139,10 @@ NO_TREE = [
     ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 1, 4, 3]}, "does not end with the tokens of its segment"),
     ({"tree_kv_index": [0, 1, 1, 0, 2, 0, 1, 3, 4]}, "do not form a tree"),
     ({"tree_kv_index": [0, 1, 0, 1, 2, 0, 9, 3, 4]}, "do not form a tree"),
-    ({"tree_segment_parents": [-1, 0, 1]}, "different trees"),
-    ({"tree_segment_parents": [-1, 0]}, "different trees"),
-    ({"tree_segment_parents": [-1, 0, 0], "tree_segment_depths": [0, 1, 2]}, "does not count the parents"),
-    ({"tree_kv_index": None, "tree_segment_parents": [-1, 2, 0]}, "the number of an earlier segment"),
-    ({"tree_kv_index": None, "tree_segment_parents": [0, 0, 0]}, "the number of an earlier segment"),
 ]
 
 
 def test_arguments_that_describe_no_tree_are_an_error():
     for changes, message in NO_TREE:
-        tensors = {name: None if value is None else torch.tensor(value) for name, value in changes.items()}
         with pytest.raises(ValueError, match=message):
-            tree_layout({name: value for name, value in (TREE | tensors).items() if value is not None}, 5)
-
-
-# -- outward
-
-
-def test_a_layout_gives_its_tree_and_reads_it_again():
-    ids = torch.randint(2, 5, (6, 9), generator=torch.Generator().manual_seed(0))
-    layout = prefix_sharing_layout(ids, torch.ones_like(ids))
-    tree = layout.tree_arguments()
-    assert tree_arguments_in(tree) == tree
-    again = tree_layout(tree, layout.packed_tokens)
-    assert torch.equal(again.dense_mask(), layout.dense_mask()[again.packed_index][:, again.packed_index])
-    assert torch.equal(again.positions, layout.positions[again.packed_index])
-    assert (tree["tree_max_seqlen_q"], tree["tree_max_seqlen_k"]) == (layout.queries.longest, layout.keys.longest)
+            tree_layout(TREE | {name: torch.tensor(value) for name, value in changes.items()}, 5)

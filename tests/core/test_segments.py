@@ -1,13 +1,9 @@
 """Attention segment by segment: what its graph keeps on a CPU, and the precision of the gradients of shared keys."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as functional
 from kit.trainer_runs import build_model
-from torch.multiprocessing.reductions import StorageWeakRef
 from zoo.gpu_models import pairs
 
 import trl_padfix.core.attention.segments as kernels
@@ -76,67 +72,3 @@ def test_gradients_of_shared_keys_are_one_sum_in_float32():
     for token, row in zip(layout.key_index.tolist(), upstream, strict=True):
         running[token] += row
     assert relative_error(running) > 1e-2
-
-
-# -- copies of keys
-
-
-def shared_step(
-    monkeypatch: pytest.MonkeyPatch, copies: int, *, before_backward: Callable = lambda keys: None, **config: Any
-) -> tuple[torch.Tensor, int]:
-    """The gradients of a batch with a shared prompt, and how many gathered copies live after its forward."""
-    monkeypatch.setattr(kernels, "COPIES", copies)
-    gathered, keys, original = [], [], kernels.gather_keys
-
-    def gather(layout, *states):
-        keys.extend(states)
-        found = original(layout, *states)
-        gathered.extend(StorageWeakRef(x.untyped_storage()) for x in found)
-        return found
-
-    monkeypatch.setattr("trl_padfix.core.attention.attention.gather_keys", gather)
-    model = build_model(num_hidden_layers=2, **config).to(torch.bfloat16)
-    ids = torch.randint(2, 38, (4, 47), generator=torch.Generator().manual_seed(0))
-    ids[:, :36] = ids[0, :36]
-    with remove_padding(model, prefix_sharing=True):
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        alive = sum(not copy.expired() for copy in gathered)
-        before_backward(keys)
-        logits.float().square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()]), alive
-
-
-@pytest.mark.parametrize("config", [{}, {"attn_implementation": "eager"}, {"sliding_window": 7}])
-def test_backward_gathers_copied_keys_again_with_the_same_bits(config, monkeypatch):
-    if "sliding_window" in config:
-        config = config | {"use_sliding_window": True, "max_window_layers": 0}
-    gradients, alive = shared_step(monkeypatch, 0, **config)
-    with_copies, copies = shared_step(monkeypatch, 10**6, **config)
-    assert torch.equal(gradients, with_copies)
-    # Keys and values of two layers; the eager function keeps copies of its own, one for each head.
-    assert (alive, copies) == (0, 0 if "attn_implementation" in config else 4)
-
-
-def test_hooks_of_others_decide_what_is_kept(monkeypatch):
-    """A checkpoint, or offloading, sees all tensors that it would see without this package's hooks."""
-    with torch.autograd.graph.save_on_cpu():
-        gradients, _ = shared_step(monkeypatch, 0)
-    model = []
-    monkeypatch.setattr(kernels, "_Regathered", lambda *args: model.append(args))
-    with torch.autograd.graph.save_on_cpu():
-        torch.testing.assert_close(shared_step(monkeypatch, 0)[0], gradients, rtol=0, atol=0)
-    assert not model
-
-
-def doubled(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.mul_(2)
-
-
-def test_keys_that_were_modified_before_backward_are_an_error(monkeypatch):
-    with pytest.raises(RuntimeError, match="modified in place"):
-        shared_step(monkeypatch, 0, before_backward=lambda keys: doubled(keys[0]))
-    # The control, behind the back of version counters: backward reads the states of the row.
-    gradients, _ = shared_step(monkeypatch, 0)
-    written, _ = shared_step(monkeypatch, 0, before_backward=lambda keys: keys[0].data.mul_(2))
-    assert not torch.equal(written, gradients)

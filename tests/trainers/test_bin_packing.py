@@ -1,7 +1,5 @@
 """Micro-batches under a token budget and processes with even work: every row once, whatever the lengths."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -16,7 +14,6 @@ from trl_padfix.trainers.batching.bin_packing import (
     partition_equal_rows,
     prefix_costs,
     sort_by_prefix,
-    split_by_length,
     text_costs,
 )
 
@@ -76,18 +73,6 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
         assert costs.total(part) <= budget or len(part) == 1
     sizes = [costs.total(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_rows_that_fit_a_process_are_apart_from_longer_ones():
-    parts = split_by_length(text_costs([30, 8, 31, 5]), most=15)
-    assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
-    assert [part.tolist() for part in split_by_length(text_costs([30, 8]), most=math.inf)] == [[0, 1]]
-
-
-def test_rows_that_share_a_long_prefix_are_together_whatever_their_lengths():
-    for shared, apart in ((1, True), (500, False)):  # a first token of every text, and a prompt
-        costs = RowCosts(np.array([600, 2000]), np.arange(2), np.array([0, shared]))
-        assert (len(split_by_length(costs, most=1000)) == 2) is apart
 
 
 def test_rows_of_one_prompt_go_to_one_process():

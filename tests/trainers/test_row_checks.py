@@ -40,16 +40,6 @@ def test_a_stream_stops_at_the_row_with_its_text(kind, good, change, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("bad", [-5, 40])
-def test_an_unknown_id_in_a_stream_is_named_by_the_forward(bad, tmp_path):
-    rows = [{"input_ids": [3 + i, 4, 5], "labels": [3 + i, 4, 5]} for i in range(12)]
-    unknown = [*rows[:3], {"input_ids": [3, bad, 5], "labels": [3, 4, 5]}, *rows[4:]]
-    for check in (True, False):
-        trainer = make("SFT", tmp_path, stream(unknown), padding_free=True, parity_check=check)
-        with pytest.raises(ValueError, match=f"The batch holds token id {bad}, .* has 40 rows"):
-            trainer.train()
-
-
 texts = st.one_of(st.none(), st.text("ab", max_size=2))
 messages = st.lists(
     st.fixed_dictionaries({"role": st.one_of(st.none(), st.sampled_from(["user", "assistant"])), "content": texts}),

@@ -26,7 +26,8 @@ from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch, in_backward
-from .parallel.local import ContextParallelGroup
+from .parallel.collectives import Group
+from .parallel.local import tokens_of
 
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class PaddingRemoval(Attachment):
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
             parallelism this is the length of one process's part.
-        context_parallel ([`ContextParallelGroup`], *optional*):
+        context_parallel ([`Group`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
@@ -206,9 +207,8 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         norms = (m for m in self.decoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         self.batch_norms = [*norms]  # their statistics are of all tokens of a batch, padding included
-        self.context_parallel: ContextParallelGroup | None = None
+        self.context_parallel: Group | None = None
         self.stats = PaddingStats()
-        self.one_graph_within = False  # whether a part of the decoder is compiled into one graph
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
         self.name = "handle"  # in messages: where a user finds it
@@ -220,7 +220,7 @@ class PaddingRemoval(Attachment):
 
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""
-        return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)
+        return LocalTokens(layout) if self.context_parallel is None else tokens_of(layout, self.context_parallel)
 
     @property
     def running_stats(self) -> PaddingStats:
@@ -295,27 +295,6 @@ class PaddingRemoval(Attachment):
             error.kind,
         )
 
-    def on_compiled(self) -> None:
-        if self.enabled:
-            self.say_once(
-                "`torch.compile` around a model without padding compiles nothing: its packed calls run eagerly. "
-                "Compile its layers (`layer.compile()`, or `torch_compile=True` of a trainer). (Shown once.)"
-            )
-
-    def on_one_graph(self) -> None:
-        if not self.enabled:
-            return
-        if packed_call(self.decoder) is not None:  # the decoder computes the call again, and all later calls, padded
-            self.one_graph_within = True
-        elif "fullgraph" not in self._reported:
-            # Counted when it is traced: the graph itself runs without this package.
-            self.run_padded(_on_one_graph())
-
-    def check_graphs(self) -> None:
-        """Raise an [`UnpackableCallError`] if a part of the decoder is one graph, which computes packed rows wrong."""
-        if self.one_graph_within:
-            raise _on_one_graph()
-
     @property
     def has_changed(self) -> bool:
         """Whether calls are computed padded, because a module of the decoder has a new hook, or was replaced."""
@@ -356,14 +335,6 @@ class PaddingRemoval(Attachment):
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the model has no graph to recompute.
         return vars(self) | {"_recomputable": set(), "is_copy": True}
-
-
-def _on_one_graph() -> UnpackableCallError:
-    return UnpackableCallError(
-        "fullgraph",
-        "The model, or a part of it, is compiled or traced into one graph (`fullgraph=True`, export), and packing "
-        "needs graph breaks. Compile it without `fullgraph`, or its layers (`torch_compile=True` of the trainers).",
-    )
 
 
 def _are_packed(position_ids: torch.Tensor, or_rows: bool) -> bool:

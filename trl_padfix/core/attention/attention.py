@@ -31,16 +31,16 @@ from ..call.calls import LAYOUT, PackedCall, call_of, layer_call, running
 from ..context import context
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout
-from ..model.inspection import forward_of, global_in, globals_of, names_in, package_of, parameters_of
+from ..model.inspection import forward_of, global_in, globals_of, names_in, parameters_of
 from ..model.older import flash_arguments, register_mask_function
 from ..model.patching import PACKED_ATTENTION, ForwardPatch, viewed_module
 from ..model.positions import PackedMask, describe_mask
-from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, gathered_again, in_attention_dtype
+from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, in_attention_dtype
 
 
 __all__ = [
-    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle",
-    "is_causal", "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
+    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle", "is_causal", "is_half_on_gpu",
+    "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
     "torch_varlen_applies", "torch_varlen_is_complete", "uses_attention_interface",
 ]  # fmt: skip
 
@@ -218,20 +218,18 @@ def _attend(
     is_eager = implementation == "eager"
     if not is_eager:
         query, key, value = in_attention_dtype(query, key, value)
-    is_varlen, row = takes_segments(implementation), (key, value)
+    is_varlen = takes_segments(implementation)
     if not is_varlen and not is_eager and masks is None and torch_varlen_applies(query, value, layout, kwargs):
         query, key, value = map(by_token, (query, key, value))
-        gathered = gather_tokens(layout, key, value)
+        key, value = gather_tokens(layout, key, value)
         segments = layout.queries.cu_seqlens, layout.keys.cu_seqlens, layout.queries.longest, layout.keys.longest
         scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
-        with gathered_again(layout, row, gathered):
-            return torch_varlen(query, *gathered, segments, scale, window).unsqueeze(0)
-    gathered = gather_keys(layout, key, value)
-    with gathered_again(layout, row, gathered):
-        if is_varlen:
-            return attend_varlen(attend, module, query, *gathered, layout, kwargs)
-        options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
-        return attend_by_segment(attend, module, query, *gathered, layout, kwargs, **options)
+        return torch_varlen(query, key, value, segments, scale, window).unsqueeze(0)
+    key, value = gather_keys(layout, key, value)
+    if is_varlen:
+        return attend_varlen(attend, module, query, key, value, layout, kwargs)
+    options = {"is_eager": is_eager, "masks": masks, "fixed_order": call.fixed_order}
+    return attend_by_segment(attend, module, query, key, value, layout, kwargs, **options)
 
 
 def _unpackable(reason: str) -> PaddingRemovalError:
@@ -253,7 +251,7 @@ def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall
             f"{_name(module)} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.mixed.layout))
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.layout))
 
 
 def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
@@ -321,7 +319,7 @@ def attend_varlen(
     One call of a function that takes segments, such as FlashAttention: `(1, N, T, D)` to `(1, T, N, D)`.
 
     Raises:
-        PaddingRemovalError: If the kernel does not support an argument of the module, or this precision or device.
+        PaddingRemovalError: If the kernel does not support an argument of the module.
     """
     if _is_triton_backend():
         # flash-attn 2.8.3's ignores these arguments without an error.
@@ -332,32 +330,19 @@ def attend_varlen(
                     f"`{name}={kwargs[name]}`. Load the model with `attn_implementation={alternative!r}`."
                 )
         query, key, value = map(_tokens_first, (query, key, value))
-    try:
-        output, _ = attend(
-            module,
-            query,
-            key,
-            value,
-            None,
-            cu_seq_lens_q=layout.queries.cu_seqlens,
-            cu_seq_lens_k=layout.keys.cu_seqlens,
-            max_length_q=layout.queries.longest,
-            max_length_k=layout.keys.longest,
-            **flash_arguments(layout),
-            **kwargs,
-        )
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        dtype = in_attention_dtype(query)[0].dtype  # transformers casts for FlashAttention under autocast
-        is_half_on_gpu = query.device.type != "cpu" and dtype in (torch.float16, torch.bfloat16)
-        is_own = package_of(attend) != "transformers"
-        if is_half_on_gpu or is_own or isinstance(error, torch.OutOfMemoryError):
-            raise  # not a matter of precision or device
-        raise PaddingRemovalError(
-            f"FlashAttention failed with {query.dtype} on {query.device.type}: {error} It runs on GPUs in float16 or "
-            "bfloat16 only. Load the model with `dtype='bfloat16'` (or train with `bf16=True`), or use "
-            "`attn_implementation='sdpa'`."
-        ) from error
-    return output
+    return attend(
+        module,
+        query,
+        key,
+        value,
+        None,
+        cu_seq_lens_q=layout.queries.cu_seqlens,
+        cu_seq_lens_k=layout.keys.cu_seqlens,
+        max_length_q=layout.queries.longest,
+        max_length_k=layout.keys.longest,
+        **flash_arguments(layout),
+        **kwargs,
+    )[0]
 
 
 def _tokens_first(states: torch.Tensor) -> torch.Tensor:
@@ -398,47 +383,36 @@ def torch_varlen(
     )[0]
 
 
-def torch_varlen_obstacle(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict) -> str | None:
-    """Why attention in half precision on a CUDA GPU cannot be torch's variable-length kernel; `None` if it can."""
-    size, window = query.shape[-1], kwargs.get("sliding_window")
-    flash = "load the model with `attn_implementation='flash_attention_2'`"
-    if value.shape[-1] != size:
-        return f"queries have {size} dimensions and values {value.shape[-1]}, and it takes equal ones"
-    if size > 256 or size % 8:
-        return f"its heads have at most 256 dimensions, in multiples of 8, and this model's have {size}"
-    if kwargs.get("dropout"):
-        return f"it has no dropout, and this model drops {kwargs['dropout']} of its weights; set `attention_dropout=0`"
-    if kwargs.get("softcap") is not None:
-        return f"it has no softcap; {flash}, which has one"
-    if kwargs.get("s_aux") is not None:
-        return (
-            "it has no attention sinks; load the model with a flash-attention kernel that has them (FA3 from the Hub)"
-        )
-    if kwargs.get("attention_chunk_size") is not None:
-        return "it cannot keep chunks apart"
-    # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
-    if window is not None and layout.spans != layout.keys.lengths:
-        return f"its window counts tokens, and rows with masked tokens within need a window of {window} columns"
-    if not torch_varlen_is_complete():
-        return f"this torch ({torch.__version__}) or GPU does not have it; use torch 2.11 or later on Ampere or newer"
-    return None
+def is_half_on_gpu(*states: torch.Tensor) -> bool:
+    """Whether states are in half precision on a CUDA GPU, as variable-length kernels need them."""
+    return all(x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16) for x in states)
 
 
 def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
     """
     Whether torch's variable-length kernel computes this attention.
 
-    In half precision on CUDA it should. If it cannot, a warning gives the reason, once.
+    In half precision on CUDA it should. If it cannot, a warning says why, once.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+    if not is_half_on_gpu(query):
         return False
-    reason = torch_varlen_obstacle(query, value, layout, kwargs)
-    if reason is not None:
+    size, names = query.shape[-1], {"softcap": "a softcap", "s_aux": "sinks", "attention_chunk_size": "chunks"}
+    missing = [what for name, what in names.items() if kwargs.get(name) is not None]
+    if kwargs.get("dropout"):
+        missing.append(f"a dropout of {kwargs['dropout']}")
+    if value.shape[-1] != size or size > 256 or size % 8:
+        missing.append(f"heads of {size} and {value.shape[-1]} dimensions (at most 256, in multiples of 8)")
+    # The kernel's window counts tokens, that of a padded mask columns: equal unless tokens within a row are masked.
+    if kwargs.get("sliding_window") is not None and layout.spans != layout.keys.lengths:
+        missing.append("a window over masked tokens within a row")
+    if not torch_varlen_is_complete():
+        missing.append(f"this torch ({torch.__version__}) or GPU (needed: torch 2.11, Ampere)")
+    if missing:
         logger.warning_once(
             "Packed batches attend segment by segment, which is exact and slow: torch's variable-length "
-            f"FlashAttention cannot run this model, because {reason}."
+            f"FlashAttention does not support {', '.join(missing)}. FlashAttention 2 or 3 may."
         )
-    return reason is None
+    return not missing
 
 
 @cache

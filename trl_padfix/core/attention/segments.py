@@ -9,8 +9,6 @@ variable-length kernels of `attention.py` compute all segments in one call. Both
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +18,11 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..layout.layout import Layout
-from ..model.patching import saved_tensor_hooks
 
 
 __all__ = [
-    "GatherKeys", "attend_by_segment", "by_token", "gather_keys", "gather_tokens", "gathered_again",
-    "in_attention_dtype", "query_blocks", "sum_by_token", "visible_keys",
+    "GatherKeys", "attend_by_segment", "by_token", "gather_keys", "gather_tokens", "in_attention_dtype",
+    "query_blocks", "sum_by_token", "visible_keys",
 ]  # fmt: skip
 
 QUERIES_PER_BLOCK = 1024
@@ -263,78 +260,6 @@ def by_token(states: torch.Tensor) -> torch.Tensor:
     """States `(1, N, T, D)` as `(T, N, D)`, the memory layout that variable-length kernels read."""
     # `squeeze(0)` instead of `[0]`: its gradient is a view, that of an index a copy of all states.
     return states.squeeze(0).transpose(0, 1)
-
-
-COPIES = 1024
-"""Copies of fewer keys than this beyond those of the row stay in the graph: hooks cost time on the host."""
-
-
-def gathered_again(
-    layout: Layout, states: tuple[torch.Tensor, ...], gathered: tuple[torch.Tensor, ...]
-) -> AbstractContextManager[Any]:
-    """
-    A block with one call of attention on the keys and values that [`gather_keys`] has `gathered` from `states`.
-
-    The graph keeps the states of the row only. Backward gathers again what the call has saved of the copies. Within
-    hooks of others (a checkpoint's, offloading) it does not: they decide what is kept.
-    """
-    index = layout.key_index
-    if index is None or index.numel() - states[0].shape[2] < COPIES or not gathered[0].requires_grad:
-        return nullcontext()
-    is_plain = all(type(x) is torch.Tensor for x in states)  # a subclass need not have a storage of its own
-    if not is_plain or saved_tensor_hooks() != ():
-        return nullcontext()
-    sources = {
-        copy.untyped_storage().data_ptr(): _Regathered(of_row.detach(), index, of_row._version)
-        for copy, of_row in zip(gathered, states, strict=True)
-    }
-
-    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        source = sources.get(tensor.untyped_storage().data_ptr())
-        if source is not None:
-            return source.part(tensor)
-        # The tensor itself would be a cycle where it is an output of the call.
-        saved, version = tensor.detach(), tensor._version
-        return lambda: _unmodified(saved, version)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part())
-
-
-def _unmodified(saved: torch.Tensor, version: int) -> torch.Tensor:
-    """A saved tensor, with the check that autograd makes only where no hooks are set."""
-    if saved._version != version:
-        raise RuntimeError(
-            "A tensor that attention saved in a packed forward was modified in place before its backward."
-        )
-    return saved
-
-
-@dataclass(eq=False)
-class _Regathered:
-    """Keys or values `(1, K, T, D)` that backward gathers again; the copy lives until all its parts were read."""
-
-    states: torch.Tensor
-    index: torch.Tensor
-    version: int
-    parts: int = 0
-    unread: int = 0
-    copy: torch.Tensor | None = None
-
-    def part(self, saved: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that returns what `saved`, a view of the copy, has now."""
-        self.parts += 1
-        place = saved.shape, saved.stride(), saved.storage_offset()
-
-        def read() -> torch.Tensor:
-            states = _unmodified(self.states, self.version)
-            if self.copy is None:
-                self.copy, self.unread = states[0].transpose(0, 1).index_select(0, self.index), self.parts
-            copy, self.unread = self.copy, self.unread - 1
-            if not self.unread:
-                self.copy = None
-            return copy.as_strided(*place)
-
-        return read
 
 
 class GatherKeys(torch.autograd.Function):

@@ -52,7 +52,6 @@ def run_prefix_forward(
     assert layout.new is not None
     records = ForwardStates()
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
-    records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
     planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
     with within(model=None, runner=None, planned=planned):

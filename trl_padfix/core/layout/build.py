@@ -8,8 +8,7 @@ memory are linear in the number of tokens.
 [`tree_layout`] reads a prefix tree in the form of TRL's asynchronous GRPO, the `tree_*` keyword arguments of a
 forward. A tree row has `N` tokens and `S` segments. Its keywords describe what a [`Layout`] describes:
 `tree_cu_seqlens_q` the queries of each segment, `tree_kv_index` its keys (the path from the root, own tokens last),
-and `tree_cu_seqlens_k` where the keys of each segment begin. trl#7686 adds the parent of each segment.
-[`Layout.tree_arguments`] is the inverse.
+and `tree_cu_seqlens_k` where the keys of each segment begin.
 """
 
 from __future__ import annotations
@@ -310,9 +309,7 @@ def lay_out(
     )
 
 
-_TENSORS = (
-    "tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k", "tree_segment_parents", "tree_segment_depths",
-)  # fmt: skip
+_TENSORS = ("tree_cu_seqlens_q", "tree_kv_index", "tree_cu_seqlens_k")
 _SUPPORTED = {*_TENSORS, "tree_max_seqlen_q", "tree_max_seqlen_k"}  # the lengths follow from the tensors
 
 
@@ -330,11 +327,9 @@ def tree_arguments_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"The model was called with {unknown}. Trees are read from {sorted(_SUPPORTED)}, as TRL 1.16 passes them; "
             "another form might mean another tree. Pass these, or run this call inside `with handle.disabled():`."
         )
-    paths = {"tree_kv_index", "tree_cu_seqlens_k"}
-    if tree and not (("tree_cu_seqlens_q" in tree) and (paths <= tree.keys() or "tree_segment_parents" in tree)):
+    if tree and not tree.keys() >= set(_TENSORS):
         raise PaddingRemovalError(
-            f"The model was called with {sorted(tree)}, which is not a tree: `tree_cu_seqlens_q` is needed, and "
-            "`tree_kv_index` with `tree_cu_seqlens_k`, or `tree_segment_parents`."
+            f"The model was called with {sorted(tree)}, which is not a tree: {', '.join(_TENSORS)} are needed."
         )
     return tree
 
@@ -377,14 +372,15 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
 
     ```
     """
-    names = [name for name in _TENSORS if tree.get(name) is not None]
     device = tree["tree_cu_seqlens_q"].device
-    tensors = [x.flatten().to(device=device, dtype=torch.int64) for x in (*(tree[name] for name in names), *keys)]
+    tensors = [x.flatten().to(device=device, dtype=torch.int64) for x in (*(tree[name] for name in _TENSORS), *keys)]
     on_host = torch.cat(tensors).cpu().split([len(x) for x in tensors])  # in one copy: one synchronization
-    named = dict(zip(names, on_host, strict=False))  # the keys come after the named tensors
-    cu_q, path_index, cu_k = _paths(named, tokens)
+    cu_q, path_index, cu_k, *host_keys = on_host
+    _check_cu_seqlens("tree_cu_seqlens_q", cu_q, tokens, "tokens of the row")
+    _check_cu_seqlens("tree_cu_seqlens_k", cu_k, len(path_index), "entries of `tree_kv_index`")
+    if len(cu_k) != len(cu_q):
+        raise ValueError(f"`tree_cu_seqlens_q` has {len(cu_q)} entries and `tree_cu_seqlens_k` {len(cu_k)}.")
     parent = _parents_of_tokens(cu_q, path_index, cu_k)
-    _check_segment_parents(named, cu_q, parent)
     # A leaf is a segment whose last token no path continues. The paths to the leaves are the rows that the tree was
     # made of; a row that equals another row, or its beginning, has no leaf of its own.
     has_child = torch.zeros(tokens + 1, dtype=torch.bool)
@@ -394,7 +390,7 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
     token_R, lengths = torch.cat(paths), [len(path) for path in paths]
     position_R = torch.cat([torch.arange(length) for length in lengths])
     # Without keys a token is identified by its place in the row: the tree is kept unchanged.
-    keys_R = [key[token_R] for key in on_host[len(names) :]] or [token_R]
+    keys_R = [key[token_R] for key in host_keys] or [token_R]
     path_layout = lay_out((1, len(token_R)), torch.arange(len(token_R)), position_R, lengths, keys_R)
     assert path_layout.source is not None
     source = torch.empty(tokens, dtype=torch.int64)
@@ -407,30 +403,6 @@ def tree_layout(tree: Mapping[str, Any], tokens: int, keys: Sequence[torch.Tenso
         packed_index=token_R[path_layout.packed_index],
     )
     return layout.to(device)
-
-
-def _paths(tree: Mapping[str, torch.Tensor], tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`tree_cu_seqlens_q`, `tree_kv_index` and `tree_cu_seqlens_k`, checked; if absent, the last two are built."""
-    cu_q = tree["tree_cu_seqlens_q"]
-    _check_cu_seqlens("tree_cu_seqlens_q", cu_q, tokens, "tokens of the row")
-    if "tree_kv_index" in tree:
-        path_index, cu_k = tree["tree_kv_index"], tree["tree_cu_seqlens_k"]
-        _check_cu_seqlens("tree_cu_seqlens_k", cu_k, len(path_index), "entries of `tree_kv_index`")
-        if len(cu_k) != len(cu_q):
-            raise ValueError(f"`tree_cu_seqlens_q` has {len(cu_q)} entries and `tree_cu_seqlens_k` {len(cu_k)}.")
-        return cu_q, path_index, cu_k
-    paths: list[torch.Tensor] = []
-    for segment, parent in enumerate(tree["tree_segment_parents"].tolist()):
-        if segment + 1 == len(cu_q) or parent >= segment:
-            break  # an error, raised below or by `_check_segment_parents` for parents without a segment
-        new = torch.arange(int(cu_q[segment]), int(cu_q[segment + 1]))
-        paths.append(torch.cat([paths[parent], new]) if parent >= 0 else new)
-    if len(paths) != len(cu_q) - 1:
-        raise ValueError(
-            f"`tree_segment_parents` is {tree['tree_segment_parents'].tolist()[:9]} for {len(cu_q) - 1} segments: "
-            "give each the number of an earlier segment, or -1 for a root."
-        )
-    return cu_q, torch.cat(paths), torch.tensor([0, *map(len, paths)]).cumsum(0)
 
 
 def _check_cu_seqlens(name: str, cu_seqlens: torch.Tensor, end: int, unit: str) -> None:
@@ -470,23 +442,6 @@ def _parents_of_tokens(cu_q: torch.Tensor, path_index: torch.Tensor, cu_k: torch
             "as on the path of its own segment, all at earlier places of the row."
         )
     return parent
-
-
-def _check_segment_parents(tree: Mapping[str, torch.Tensor], cu_q: torch.Tensor, parent: torch.Tensor) -> None:
-    """Raise a `ValueError` if the parents or depths of the segments (trl#7686) do not match their paths."""
-    parents, depths = tree.get("tree_segment_parents"), tree.get("tree_segment_depths")
-    if parents is not None:
-        # The last entry is for the parent -1 of a root.
-        last_token = torch.cat([cu_q[1:] - 1, torch.tensor([-1])])
-        token_before = parent[cu_q[:-1]]
-        in_range = parents.shape == token_before.shape and bool(((parents >= -1) & (parents < len(parents))).all())
-        if not in_range or not torch.equal(last_token[parents], token_before):
-            raise ValueError(
-                f"`tree_segment_parents` is {parents.tolist()[:9]}, but the paths of `tree_kv_index` come from "
-                "other segments: the two describe different trees."
-            )
-        if depths is not None and not torch.equal(depths, torch.where(parents < 0, 0, depths[parents] + 1)):
-            raise ValueError(f"`tree_segment_depths` is {depths.tolist()[:9]}, which does not count the parents.")
 
 
 class SortedRows(NamedTuple):

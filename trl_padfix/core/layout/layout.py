@@ -333,39 +333,6 @@ class Layout:
                 mask[end - 1 - n, path[: len(path) - n]] = True
         return mask
 
-    def tree_arguments(self) -> dict[str, Any]:
-        """
-        The keyword arguments with which TRL's tree attention, and other code that reads them, computes this layout.
-
-        Returns:
-            `dict`: `tree_kv_index`, `tree_cu_seqlens_q`, `tree_cu_seqlens_k`, `tree_max_seqlen_q` and
-            `tree_max_seqlen_k`. A segment may continue from any token of another segment, not only from its last.
-
-        Raises:
-            ValueError: If keys are tokens of other forwards.
-
-        Example: 1-2-3 and 1-2-4 with their shared tokens computed once. The ids and positions of the row are packed.
-
-        ```python
-        >>> import torch
-        >>> from trl_padfix import prefix_sharing_layout
-
-        >>> layout = prefix_sharing_layout(torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.ones(2, 3))
-        >>> layout.tree_arguments()["tree_kv_index"]
-        tensor([0, 1, 2, 0, 1, 3])
-
-        ```
-        """
-        if self.key_source_positions is not None:
-            raise ValueError("Keys of this layout are tokens of other forwards, which a tree row does not hold.")
-        return {
-            "tree_kv_index": self.key_tokens,
-            "tree_cu_seqlens_q": self.queries.cu_seqlens,
-            "tree_cu_seqlens_k": self.keys.cu_seqlens,
-            "tree_max_seqlen_q": self.queries.longest,
-            "tree_max_seqlen_k": self.keys.longest,
-        }
-
 
 def packed_length(tokens: int, multiple: int | Sequence[int]) -> int:
     """

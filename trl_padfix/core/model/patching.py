@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PACKED_ATTENTION", "Attachment", "BatchPatch", "ForwardPatch", "RunnerPatch", "beneath_patches", "bound_to_view",
-    "checkpoint_state", "config_of", "in_backward", "in_checkpoint", "patches_on", "saved_tensor_hooks", "view_of",
+    "checkpoint_state", "config_of", "in_backward", "in_checkpoint", "patches_on", "view_of",
     "viewed_module",
 ]  # fmt: skip
 
@@ -92,12 +92,6 @@ class Attachment:
             if patch not in needed:
                 patch.take_off()
         self._patches = needed
-
-    def on_compiled(self) -> None:
-        """Called while dynamo traces a call of the model, which the patches then run uncompiled."""
-
-    def on_one_graph(self) -> None:
-        """Called while a forward of the model is compiled into one graph, in which no patch has effect."""
 
     @property
     def enabled(self) -> bool:
@@ -206,9 +200,8 @@ class ForwardPatch:
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not self.is_on or (is_traced and _is_one_graph(self.attachment, isinstance(self, BatchPatch))):
-            return self.wrapped(*args, **kwargs)  # a graph without breaks has no place for packing
+        if not self.is_on or torch.jit.is_tracing():  # a trace would keep the layout of its example
+            return self.wrapped(*args, **kwargs)
         return self._run(*args, **kwargs)
 
     # Not traced: packing reads lengths from the device, and dynamo would recompile it for each of them.
@@ -358,12 +351,6 @@ def _why_no_batch(call: dict[str, Any]) -> str | None:
     return None
 
 
-def saved_tensor_hooks() -> tuple[Any, ...] | None:
-    """The hooks on tensors saved for backward (of a checkpoint, of offloading), or `()`; `None` in torch 2.6."""
-    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")
-    return None if top_hooks is None else top_hooks(True) or ()
-
-
 def in_backward() -> bool:
     """Whether a backward runs in this thread, so that a forward is a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -377,25 +364,10 @@ def in_checkpoint() -> bool:
 
 def checkpoint_state() -> tuple[bool, tuple[Any, ...]]:
     """What a checkpoint of torch changes: whether gradients are enabled (a reentrant one), or its hooks."""
-    hooks = saved_tensor_hooks() or ()
+    top_hooks = vars(vars(torch._C)["_autograd"]).get("_top_saved_tensors_default_hooks")  # torch 2.6 has none
+    hooks = (top_hooks and top_hooks(True)) or ()
     is_checkpoint = any(hook.__module__ == checkpoint.__module__ for hook in hooks)
     return torch.is_grad_enabled(), hooks if is_checkpoint else ()
-
-
-@torch.compiler.assume_constant_result
-def _is_one_graph(attachment: Attachment, of_batch: bool) -> bool:
-    """Whether the forward is traced into one graph (`fullgraph=True`, export, jit), by dynamo or without it."""
-    # Imported here, where dynamo has loaded it already: at the top of the file the import would take seconds.
-    from torch._dynamo.symbolic_convert import tls
-
-    translator = getattr(tls, "current_tx", None)
-    root = None if translator is None else translator.output.root_tx
-    if translator is not None and (root is None or not root.one_graph):
-        if of_batch:
-            attachment.on_compiled()
-        return False
-    attachment.on_one_graph()
-    return True
 
 
 def beneath_patches(module: nn.Module, forward: Any) -> Any:

@@ -87,20 +87,6 @@ class DecoderPatch(BatchPatch):
             return super().call(*args, **kwargs)
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._packed_or_padded(args, kwargs)
-        except IndexError as error:
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            rows = self.module.get_input_embeddings().num_embeddings
-            unknown = [] if ids is None else ids[(ids < 0) | (ids >= rows)].tolist()
-            if not unknown:
-                raise
-            raise ValueError(
-                f"The batch holds token id {unknown[0]}, and the embedding of {type(self.module).__name__} has "
-                f"{rows} rows. Use the tokenizer of the model, or `model.resize_token_embeddings(len(tokenizer))`."
-            ) from error
-
-    def _packed_or_padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call: packed, or padded if there is nothing to pack, or if it cannot be packed."""
         handle, outer = self.attachment, model_call(self.module)
         inputs = DecoderInputs.read(bind(self.wrapped, args, kwargs), handle, outer, self.is_causal)
@@ -162,7 +148,7 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch, padded: PaddedPlan) -> Plan
     if not isinstance(layout, PrefixedLayout):
         return PackedPlan(patch, tokens, inputs, _packed(inputs, tokens, patch))
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    new = tokens.new
+    new = None if layout.new is None else LocalTokens(layout.new)
     return PrefixedPlan(patch, tokens, inputs, {} if new is None else _packed(inputs, new, patch), new)
 
 
@@ -287,11 +273,7 @@ class PackedPlan(Plan):
     packed: dict[str, Any]
 
     def output(self, outer: ModelCall) -> Any:
-        self.patch.attachment.check_graphs()
-        try:
-            return self.unpack(self.run(), outer)
-        finally:
-            self.patch.attachment.check_graphs()  # the first call finds such a part, whose error says less
+        return self.unpack(self.run(), outer)
 
     def run(self) -> Any:
         """The output of the decoder for the packed row."""
@@ -357,8 +339,6 @@ class PrefixedPlan(PackedPlan):
         assert states is not None
         if self.new is None:
             return states.prefix_outputs()
-        if states.records is not None:
-            self.new.record(states.records)
         return states.prepend_outputs(self._forward(self.new, states), self.new.count)
 
     def unpack(self, output: Any, outer: ModelCall) -> Any:

@@ -7,7 +7,6 @@ module stores `input_ids` and the mask `(B, L)` for the decoder, which itself re
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +63,7 @@ class TowerPatch(ForwardPatch):
     fails the test always runs on the full batch, such as one that returns a single row for all images. A tower with
     sharded weights (FSDP, ZeRO-3) does so as well: all processes must run it equally often.
 
-    The device compares the halves, except for features that another tower computed from one half, in the same call.
+    The device compares the halves.
     """
 
     attachment: PaddingRemoval
@@ -74,42 +73,26 @@ class TowerPatch(ForwardPatch):
         self.separates_halves: bool | None = None  # `None` until the first batch with equal halves
 
     def packed(self, *args: Any, **kwargs: Any) -> Any:
-        call = model_call(self.attachment.decoder)
         may_halve = self.separates_halves is not False and not _is_random(self.module) and not is_sharded(self.module)
-        if not may_halve or not self._halves_are_equal([*args, *kwargs.values()], call.doubled_features):
+        if not may_halve or not self._halves_are_equal([*args, *kwargs.values()]):
             return self.wrapped(*args, **kwargs)
         half_kwargs = {k: _first_half(v) for k, v in kwargs.items()}
         half = self.wrapped(*map(_first_half, args), **half_kwargs)
         output = tree_map_only(torch.Tensor, lambda x: torch.cat([x, x]), half)
-        # Weak references: the projector that runs next recognizes these features; the list must not keep them alive.
-        features = [x for x in tensors_in(output) if not x.is_inference()]
-        call.doubled_features.extend((weakref.ref(x), x._version) for x in features)
         if self.separates_halves is None:
             with torch.no_grad():
                 self.separates_halves = _are_close(output, self.wrapped(*args, **kwargs))
         return output if self.separates_halves else self.wrapped(*args, **kwargs)
 
-    def _halves_are_equal(
-        self, arguments: list[Any], doubled_features: list[tuple[weakref.ref[torch.Tensor], int]]
-    ) -> bool:
+    def _halves_are_equal(self, arguments: list[Any]) -> bool:
         """Whether in every tensor among the arguments the second half of the rows equals the first."""
         if any(isinstance(v, list | tuple | dict) and tensors_in(v) for v in arguments):
             return False  # a list with one tensor per image has no halves of rows
         tensors = [v for v in arguments if isinstance(v, torch.Tensor) and v.dim() > 0]
         if not tensors or any(v.shape[0] == 0 or v.shape[0] % 2 for v in tensors):
             return False
-        unknown = [v.detach() for v in tensors if not _is_one_of(doubled_features, v)]
-        equal = [(first == second).all() for first, second in (v.chunk(2) for v in unknown)]
-        return not equal or bool(torch.stack(equal).all())
-
-
-def _is_one_of(features: list[tuple[weakref.ref[torch.Tensor], int]], x: torch.Tensor) -> bool:
-    """Whether `x`, or the tensor that it is a view of, is one of these, unmodified."""
-    alive = [(reference(), version) for reference, version in features]
-    return any(
-        t is not None and (x is t or (x._base is t and len(x) % len(t) == 0)) and x._version == version
-        for t, version in alive
-    )
+        halves = [v.detach().chunk(2) for v in tensors]
+        return bool(torch.stack([(first == second).all() for first, second in halves]).all())
 
 
 def _first_half(value: Any) -> Any:

@@ -26,7 +26,7 @@ from ..data.columns import lists
 
 __all__ = [
     "RowCosts", "batch_costs", "dataset_costs", "halve_largest", "pack_by_budget", "pack_depth_first",
-    "partition_equal_rows", "prefix_costs", "sort_by_prefix", "split_by_length", "text_costs", "truncated_tokens",
+    "partition_equal_rows", "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
 ]  # fmt: skip
 
 
@@ -250,19 +250,6 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
         bins = even_bins
     # Groups of a part may share a prefix, too, so the tokens of the part are counted.
     return sorted((sorted(group.rows) for group in bins), key=costs.total, reverse=True)
-
-
-def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
-    """
-    Split rows into short ones (at most `most` tokens) and longer ones. Returns the rows of each part.
-
-    Under context parallelism a part of short rows needs no exchange, because each process computes whole rows.
-    If both parts share a prefix that is worth computing once, all rows stay in one part.
-    """
-    is_long = costs.tokens > most
-    parts = [np.flatnonzero(is_long == long) for long in (False, True)]
-    repeated = sum(map(costs.total, parts)) - costs.total()
-    return [part for part in parts if len(part)] if repeated < MIN_SAVED_TOKENS else [np.arange(len(costs))]
 
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:

@@ -239,6 +239,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(mixers) != layers:
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
+    if handle.context_parallel is not None:
+        return "context parallelism divides each sub-batch among the processes"
     if args.torch_compile:
         return "compiled layers take no states from outside"
     if is_sharded:
