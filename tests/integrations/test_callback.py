@@ -15,7 +15,7 @@ from kit.trainer_runs import (
     trajectory,
 )
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from trl_padfix import PaddingRemovalCallback, PaddingRemovalError, ParityError
 from trl_padfix.core.remove import attachment_of
@@ -227,15 +227,12 @@ class FullyShardedDataParallel(Wrapper):
 
 COMPILED = r"`torch\.compile` has taken over `.*torch_compile=False"
 WRAPPED = r"{} has taken over.*callback\.attach"
-ENCODER = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
 BAD = {
-    "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
-    "an encoder": (lambda: BertForMaskedLM(ENCODER), {}, PaddingRemovalError, "attends in both directions"),
-    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}, PaddingRemovalError, COMPILED),
-    "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, COMPILED),
-    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, PaddingRemovalError, WRAPPED.format("DeepSpeed")),
-    "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, PaddingRemovalError, WRAPPED.format("FSDP")),
+    "compiled": (lambda: torch.compile(build_model(), backend="eager"), {}, COMPILED),
+    "compiled by the trainer": (build_model, BY_TRAINER, COMPILED),
+    "DeepSpeed": (lambda: DeepSpeedEngine(build_model()), {}, WRAPPED.format("DeepSpeed")),
+    "FSDP": (lambda: FullyShardedDataParallel(build_model()), {}, WRAPPED.format("FSDP")),
 }
 
 
@@ -287,13 +284,13 @@ def test_a_cell_of_a_notebook_runs_again_after_an_interrupted_training(attach, t
 
 
 def test_bad_input_is_refused_before_the_first_step(tmp_path):
-    for build, config, error, said in BAD.values():
+    for build, config, said in BAD.values():
         callback = PaddingRemovalCallback(prefix_sharing=True)
         trainer = build_trainer(
             tmp_path, attach=False, callbacks=[callback], model=build(), remove_unused_columns=False, **config
         )
         trainer.compute_loss = lambda *args, **kwargs: pytest.fail("a step began")
-        with pytest.raises(error, match=f"(?s){said}"):
+        with pytest.raises(PaddingRemovalError, match=f"(?s){said}"):
             trainer.train()
         assert trainer.state.global_step == 0
         assert callback.handles == []
