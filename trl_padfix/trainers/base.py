@@ -123,7 +123,9 @@ class PaddingFreeMixin:
             padding.task = self.task_class(self)
             if is_off():
                 off = ", ".join(f"`{name}`" for name in COMPUTED)
-                logger.warning(f"{OFF} is set: {off} are off. Steps run padded, as in TRL, and need TRL's time and memory.")
+                logger.warning(
+                    f"{OFF} is set: {off} are off. Steps run padded, as in TRL, and need TRL's time and memory."
+                )
             if padding.settings.are_set:
                 if isinstance(config, PackingConfig):
                     config.is_read = True
