@@ -75,19 +75,6 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@given(drawn_costs(), st.integers(1, 4))
-def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
-    costs = costs[: len(costs) // processes * processes]
-    parts = partition_equal_rows(costs, processes)
-    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
-    assert {len(part) for part in parts} == {len(costs) // processes}
-
-
-def test_rows_that_cannot_be_partitioned_evenly_are_an_error():
-    with pytest.raises(ValueError, match="5 rows cannot be partitioned into 2 equal parts"):
-        partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
-
-
 def test_rows_of_one_prompt_go_to_one_process():
     prompts = np.array([0, 1, 0, 2, 1, 3, 0, 2])
     parts = partition_equal_rows(pairs_of(prompts, 2, 3), 2)

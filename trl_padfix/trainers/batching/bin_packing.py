@@ -337,12 +337,8 @@ def partition_equal_rows(costs: RowCosts, processes: int, quadratic: float = 0.0
     A row of `n` tokens costs `n + quadratic * n * n`, minus what it shares.
 
     Rows with a shared prefix go to one process; if no process has room for all of them, to as few as possible.
-
-    Raises:
-        ValueError: If the number of rows is not a multiple of `processes`.
+    The number of rows is a multiple of `processes`.
     """
-    if len(costs) % processes:
-        raise ValueError(f"{len(costs)} rows cannot be partitioned into {processes} equal parts.")
     room = np.full(processes, len(costs) // processes)
     loads = np.zeros(processes)
     partition: list[list[int]] = [[] for _ in range(processes)]
