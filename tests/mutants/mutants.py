@@ -335,9 +335,9 @@ MUTANTS = [
     ),
     Mutant(
         "trainers/batching/bin_packing.py",
-        "if part and part_tokens + tokens - shared > limit:",
-        "if part and part_tokens > limit:",
-        "a part has one row more than its budget",
+        "_pack_subtree(rest[group.rows], room, across)",
+        "_pack_subtree(rest[group.rows], budget, across)",
+        "a group that is cut has parts of the whole budget, besides the prefix of all rows",
         ("trainers/test_bin_packing.py", "trainers/test_row_order.py"),
     ),
     Mutant(
