@@ -144,7 +144,7 @@ MUTANTS = [
         "(mask[:, :-1] == 0)",
         "(mask[:, 1:] == 0)",
         "a label that only padding predicts is not found",
-        ("core/remove/test_padded_calls.py", "trainers/test_batch_labels.py"),
+        ("core/remove/test_padded_calls.py", "trainers/test_batch_rows.py"),
     ),
     Mutant(
         "core/call/batch_cache.py",

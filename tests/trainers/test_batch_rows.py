@@ -55,7 +55,7 @@ class HidesSome(DataCollatorForPreference):
 
 def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels after padding are dropped without a word, as they were."""
-    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_labels"):
+    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_rows"):
         monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
 
 
