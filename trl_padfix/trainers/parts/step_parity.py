@@ -30,8 +30,7 @@ from ...core.parity.forwards import other_attention
 from ...core.parity.limits import OF_NOISE, Limits, lowest_dtype, precision_of
 from ...core.remove import number_padded_rows
 from ..checks.user_code import gradient_hook_name
-from ..data.batch_labels import scored_tokens
-from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, split_images
+from ..data.batch_rows import Parts, are_cut_by_rows, find_images, has_pixels, scored_tokens, split_images
 from ..distributed import (
     has_static_graph,
     is_sharded,
