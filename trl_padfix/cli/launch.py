@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -165,11 +164,8 @@ def main(method: str, args: Sequence[str]) -> None:
             field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
             if field is None:
                 raise
-            frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-            values = (x for found in frames for x in (found.get("dataset"), found.get("self")))
-            splits = next(x for x in values if isinstance(x, dict))
             raise ValueError(
-                f"the data has no split {error}, which `dataset_{field}_split` names; it has {', '.join(splits)}."
+                f"the data has no split {error}, which `dataset_{field}_split` names."
                 + " `datasets` loads one split: set `test_split_size`." * bool(data.datasets and field == "test")
             ) from error
 
