@@ -8,7 +8,6 @@ Flags, YAML, data mixtures, rewards and all work after training are TRL's.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import signal
@@ -195,16 +194,11 @@ def _checked(trainer_class: Any, is_dry_run: bool) -> Callable[..., Any]:
     """A stand-in for the trainer class in TRL's script: it checks columns first and, in a dry run, ends the script."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        from ..trainers.data.columns import require_columns
         from ..trainers.dry_run import dry_run
 
         for name in ("train", "eval"):
             if (dataset := kwargs.get(f"{name}_dataset")) is not None:
                 trainer_class.task_class.require_columns(dataset, name, kwargs["args"])
-                for reward in filter(callable, kwargs.get("reward_funcs", ())):
-                    read = inspect.signature(reward).parameters.get("solution")
-                    if read is not None and read.default is read.empty:
-                        require_columns(dataset, name, [{"solution"}], f"`{reward.__name__}` reads `solution`")
         trainer = trainer_class(*args, **kwargs)
         if is_dry_run:
             raise _DryRunEnd(dry_run(trainer))
