@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..field_names import hint
-from ..files import DATA_FILES, folder_obstacle, is_missing_path, refuse_empty
+from ..files import DATA_FILES, is_missing_path
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
 from . import METHODS
@@ -110,8 +110,6 @@ def check_given(method: str, given: Given) -> str | bool | None:
     if "reward_funcs" in fields:
         _check_rewards(method, values, places)
     resume_from = _check_paths(values, places)
-    if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
-        raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
@@ -282,7 +280,7 @@ def _is_out_of_reach(name: str) -> bool:
 
 def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """
-    Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
+    Raise a `ValueError` for a model, dataset or checkpoint that is not there, and for a file as a dataset.
 
     Returns the checkpoint to resume from.
     """
@@ -316,8 +314,4 @@ def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool |
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
             f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
         )
-    of_mixture = [dataset.get("data_files") for dataset in values.get("datasets") or [] if isinstance(dataset, dict)]
-    for data in [values.get("dataset_name"), *of_mixture]:
-        if data and isinstance(data, str):
-            refuse_empty(data)
     return resume_from

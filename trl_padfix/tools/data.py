@@ -11,7 +11,7 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import extract_prompt, is_conversational
 
-from ..files import DATA_FILES, refuse_empty
+from ..files import DATA_FILES
 from ..trainers.data.chat_templates import renderer
 
 
@@ -35,7 +35,6 @@ def load_rows(data: str) -> Dataset:
     Raises:
         ValueError: If there is no row.
     """
-    refuse_empty(data)
     path = Path(data)
     if path.is_file() and path.suffix in DATA_FILES:
         rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
