@@ -58,7 +58,6 @@ CASES = [
     (["dpo", *RUN, "--resume_from_checkpoint", "--seed", "1"], "--resume_from_checkpoint needs a value"),
     (["dpo", *RUN, "--eval_on_start", "true", "--eval_strategy", "no"], "`eval_on_start` evaluates"),
     (["dpo", *RUN, "--config", "twice.yaml"], "the key `seed` appears in lines 1 and 3"),
-    (["dpo", *CPU, "--micro_batch_size", "2"], "(in TRL it is `per_device_train_batch_size`)"),
     (["dpo", *CPU, "--dataset_name", "good.jsonl"], "`datasets: [{path: json, data_files: good.jsonl}]`"),
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
