@@ -26,6 +26,7 @@ from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..mixers.mixers import FORKED
 from ..model.older import supports
+from ..probes import saved_modules
 from .limits import WIDEST_SCORE
 from .sample import Sample
 
@@ -47,7 +48,6 @@ class Scores(NamedTuple):
 
     values: torch.Tensor
     gradient: torch.Tensor | None
-    long_row: torch.Tensor | None = None  # further differences, see `check._compare_long_row`
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +125,17 @@ class Forwards:
                 return rows, others, None
             return exact, rounded, torch.float64
 
-    def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the packed forward, and of each row alone in the dtype of the model."""
-        packed = self._packed()
-        with self.handle.disabled():
-            return packed, self._of_each_row()
+    def packed_from(self, alone: bool) -> torch.Tensor | None:
+        """
+        Differences of the packed scores from those of each row alone, or from the padded ones; `None` if there are no
+        scores, or if the shape of an output depends on the batch.
+        """
+        unchanged = partial(saved_modules, [*self.model.modules()])
+        with unchanged():  # a rotary embedding keeps the frequencies of the longest row
+            packed = self._packed()
+        with unchanged(), self.handle.disabled():
+            reference = self._of_each_row() if alone else self._scores(self.sample)
+        return (packed - reference).abs() if packed.shape == reference.shape and len(packed) else None
 
     def _packed(self) -> torch.Tensor:
         ids, mask = self.sample.ids, self.sample.mask
