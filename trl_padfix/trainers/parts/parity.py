@@ -44,9 +44,6 @@ LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_id
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
 
-LARGE_ON_CPU = 50_000_000
-"""Parameters above which the first comparison is announced, where a CPU computes it in half precision."""
-
 
 class Parity(Part):
     """
@@ -113,8 +110,6 @@ class Parity(Part):
         if not self._is_due(step.mode):
             yield
         elif step.batches:
-            if not padding.parity:
-                self._announce()
             failed = self._compare_batches(step)
             yield
             if failed is not None:
@@ -124,17 +119,6 @@ class Parity(Part):
                 handle.accept_hooks()  # the comparison after these forwards checks them
             with self._compared_on_first_call(step.mode, step.model):
                 yield
-
-    def _announce(self) -> None:
-        """Say before a comparison that it takes long, where it does."""
-        accelerator, model = self.trainer.accelerator, self.trainer.model
-        is_large = sum(p.numel() for p in model.parameters()) > LARGE_ON_CPU
-        is_slow = accelerator.device.type == "cpu" and precision_in(self.trainer, model).itemsize < 4
-        if is_large and is_slow and accelerator.is_local_main_process:
-            say(
-                "Comparing packed with padded on the first batch. Many CPUs compute half precision slowly: "
-                "`bf16=False` trains in float32, and `parity_check=False` leaves the comparison out."
-            )
 
     @contextlib.contextmanager
     def _with_own_loss(self, step: Step) -> Iterator[None]:
