@@ -188,9 +188,6 @@ MASKED = -1
 SNIPPET_TOKENS = 192
 """Compared tokens of a row, around the fork from the row with which it has the longest common prefix."""
 
-CANDIDATES = 8
-"""Number of rows that are tried for a pair that crosses chunks: each is compared with all others."""
-
 
 def short_snippets(
     ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0, has_holes: bool = True
@@ -200,8 +197,8 @@ def short_snippets(
     `SNIPPET_TOKENS` tokens around the fork.
 
     If rows are longer than `chunk`, the tokens that scans of the decoder compute at once, the second pair crosses from
-    chunk to chunk. These rows are cut to at most two and a half chunks. Without `has_holes`, masked tokens between
-    real ones are left out.
+    chunk to chunk: the longest row and its partner, cut to at most two and a half chunks. Without `has_holes`, masked
+    tokens between real ones are left out.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the snippets, right-padded, always with some padding.
@@ -216,8 +213,8 @@ def short_snippets(
     cuts = [(*_with_partner(rows, i), SNIPPET_TOKENS // 2) for i in first]
     # A quarter more, so that on either side of the fork a node of the prefix tree is longer than a chunk.
     margin = max(SNIPPET_TOKENS // 2, chunk + chunk // 4)
-    if chunk and (crossing := _crossing_pair(rows, shortest, chunk, margin)):
-        cuts[1:] = [(*crossing, margin)]
+    if chunk and len(rows[shortest[-1]]) > chunk:
+        cuts[1:] = [(*_with_partner(rows, shortest[-1]), margin)]
     snippets = [snippet for cut in cuts for snippet in _cut(rows, *cut)]
     # Snippets of one length have no padding to remove, so the check would compare nothing: shorten the first.
     if len({len(row) for row in snippets}) == 1 and len(snippets[0]) > 2:
@@ -259,23 +256,6 @@ def _cut(rows: list[torch.Tensor], i: int, partner: int, common: int, margin: in
     begin = max(0, common - margin)
     snippets = (rows[k][begin : begin + 2 * margin] for k in (i, partner))
     return [_from_first_to_last(snippet, snippet != MASKED) for snippet in snippets if (snippet != MASKED).any()]
-
-
-def _crossing_pair(
-    rows: list[torch.Tensor], shortest: list[int], chunk: int, margin: int
-) -> tuple[int, int, int] | None:
-    """A pair of rows whose snippets cross from chunk to chunk: before the fork, after it, or both."""
-    long = [i for i in shortest if len(rows[i]) > chunk][:CANDIDATES]
-    pairs = [_with_partner(rows, i) for i in long]
-
-    def crossings(pair: tuple[int, int, int]) -> int:
-        i, partner, common = pair
-        before = min(common, margin)
-        after = max(len(rows[i]), len(rows[partner])) - common
-        return (before > chunk) + (min(after, 2 * margin - before) > chunk)
-
-    best = max(pairs, key=crossings, default=None)  # of equal pairs `max` takes the first, which is the shortest
-    return best if best is not None and crossings(best) else None
 
 
 def _from_first_to_last(row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
