@@ -72,7 +72,7 @@ def check_parity(
     The compared gradient is the gradient of the sum of the scores with respect to the embeddings, summed for each
     token id: it has passed the backward of every layer. It costs a backward for each forward, and the memory of the
     activations; `.grad` stays unchanged. Gradients are left out, and the report says why, for batches with images,
-    under FSDP and DeepSpeed, and if a layer has no backward.
+    and under FSDP and DeepSpeed.
 
     Dropout is off. A model without padding removal is attached for the comparison.
 
