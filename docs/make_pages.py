@@ -75,8 +75,8 @@ In evaluation each name begins with `eval_`.
 The fractions cover packed forwards only.
 
 With `prefix_sharing`, gradient accumulation and no `max_tokens_per_batch`, GRPO, RLOO and distillation regroup the
-rows of a step, so that completions of a prompt run together; the log says so. The step stays the same, but means over batches
-(`entropy`, `kl`, `clip_ratio`) differ from TRL's.
+rows of a step, so that completions of a prompt run together; the log says so. The step stays the same, but means over
+batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 

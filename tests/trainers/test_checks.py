@@ -110,7 +110,6 @@ EXAMPLE = {"prompt": "w3", "completion": "w4 w5", "label": True}
 CHAT = {"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}
 SAID, ANSWER = CHAT["messages"]
 CHATS = {"prompt": [SAID], "chosen": [ANSWER], "rejected": [SAID]}
-IDS = {"input_ids": [3, 4, 5], "labels": [-100, 4, 5]}
 OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
@@ -187,8 +186,6 @@ BAD = {
     "no role": rows("SFT", {"messages": [{"content": "w3"}]}, "Row 0 .*without a `role`"),
     "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
     "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
-    "a negative id": row_5("SFT", IDS, "holds -5 in `input_ids`.* 0 to 39", input_ids=[3, -5]),
-    "an id too large": row_5("SFT", IDS, "holds 40 in `labels`", labels=[40, 4, 5]),
     "no rejected": row_5("DPO", PAIR, "None in column `rejected`", rejected=None),
     "no completion": row_5("KTO", EXAMPLE, "None in column `completion`", completion=None),
     "no prompt": row_5("GRPO", {"prompt": "w3 w4"}, "None in column `prompt`", prompt=None),

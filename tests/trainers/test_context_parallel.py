@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import ParallelismConfig, PartialState
-from kit.dpo_cases import build_pairs
-from kit.trainer_runs import build_tokenizer
 from zoo.models import build
 
-from trl_padfix import DPOConfig, DPOTrainer, PaddingRemovalError, remove_padding
+from trl_padfix import PaddingRemovalError, remove_padding
 from trl_padfix.core.parallel.collectives import Group
 from trl_padfix.trainers.metrics.exact_eval_means import local_metrics_only
 from trl_padfix.trainers.parts.context_parallel import ContextParallel
@@ -112,11 +110,3 @@ def test_what_a_user_gathers_holds_the_rows_of_a_group_once():
             assert accelerator.gather(rows) is rows
     assert len(seen) == 5
     assert accelerator.gather is accelerator.gather_for_metrics is users
-
-
-def test_sizes_that_are_not_the_processes_are_an_error(tmp_path):
-    """One is launched here; torch would say that the mesh is bigger than the world."""
-    args = DPOConfig(str(tmp_path), padding_free=True, use_cpu=True, bf16=False)
-    args.parallelism_config = ParallelismConfig(cp_size=2)
-    with pytest.raises(ValueError, match=r"`cp_size=2` and the other sizes.* make 2 processes, and 1 w"):
-        DPOTrainer(build("qwen2"), args=args, train_dataset=build_pairs(4), processing_class=build_tokenizer())

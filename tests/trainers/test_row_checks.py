@@ -8,7 +8,7 @@ from kit.methods import make_trainer
 from kit.trainer_runs import build_tokenizer
 
 import trl_padfix
-from trl_padfix.trainers.data.columns import ids_outside, lists, rows_of_only
+from trl_padfix.trainers.data.columns import lists, rows_of_only
 from trl_padfix.trainers.data.row_checks import validate_rows
 
 
@@ -57,14 +57,6 @@ def test_a_bad_row_is_found_where_a_loop_finds_it(values):
             validate_rows(dataset, "train", ("prompt",))
     else:
         assert validate_rows(dataset, "train", ("prompt",)) is dataset
-
-
-@given(st.lists(st.lists(st.sampled_from([-100, -1, 0, 39, 40]), max_size=3), min_size=1, max_size=6))
-def test_ids_are_looked_at_as_in_a_loop(rows):
-    dataset = Dataset.from_list([{"a": row} for row in rows], features=Features({"a": List(Value("int64"))}))
-    for ignored in ((), (-100,)):
-        found = [(i, x) for i, row in enumerate(rows) for x in row if not 0 <= x < 40 and x not in ignored]
-        assert ids_outside(dataset, "a", 40, ignored) == (found[0] if found else None)
 
 
 @given(st.lists(st.lists(st.integers(-1, 1), max_size=3), min_size=1, max_size=12), st.booleans())

@@ -15,8 +15,7 @@ from kit.observe import entered_tokens
 
 import trl_padfix
 from trl_padfix.trainers.batching.row_splits import RowSplitter
-from trl_padfix.trainers.data.batch_labels import scored_tokens
-from trl_padfix.trainers.data.batch_rows import find_images
+from trl_padfix.trainers.data.batch_rows import find_images, scored_tokens
 
 
 class Config:

@@ -235,7 +235,7 @@ def test_a_step_keeps_the_activations_of_one_part(name, tmp_path):
         return kept_bytes(make(trl_padfix, kind, tmp_path, budget=True, **CASES[name].config | config))
 
     budget = IMAGE_BUDGETS[kind] if loss == "images" else {}
-    assert kept(32, **budget) < 1.6 * kept(8, **budget)
+    assert kept(32, **budget) < 2 * kept(8, **budget)  # eight rows may not fill a part
     whole = {"max_tokens_per_batch": None}
     assert kept(32, **whole) > 3 * kept(8, **whole)
 

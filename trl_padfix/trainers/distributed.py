@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather, gather_object
 from torch import nn
 from transformers import Trainer
@@ -27,11 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "check_launch", "data_replicas", "datasets_of", "has_static_graph", "is_fsdp2", "is_sharded", "is_zero",
     "local_metrics_only", "max_over_processes", "models_of", "named_models_of", "raise_on_all",
-    "splitting_parallelism", "step_on_prepared",
-    "sync_gradients_in_last", "trains_on_images", "warn_of_launch",
+    "splitting_parallelism", "step_on_prepared", "sync_gradients_in_last", "trains_on_images",
 ]  # fmt: skip
-
-logger = get_logger(__name__)
 
 
 def named_models_of(trainer: TaskTrainer) -> dict[str, Any]:
@@ -73,31 +68,6 @@ def check_launch(trainer: TaskTrainer) -> None:
             "`sp_size` (DeepSpeed's) splits every padded row over processes, and a packed batch has no such rows. "
             "Use `cp_size`, which splits the packed row, or set `padding_free=False`."
         )
-
-
-def warn_of_launch(accelerator: Accelerator) -> None:
-    """Warn once if accelerate runs fewer processes than it was asked for, or if it was asked to shard and does not."""
-    # `accelerate launch` sets the address for several processes, and a rank where it starts them.
-    asked_for_several = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys()
-    if accelerator.num_processes == 1 and asked_for_several and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        logger.warning_once(
-            "`accelerate launch` was asked for several processes and started one: with `distributed_type: NO` it "
-            "ignores `num_processes`. This run trains on one process. For several take the configuration "
-            "`recipes/accelerate/multi_gpu.yaml`, on CPUs too."
-        )
-    if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        logger.warning_once(
-            f"{os.environ['WORLD_SIZE']} processes were started, and accelerate treats each as the only one, so each "
-            "trains a model of its own. On CPUs pass `--use_cpu` to `accelerate launch`, and set `use_cpu=True`."
-        )
-    strategies = {"FSDP": DistributedType.FSDP, "DEEPSPEED": DistributedType.DEEPSPEED}
-    for name, kind in strategies.items():
-        is_asked = os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1")
-        if is_asked and accelerator.num_processes > 1 and accelerator.distributed_type != kind:
-            logger.warning_once(
-                f"{name} was requested, but accelerate runs {accelerator.distributed_type.value}: it shards nothing "
-                "on CPUs. Each process holds the whole model (DDP); the losses are the same, memory is not."
-            )
 
 
 def splitting_parallelism(accelerator: Accelerator, *sizes: str) -> str | None:

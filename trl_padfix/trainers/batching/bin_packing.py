@@ -9,8 +9,7 @@ All functions are pure, so every process finds the same plan.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -235,21 +234,13 @@ class RowGroup(NamedTuple):
 
 def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     """
-    Pack rows into about as few parts of at most `budget` tokens as possible, of similar size.
+    Pack rows into about as few parts of at most `budget` tokens as possible.
 
     Rows with a shared prefix stay together if they fit. A row with more tokens is a part of its own. Returns the rows
     of each part, the part with the most tokens first.
     """
-    shared = costs.shared_by_all  # each part computes this prefix once
-    costs, budget = costs.without_shared(shared), budget - shared
-    groups = _groups_by_size(costs, budget)
-    bins: list[RowGroup] = []
-    _first_fit(groups, budget, bins)
-    even_bins = _greedy_partition(groups, len(bins))
-    if all(group.tokens <= budget or len(group.rows) == 1 for group in even_bins):
-        bins = even_bins
-    # Groups of a part may share a prefix, too, so the tokens of the part are counted.
-    return sorted((sorted(group.rows) for group in bins), key=costs.total, reverse=True)
+    parts = [sorted(group.rows) for group in _pack_subtree(costs, budget, across=False)]
+    return sorted(parts, key=costs.total, reverse=True)
 
 
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
@@ -261,11 +252,15 @@ def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     tokens. A row with more tokens is a part of its own. Returns the rows of each part in depth-first order of the
     prefix tree: parts that share a prefix are adjacent.
     """
-    return [sorted(group.rows) for group in _pack_subtree(costs, budget)]
+    return [sorted(group.rows) for group in _pack_subtree(costs, budget, across=True)]
 
 
-def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
-    """[`pack_depth_first`] of rows that all begin with one prefix (or none), with the tokens of each part."""
+def _pack_subtree(costs: RowCosts, budget: float, across: bool) -> list[RowGroup]:
+    """
+    Parts of rows that all begin with one prefix (or none), with their tokens.
+
+    `across`: whether prefixes are computed once for all parts, so that they can be recomputed ([`pack_depth_first`]).
+    """
     shared = costs.shared_by_all
     rest = costs.without_shared(shared)
     total, shortest = rest.total(), max(int(rest.tokens.min()), 1)
@@ -275,7 +270,7 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
     # about as much as computing `MIN_SAVED_TOKENS`. A prefix that saves fewer tokens has no forward of its own
     # (`find_shared_prefixes`): each part computes it, with its activations.
     is_shared = shared * (count_if_recomputed - 1) >= MIN_SAVED_TOKENS
-    recompute = is_shared and MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
+    recompute = across and is_shared and MIN_SAVED_TOKENS * (count_if_kept - count_if_recomputed) > shared / 3
     room = room_if_recomputed if recompute else room_if_kept
     prefix_tokens = shared * KV_MEMORY_FRACTION if recompute else shared
     bins: list[RowGroup] = []
@@ -284,7 +279,7 @@ def _pack_subtree(costs: RowCosts, budget: float) -> list[RowGroup]:
         if group.tokens <= room or len(group.rows) == 1:
             fitting.append(group)
         else:
-            parts = _pack_subtree(rest[group.rows], room)
+            parts = _pack_subtree(rest[group.rows], room, across)
             bins += [RowGroup(part.tokens, [group.rows[i] for i in part.rows]) for part in parts]
     first_mixed = len(bins)  # bins before this one are parts of one group
     _first_fit(_largest_first(fitting), room, bins)
@@ -312,21 +307,20 @@ def _make_last_bin_small(bins: list[RowGroup], first_mixed: int, room: float, co
         bins.append(RowGroup(int(costs.tokens[last]), [last]))
 
 
-def halve_largest(parts: Sequence[Sequence[int]], count: int) -> list[tuple[int, Sequence[int]]]:
+def halve_largest(parts: Sequence[list[int]], count: int) -> list[list[int]]:
     """
     Cut the part with the most rows in two, until there are `count` parts or none has two rows.
 
-    Returns pairs of the index of the original part and the rows: `[[7, 8, 9], [5]]` and 3 give
-    `[(0, [7]), (0, [8, 9]), (1, [5])]`.
+    `[[7, 8, 9], [5]]` and 3 give `[[7], [8, 9], [5]]`.
     """
-    halved = list(enumerate(parts))
+    halved = list(parts)
     while len(halved) < count:
-        index = max(range(len(halved)), key=lambda i: len(halved[i][1]))
-        origin, rows = halved[index]
+        index = max(range(len(halved)), key=lambda i: len(halved[i]))
+        rows = halved[index]
         middle = len(rows) // 2
         if not middle:
             break
-        halved[index : index + 1] = [(origin, rows[:middle]), (origin, rows[middle:])]
+        halved[index : index + 1] = [rows[:middle], rows[middle:]]
     return halved
 
 
@@ -371,17 +365,6 @@ def _groups(costs: RowCosts) -> list[RowGroup]:
     return [RowGroup(size, rows.tolist()) for size, rows in zip(sizes, groups, strict=True)]
 
 
-def _groups_by_size(costs: RowCosts, limit: int) -> list[RowGroup]:
-    """The groups, the largest first; groups of more than `limit` tokens are cut."""
-    groups: list[RowGroup] = []
-    for group in _groups(costs):
-        if group.tokens <= limit:
-            groups.append(group)
-        else:
-            groups += [RowGroup(costs.total(part), part) for part in _cut_group(costs, group.rows, limit)]
-    return _largest_first(groups)
-
-
 def _largest_first(groups: list[RowGroup]) -> list[RowGroup]:
     return sorted(groups, key=lambda group: group.tokens, reverse=True)
 
@@ -394,29 +377,3 @@ def _first_fit(groups: list[RowGroup], room: float, bins: list[RowGroup]) -> Non
             bins.append(group)
         else:
             bins[index] = bins[index].joined(group)
-
-
-def _greedy_partition(groups: list[RowGroup], count: int) -> list[RowGroup]:
-    """Add each of the groups, in their order, to the part with the fewest tokens so far."""
-    partition = [RowGroup(0, [])] * count
-    heap: list[tuple[float, int]] = [(0, index) for index in range(count)]
-    for group in groups:
-        _, index = heap[0]
-        partition[index] = partition[index].joined(group)
-        heapq.heapreplace(heap, (partition[index].tokens, index))
-    return partition
-
-
-def _cut_group(costs: RowCosts, rows: list[int], limit: int) -> Iterator[list[int]]:
-    """The rows of one group, in parts of at most `limit` tokens, or of one row."""
-    group = costs[rows]
-    part: list[int] = []
-    part_tokens = 0
-    for index, shared in zip(group.order.tolist(), group.shared.tolist(), strict=True):
-        tokens = int(group.tokens[index])
-        if part and part_tokens + tokens - shared > limit:
-            yield part
-            part, part_tokens, shared = [], 0, 0  # the first row of a part shares nothing with earlier rows
-        part.append(rows[index])
-        part_tokens += tokens - shared
-    yield part

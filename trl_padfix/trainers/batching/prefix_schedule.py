@@ -1,10 +1,11 @@
 """
 Compute each shared prefix once per batch.
 
-A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. If each part is a
-chunk with its own backward, chunks attend to the cached keys, values and final states as detached leaves, which
-accumulate their gradients. The last chunk that uses a prefix backpropagates through the graph of the prefix together
-with its own graph. Each model (policy, reference) has a schedule of its own.
+A [`PrefixSchedule`] runs a prefix forward before the first part of a batch that needs the prefix. It records keys,
+values and states ([`ForwardStates`]), which later forwards read: their rows begin with tokens of the prefix. If each
+part is a chunk with its own backward, chunks attend to the cached keys, values and final states as detached leaves,
+which accumulate their gradients. The last chunk that uses a prefix backpropagates through the graph of the prefix
+together with its own graph. Each model (policy, reference) has a schedule of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ...core.anatomy import find_decoder
-from ...core.call.batch_cache import BatchVersion
-from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
+from ...core.call.batch_cache import BatchVersion, PlannedLayout, cache_of_call
 from ...core.call.prefix_states import ForwardStates, PrefixStates, detached_leaf
 from ...core.context import within
 from ...core.errors import PaddingRemovalError
@@ -33,7 +33,10 @@ from ...core.remove import packs_now
 from ..messages import say
 
 
-__all__ = ["ChunkRunner", "PrefixSchedule", "shares_across_parts", "sharing_obstacle"]
+__all__ = [
+    "ChunkRunner", "PrefixSchedule", "run_prefix_forward", "shares_across_parts", "sharing_obstacle",
+    "with_prefix_states",
+]  # fmt: skip
 
 RunPrefix = Callable[[PrefixedLayout, list[ForwardStates]], ForwardStates]
 """Runs a prefix forward with a layout after given states, on the ids and mask of the running part."""
@@ -211,6 +214,54 @@ def _with_rng_state(on_host: torch.Tensor, on_device: tuple[list[int], list[torc
     with torch.random.fork_rng(devices=on_device[0]):
         torch.set_rng_state(on_host)
         set_device_states(*on_device)
+        yield
+
+
+def run_prefix_forward(
+    forward: Callable[..., Any],
+    call: dict[str, Any],
+    layout: PrefixedLayout,
+    reads: list[ForwardStates],
+    **head_arguments: Any,
+) -> ForwardStates:
+    """
+    Compute a shared prefix.
+
+    Args:
+        forward (`Callable`):
+            A decoder; with `head_arguments` its model.
+        call (`dict`):
+            Keyword arguments of the model for the batch in which the prefix is computed: ids, mask, and the requested
+            outputs.
+        layout ([`PrefixedLayout`]):
+            The layout of the prefix in that batch.
+        reads (`list` of [`ForwardStates`]):
+            States of the prefixes that it continues.
+        **head_arguments:
+            `logits_to_keep`, where the head must run too.
+
+    Returns:
+        [`ForwardStates`]: States that later forwards read.
+    """
+    ids, mask = call["input_ids"], call["attention_mask"]
+    outputs = {k: v for k, v in call.items() if k in ("output_router_logits", "output_hidden_states")}
+    assert layout.new is not None
+    records = ForwardStates()
+    records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
+    # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
+    planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
+    with within(model=None, runner=None, planned=planned):
+        output = forward(input_ids=ids, attention_mask=mask, use_cache=False, **outputs, **head_arguments)
+    if head_arguments:
+        records["head",] = (output.logits,)  # backward must begin with the head, as FSDP2 expects
+    return records
+
+
+@contextlib.contextmanager
+def with_prefix_states(call: dict[str, Any], layout: PrefixedLayout) -> Iterator[None]:
+    """Until the block ends, a forward of a model with the arguments `call` has this `layout` and reads its states."""
+    planned = PlannedLayout(BatchVersion.of(call["input_ids"], call["attention_mask"]), layout)
+    with cache_of_call(), within(planned=planned):
         yield
 
 

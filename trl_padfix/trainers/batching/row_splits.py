@@ -115,4 +115,4 @@ class RowSplitter:
         parts = pack(costs, self.budget)
         count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
         # Processes have equally many rows, so each has enough of them for `count` parts.
-        return [list(items) for _, items in halve_largest(parts, count)]
+        return halve_largest(parts, count)

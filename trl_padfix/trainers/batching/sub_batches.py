@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from ...core.anatomy import find_decoder, find_multimodal
 from ...core.call.batch_cache import BatchVersion
-from ...core.call.prefix_forward import run_prefix_forward, with_prefix_states
 from ...core.call.prefix_states import ForwardStates
 from ...core.context import context, within
 from ...core.layout.shared_prefixes import PrefixedLayout, PrefixPlan
@@ -32,7 +31,7 @@ from ...core.model.older import CACHES
 from ...core.remove import packs_now
 from ..data.batch_rows import ImageCounts, Parts, image_tensors, select_rows
 from .balancing_loss import RouterLogits, balancing_loss, check_balancing_loss, record_router_logits
-from .prefix_schedule import PrefixSchedule
+from .prefix_schedule import PrefixSchedule, run_prefix_forward, with_prefix_states
 from .row_splits import RowSplitter
 
 

@@ -32,8 +32,7 @@ from ..checks.user_code import (
     hook_beside_loss,
     module_hook_names,
 )
-from ..data.batch_labels import scored_tokens
-from ..data.batch_rows import ImageCounts, Parts, are_cut_by_rows, find_images, has_pixels
+from ..data.batch_rows import ImageCounts, Parts, are_cut_by_rows, find_images, has_pixels, scored_tokens
 from ..distributed import (
     has_static_graph,
     is_fsdp2,

@@ -21,7 +21,7 @@ from ...core.anatomy import find_pretrained
 from ...core.model.changes import is_harmless
 from ...core.model.inspection import is_of, module_of, name_of
 from ...core.patches.heads import SCORED_FROM_PADDING
-from ..data.batch_labels import scores_padding
+from ..data.batch_rows import scores_padding
 from ..temporary_attributes import set_until_closed, temporarily_set
 
 

@@ -10,7 +10,7 @@ import trl.trainer.dpo_trainer as trl_dpo
 import trl.trainer.reward_trainer as trl_reward
 import trl.trainer.sft_trainer as trl_sft
 
-from .batch_labels import PREFIXES
+from .batch_rows import PREFIXES
 
 
 __all__ = [

@@ -12,9 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 
-__all__ = [
-    "chunks", "column_names", "ids_outside", "is_empty", "lists", "require_columns", "rows_of_only", "values",
-]  # fmt: skip
+__all__ = ["chunks", "column_names", "is_empty", "lists", "require_columns", "rows_of_only", "values"]
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -30,8 +28,12 @@ def column_names(dataset: Dataset | IterableDataset) -> set[str]:
 
 def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
     """The list of numbers of each row in `column`; empty for a missing one."""
-    for numbers, offsets in _flat(dataset, column):
-        yield from (numbers[begin:end] for begin, end in pairwise(offsets.tolist()))
+    for batch in _batches(dataset, column):
+        # From lengths, not from Arrow's own offsets: the offsets of a sliced chunk do not begin at 0. The length of a
+        # missing list is null.
+        lengths = pc.fill_null(pc.list_value_length(batch), 0).to_numpy()
+        numbers, offsets = pc.list_flatten(batch).to_numpy(), np.append(0, np.cumsum(lengths)).tolist()
+        yield from (numbers[begin:end] for begin, end in pairwise(offsets))
 
 
 def values(dataset: Dataset, column: str) -> Iterator[Any]:
@@ -43,35 +45,6 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
 def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
     """Rows whose list in `column` holds nothing but `value`."""
     return np.flatnonzero([(ids == value).all() for ids in lists(dataset, column)])
-
-
-def ids_outside(dataset: Dataset, column: str, size: int, ignored: tuple[int, ...] = ()) -> tuple[int, int] | None:
-    """Row and value of the first integer in the lists of `column` that is neither in `range(size)` nor `ignored`."""
-    kind = dataset.features.arrow_schema.field(column).type
-    is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
-    if not (is_list and pa.types.is_integer(kind.value_type)):
-        return None
-    first = 0
-    for numbers, offsets in _flat(dataset, column):
-        outside = ((numbers < 0) | (numbers >= size)) & ~np.isin(numbers, ignored)
-        if outside.any():
-            index = outside.argmax()
-            # "right", because empty lists repeat an offset: the row is the last one that begins at or before `index`.
-            return first + int(np.searchsorted(offsets, index, side="right")) - 1, int(numbers[index])
-        first += len(offsets) - 1
-    return None
-
-
-def _flat(dataset: Dataset, column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Concatenated lists of each batch, and offsets `(n + 1,)`: list `i` is `numbers[offsets[i] : offsets[i + 1]]`."""
-    for batch in _batches(dataset, column):
-        # From lengths, not from Arrow's own offsets: the offsets of a sliced chunk do not begin at 0.
-        yield pc.list_flatten(batch).to_numpy(), np.append(0, np.cumsum(_lengths(batch)))
-
-
-def _lengths(batch: pa.ChunkedArray) -> np.ndarray:
-    """Length of each list; 0 for a missing list, whose length is null in Arrow."""
-    return pc.fill_null(pc.list_value_length(batch), 0).to_numpy()
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from .columns import chunks, ids_outside, values
+from .columns import chunks, values
 
 
-__all__ = ["TRAINED", "check_ids", "check_row", "validate_rows"]
+__all__ = ["TRAINED", "check_row", "validate_rows"]
 
 TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
 """Columns that hold text or messages."""
@@ -55,27 +55,6 @@ def _is_checked(row: dict[str, Any], columns: tuple[str, ...], name: str) -> boo
     """A filter for streams that keeps every row, and raises the error of an invalid one."""
     check_row(row, None, columns, name)
     return True
-
-
-def check_ids(dataset: Dataset | IterableDataset, name: str, size: int, used: Iterable[str]) -> None:
-    """
-    Raise a `ValueError` if a row of a dataset (not a stream) holds a token id without an embedding in the model.
-
-    `used` are the columns that training reads.
-    """
-    if not isinstance(dataset, Dataset):
-        return
-    for column in dataset.column_names:
-        holds_ids = column.endswith("_ids") or column == "labels"
-        if not holds_ids or column not in used:
-            continue
-        if outside := ids_outside(dataset, column, size, ignored=(-100,) if column == "labels" else ()):
-            row, value = outside
-            raise ValueError(
-                f"Row {row} (counted from 0) of the {name} dataset holds {value} in `{column}`, and the "
-                f"model has embeddings for 0 to {size - 1}: the run would stop when the row comes up (on a GPU with a "
-                "device assertion). Tokenize with the model's own tokenizer, or correct the row."
-            )
 
 
 def check_row(row: dict[str, Any], number: int | None, columns: Iterable[str] = TRAINED, of: str = "") -> None:

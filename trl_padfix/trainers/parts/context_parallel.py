@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import parse_flag_from_env, recursively_apply
+from accelerate.utils import recursively_apply
 
 from ...core.errors import PaddingRemovalError
 from ...core.parallel.collectives import Group
@@ -56,8 +56,6 @@ class ContextParallel(Part):
         original = self.trainer.create_accelerator_and_postprocess
 
         def create_accelerator_and_postprocess() -> None:
-            if self.settings.padding_free:
-                _check_sizes(config)
             original()
             if self.size > 1:
                 _replace_ring_attention(self.trainer, self.size)
@@ -201,21 +199,3 @@ def _checksums(batch: dict[str, Any]) -> list[Any]:
         weights = torch.arange(x.numel(), device=x.device) + 1
         values = values * 3 + (x.flatten().long() * weights).sum()
     return [shapes, values]
-
-
-def _check_sizes(config: TrainingArguments) -> None:
-    """
-    Raises:
-        ValueError: If processes share rows and the product of the sizes is not their number; raised on all of them.
-    """
-    parallelism = getattr(config, "parallelism_config", None)
-    if parallelism is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        from accelerate import ParallelismConfig  # accelerate 1.10 and later
-
-        parallelism = ParallelismConfig()  # reads the environment of the launcher
-    if parallelism is not None and (parallelism.cp_size or 1) > 1 and parallelism.total_size != config.world_size:
-        raise ValueError(
-            f"`cp_size={parallelism.cp_size}` and the other sizes of `parallelism_config` make "
-            f"{parallelism.total_size} processes, and {config.world_size} were launched. `dp_shard_size` is their "
-            "number divided by `cp_size`."
-        )

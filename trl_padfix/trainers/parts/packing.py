@@ -13,8 +13,7 @@ from ...core.errors import PaddingRemovalError
 from ...core.handle import PaddingRemoval, PrefixSharing
 from ...core.model.patching import Attachment
 from ...core.remove import attachments_on, remove_padding
-from ..data.row_checks import check_ids
-from ..distributed import check_launch, datasets_of, is_zero, models_of, trains_on_images, warn_of_launch
+from ..distributed import check_launch, is_zero, models_of
 from ..settings import prefix_sharing_with_neftune
 from ..temporary_attributes import temporarily_set
 from .part import Part
@@ -32,11 +31,7 @@ A = TypeVar("A", bound=Attachment)
 
 
 class RemovePadding(Part):
-    """
-    `padding_free`: attaches to the models.
-
-    Before the first step it also checks token ids.
-    """
+    """`padding_free`: attaches to the models."""
 
     def __init__(self, trainer: PaddingFreeTrainer):
         super().__init__(trainer)
@@ -63,8 +58,6 @@ class RemovePadding(Part):
         self._decoders = _decoders_of(self._models)
         if self.settings.padding_free:
             attach_to_models(self.trainer, self._remove_padding)
-        if before != self._decoders:
-            self._check_token_ids()
         if before and self.trainer.args.torch_compile:  # the first time `on_init_end` compiles
             self._compile()
 
@@ -104,15 +97,6 @@ class RemovePadding(Part):
         attachment.hand_to_trainer()
         self._attachments.append(attachment)
         return attachment
-
-    def _check_token_ids(self) -> None:
-        """Refuse token ids without an embedding, which no model computes, in columns that training reads."""
-        trainer, embedding = self.trainer, find_pretrained(self.trainer.model).get_input_embeddings()
-        is_text = trainer.padding.checks_columns and not trains_on_images(trainer)
-        if is_text and isinstance(embedding, torch.nn.Embedding):
-            trainer._set_signature_columns_if_needed()
-            for name, dataset in datasets_of(trainer).items():
-                check_ids(dataset, name, embedding.num_embeddings, trainer._signature_columns or [])
 
     def on_init_end(self) -> None:
         if self.trainer.args.torch_compile:
@@ -160,6 +144,5 @@ def attach_to_models(
         ValueError, TypeError, PaddingRemovalError: For a launch or a model that cannot be packed.
     """
     check_launch(trainer)
-    warn_of_launch(trainer.accelerator)
     for model in models_of(trainer) if models is None else models:
         attach(model)

@@ -28,7 +28,7 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def drop_them_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels after padding are dropped without a word, as they were."""
-    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_labels"):
+    for module in ("trl_padfix.core.patches.heads", "trl_padfix.trainers.data.batch_rows"):
         monkeypatch.setattr(f"{module}.follow_padding", lambda labels, mask: False)
 
 
