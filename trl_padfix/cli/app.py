@@ -28,8 +28,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its panels cut the names of options in 80 columns
 )
-app.command()(doctor)
-app.command()(stats)
+app.command(short_help=doctor.__doc__)(doctor)  # click would cut a summary that it makes itself
+app.command(short_help=stats.__doc__)(stats)
 
 
 @app.callback(invoke_without_command=True)
@@ -75,11 +75,11 @@ def training(method: str) -> Callable[[typer.Context], None]:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    train.__doc__ = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
     return train
 
 
 for method in METHODS:
     # All arguments, `--help` included, are left to the parser of TRL's script.
     settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    app.command(method, context_settings=settings)(training(method))
+    about = f"Train with {METHODS[method]}Trainer: TRL's flags, --config FILE.yaml, --dry_run."
+    app.command(method, short_help=about, context_settings=settings)(training(method))

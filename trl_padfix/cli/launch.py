@@ -30,18 +30,10 @@ if TYPE_CHECKING:
 
     from trl import TrlParser
 
-__all__ = ["INTERRUPTED", "OPTION_GROUPS", "main", "make_parser", "one_interrupt", "parse", "run"]
+__all__ = ["INTERRUPTED", "main", "make_parser", "one_interrupt", "parse", "run"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
-
-OPTION_GROUPS = {
-    "for everyone": (),
-    "memory": ("max_tokens_per_batch",),
-    "evaluation": ("exact_eval_means", "predict_with_generate", "generation_max_new_tokens"),
-    "lengths of packed rows": ("packed_multiple_of",),
-}  # fmt: skip
-"""Groups of the fields that this package adds; all other fields belong to the first group."""
 
 
 def make_parser(method: str) -> TrlParser:
@@ -64,20 +56,13 @@ def make_parser(method: str) -> TrlParser:
         parser.add_argument("--tiny_model", choices=["tiny", "small"], help=about)
     ours = [c for c in config.__mro__ if c.__module__.startswith("trl_padfix.")]
     names = {field.name for c in ours if not issubclass(c, TrainingArguments) for field in fields(c)}
-    _group_options(parser, names | {"dry_run", "tiny_model"})
-    return parser
-
-
-def _group_options(parser: TrlParser, ours: set[str]) -> None:
-    """Show our options first in `--help`, in the groups of [`OPTION_GROUPS`]."""
     # argparse cannot move an action to another group: the lists that `--help` prints are changed.
-    actions = [action for action in parser._optionals._group_actions if action.dest in ours]
-    others = ours.difference(*OPTION_GROUPS.values())
-    for place, (title, names) in enumerate(OPTION_GROUPS.items()):
-        group = parser.add_argument_group(f"padding removal, {title}")
-        group._group_actions = [action for action in actions if action.dest in (names or others)]
-        parser._action_groups.insert(place, parser._action_groups.pop())
-    parser._optionals._group_actions = [a for a in parser._optionals._group_actions if a not in actions]
+    group, others = parser.add_argument_group("padding removal"), parser._optionals
+    for action in [a for a in others._group_actions if a.dest in {*names, "dry_run", "tiny_model"}]:
+        others._group_actions.remove(action)
+        group._group_actions.append(action)
+    parser._action_groups.insert(0, parser._action_groups.pop())
+    return parser
 
 
 def parse(method: str, args: Sequence[str]) -> tuple[list[Any], Namespace]:

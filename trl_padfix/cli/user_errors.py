@@ -32,11 +32,6 @@ CHECKERS = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers",
 class UserErrorGroup(TyperGroup):
     """The group of all commands, which explains the errors that a command does not explain itself."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:  # click would cut the summaries
-        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.get_short_help_str(1000)) for name, command in commands if command])
-
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if "--debug" in args[1:] and args[0] not in METHODS:  # trainings have a field `debug` of TRL
             os.environ[DEBUG] = "1"

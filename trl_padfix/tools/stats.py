@@ -216,11 +216,6 @@ class Verdict:
         """Tokens of a batch with the advised settings."""
         return self.grouped.auto if self.groups else self.random.auto
 
-    @property
-    def by_tokens(self) -> float:
-        """Tokens of TRL's padded batch over tokens of a batch with the advised settings."""
-        return self.random.padded / self.tokens
-
     def lines(self) -> list[str]:
         """The verdict in words."""
         padded, real, auto = self.random.padded, self.random.real, self.random.auto
@@ -235,7 +230,7 @@ class Verdict:
             f"Use {', '.join(settings)}.",
             f"Padding is {1 - real / padded:.0%} of TRL's batches of {self.batch_size} {UNITS[self.trainer]}; random "
             f"batches repeat {1 - auto / real:.0%} of the rest in prefixes, and {grouping}.",
-            f"Limit by tokens: {self.by_tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
+            f"Limit by tokens: {padded / self.tokens:.1f}x ({padded:,.0f} tokens in TRL's padded batch, "
             f"{self.tokens:,.0f} with these settings).",
             f"TRL's group_by_length: {padded / self.by_length.padded:.1f}x by tokens; its padding_free or "
             f"packing: {packed}.",
