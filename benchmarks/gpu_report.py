@@ -56,7 +56,6 @@ from gpu_cells import Cell, NotInstalledError, on_device, plan_of
 from gpu_table import gpu_table, load_report
 
 from trl_padfix import __version__
-from trl_padfix.files import folder_obstacle, write_whole
 from trl_padfix.versions import installed_version
 
 
@@ -126,8 +125,9 @@ def measure_gpu(
             report["cells"].append({"name": cell.name, "took": round(time.monotonic() - since, 1)} | entry)
             report["seconds"] = round(time.monotonic() - begin, 1)
             report["complete"] = len(report["cells"]) == len(plan)
-            text = json.dumps(report, indent=2) + "\n"
-            write_whole(path, lambda beside, text=text: beside.write_text(text))
+            beside = path.with_name(f".{path.name}.partial")  # a file that is cut off could not be resumed
+            beside.write_text(json.dumps(report, indent=2) + "\n")
+            beside.replace(path)
             say(f"{cell.name}: {entry['status']} ({report['cells'][-1]['took']} s)")
     finally:
         worker.stop()
@@ -278,9 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "There is no CUDA GPU here, or this torch was built without CUDA. Run it where one is, or see all cells "
             "run at toy size with `--rehearse`; that says nothing about a GPU."
         )
-    if reason := folder_obstacle(options.json.parent):
-        parser.error(f"--json: {reason}")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--json: {error}")
     try:
         # Data that cannot be read must be an error here, not one in every cell.
         if options.data is not None:

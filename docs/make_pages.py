@@ -27,7 +27,7 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's (whose `padding_free` flattens the batch in the collator). Begin with
+Our configurations add these fields to TRL's. (TRL's `padding_free` flattens the batch in the collator.) Begin with
 [those that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
 flags (`--padding_free true`).
 
@@ -74,9 +74,9 @@ In evaluation each name begins with `eval_`.
 
 The fractions cover packed forwards only.
 
-With `prefix_sharing` and gradient accumulation, GRPO, RLOO and distillation regroup the rows of an optimizer step, so
-that completions of a prompt run together; the log says so. The step stays the same, but means over batches
-(`entropy`, `kl`, `clip_ratio`) differ from TRL's.
+With `prefix_sharing`, gradient accumulation and no `max_tokens_per_batch`, GRPO, RLOO and distillation regroup the
+rows of a step, so that completions of a prompt run together; the log says so. The step stays the same, but means over
+batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 

@@ -20,18 +20,9 @@ GONE = {
     "overwrite_output_dir": "leave it out: a run resumes from a checkpoint only with `resume_from_checkpoint`",
     "no_cuda": "it is `use_cpu` now",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
-    "base_model": "in TRL it is `model_name_or_path`",
-    "micro_batch_size": "in TRL it is `per_device_train_batch_size`",
-    "num_epochs": "in TRL it is `num_train_epochs`",
-    "sequence_len": "in TRL it is `max_length`",
-    "sample_packing": "in TRL it is `packing`",
-    "val_set_size": "in TRL it is `test_split_size`",
-    "adapter": "in TRL it is `use_peft: true`",
-    "rl": "it is the command: `trl-padfix dpo`, `trl-padfix kto`",
-    "flash_attention": "it is `attn_implementation: flash_attention_2`",
     "group_by_length": "it is `train_sampling_strategy: group_by_length` now",
 }
-"""Fields of axolotl and of earlier versions of TRL and transformers, and what to write today."""
+"""Fields of earlier versions of TRL and transformers, and what to write today."""
 
 
 def hint(name: str, known: Iterable[str]) -> str:
@@ -51,5 +42,5 @@ def hint(name: str, known: Iterable[str]) -> str:
     known = {*known}
     close = [f"did you mean `{other}`?" for other in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     remark = GONE.get(name) or "".join(close)
-    field = re.match(r"(?:in TRL )?it is `(\w+)", remark)
+    field = re.match(r"it is `(\w+)", remark)
     return f" ({remark})" if remark and (field is None or field[1] in known) else ""

@@ -210,9 +210,9 @@ def test_a_split_that_is_not_there_is_named_with_its_field(recipe, tmp_path):
     del settings["datasets"], settings["test_split_size"]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     given = ["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_test_split` names; it has train"):
+    with pytest.raises(ValueError, match="no split 'dev', which `dataset_test_split` names"):
         main("dpo", [*given, "--dataset_test_split", "dev"])
-    with pytest.raises(ValueError, match="no split 'dev', which `dataset_train_split` names; it has train"):
+    with pytest.raises(ValueError, match="no split 'dev', which `dataset_train_split` names"):
         main("dpo", [*given, "--dataset_train_split", "dev"])
 
 
@@ -225,9 +225,7 @@ def test_data_of_another_kind_are_refused_before_the_model_is_loaded(method, tmp
     given += ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run"), "--dry_run"]
     given += ["--reward_funcs", "accuracy_reward"] if method in ("grpo", "rloo") else []
     needed = {"prompt", "completion", "label"} if method == "kto" else {"prompt", "chosen", "rejected", "text"}
-    cases = [(["words"], "The train dataset has no column '.*it has .'words'."), (needed | {"solution"}, "model")]
-    if method in ("grpo", "rloo"):
-        cases.append((["prompt"], "no column 'solution'; it has .'prompt'.*`accuracy_reward` reads `solution`"))
+    cases = [(["words"], "The train dataset has no column '.*it has .'words'."), (needed, "model")]
     for columns, message in cases:
         (tmp_path / "data" / "train.jsonl").write_text(json.dumps(dict.fromkeys(columns, "a b")))
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from kit.tolerance import tolerance
 from simulated_gpu import reference_flash_attn, varlen_reference
-from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn, of_operator
+from simulated_gpu.conformance import CASES, Case, bounds, conform, of_flash_attn
 
 from trl_padfix.core.attention.attention import torch_varlen
 
@@ -54,7 +54,6 @@ def cached(repository: str) -> Callable:
 ON_CPU = {
     "the reference of flash-attn": lambda: of_flash_attn(reference_flash_attn.flash_attn_varlen_func),
     "the reference of torch's varlen": of_torch_on_cpu,
-    "the operator of compiled layers": lambda: of_operator,
 }
 ON_GPU = {
     "torch": lambda: of_torch,

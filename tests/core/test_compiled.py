@@ -11,14 +11,12 @@ import torch
 import torch._dynamo
 from kit.cells import slow_but
 from kit.tolerance import assert_close, tolerance
-from simulated_gpu.conformance import CASES, conform, of_operator
+from simulated_gpu.varlen_reference import compile_on_cpu
 from zoo.gpu_models import build, pairs, step
 
 import trl_padfix.core.patches.compiled
 from trl_padfix import remove_padding
-from trl_padfix.core.attention import segments
 from trl_padfix.core.model.patching import ForwardPatch
-from trl_padfix.core.patches import compiled as operators
 from trl_padfix.core.patches.compiled import compile_layers
 
 
@@ -28,9 +26,10 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
+def _fresh(monkeypatch):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    compile_on_cpu(monkeypatch)
     yield
     torch._dynamo.reset()
 
@@ -118,6 +117,17 @@ def test_what_cannot_be_compiled_runs_uncompiled_and_is_named(config, reason, ca
     assert graphs()[0] == 0
 
 
+def test_without_the_kernel_of_a_gpu_layers_run_uncompiled(caplog, monkeypatch):
+    monkeypatch.undo()
+    model, (ids, mask) = build(), batches(1)[0]
+    with torch.no_grad(), remove_padding(model) as handle:
+        want = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        compile_layers(handle, backend="aot_eager")
+        assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, want)
+    assert graphs()[0] == 0
+    assert "needs half precision on a CUDA GPU" in caplog.text
+
+
 def test_layers_with_patches_of_another_kind_are_left_as_they_are():
     class RowsPatch(ForwardPatch):
         def packed(self, *args, **kwargs):
@@ -147,17 +157,3 @@ def test_removing_and_disabling_leave_a_model_uncompiled():
         for parameter in clone.parameters():
             parameter.zero_()
         assert torch.equal(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, want)
-
-
-@pytest.mark.parametrize("window", [-1, 3])
-def test_the_operator_of_segments_is_one_to_torch(window):
-    states = (torch.randn(n, heads, 8, requires_grad=True) for n, heads in ((9, 4), (16, 2), (16, 2)))
-    bounds = torch.tensor([0, 5, 7, 9], dtype=torch.int32), torch.tensor([0, 5, 12, 16], dtype=torch.int32)
-    torch.library.opcheck(operators.attend_segments, (*states, *bounds, 0.3, window))
-
-
-@pytest.mark.parametrize("case", ["unequal lengths", "window"])
-def test_blocks_of_a_long_segment_are_one_attention(case, monkeypatch):
-    """Of whole segments `test_availability_conformance.py` compares outputs and gradients."""
-    monkeypatch.setattr(segments, "QUERIES_PER_BLOCK", 4)
-    conform(of_operator, CASES[case], "cpu", torch.float32, tolerance(1, terms=300, depth=4))

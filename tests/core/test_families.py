@@ -1,20 +1,24 @@
 """
-Every causal-LM type of transformers, packed: exact, or refused with the reason, and never wrong.
+Every causal-LM and every image-text-to-text type of transformers, packed: exact, or refused with the reason.
 
-`tests/core/families.json` is the record, `docs/families.md` has the table made from it.
-`python tests/core/test_families.py --write` computes both again; without it they are compared. `pytest -m families`
-computes every family again.
+`families.json` and `vision_families.json` beside this file are the records; `docs/families.md` has their tables.
+`python tests/core/test_families.py --write` computes all again, and `--write TYPE ...` some of them.
+`pytest -m families` compares every type with its record.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 import transformers
 
 
@@ -22,18 +26,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from zoo.families import families
 from zoo.family_outcomes import LEAK, MODES, TOLERANCE, family_outcomes
-from zoo.family_tables import general, parts, write
+from zoo.vision_families import vision_families
+from zoo.vision_outcomes import KINDS, vision_outcomes
 
 from trl_padfix.core.mixers.mixers import FORKED, PACKED, ROWS
 
 
-WAYS = (PACKED, FORKED, ROWS)
-RECORD = Path(__file__).with_name("families.json")
-
-INTRODUCTION = """\
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+TEXT = """\
 # Families
 
-<!-- Made by `python tests/core/test_families.py --write` and `test_vision_families.py --write`; do not edit. -->
+<!-- Made by `python tests/core/test_families.py --write`; do not edit. -->
 
 We ran the causal language model types of transformers 5.24 as tiny random models in float32, with every kind of layer.
 Rows are longer than every window, share prefixes, and are padded on both sides. "Exact": log-probabilities, gradients
@@ -46,87 +49,189 @@ In rare cases, modules of transformers depend on the batch. Indexers (DeepSeek V
 batch on some CPUs. With the `rope_type` `dynamic` or `longrope`, rows equal [their padded
 batch](numbers.md#what-exact-means).
 """
+IMAGES = """\
+## Families with images
+
+We ran the image-text-to-text types of transformers 5.24 on rows with two images, one, or none. Some rows have the same
+ids and another image, and rows are padded left and right. "Exact" includes the gradients of the vision tower. *As
+padded*: packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. For a type that we
+did not run, the refusals and the parity check of your run still apply."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"
 )
 
 
-@pytest.fixture(autouse=True)
-def _only_when_asked_for(request: pytest.FixtureRequest) -> None:
-    if "families" in request.keywords and "families" not in request.config.option.markexpr:
-        pytest.skip("select it with `-m families`")
+# -- the records, and the page
 
 
-def record() -> dict[str, Any]:
-    return json.loads(RECORD.read_text())
+def cells(outcomes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The outcomes of a type in each mode; with images of rows of each kind."""
+    by_rows = {kind: outcomes[kind] for kind in KINDS if kind in outcomes} or {"rows": outcomes}
+    return {f"{rows}, {mode}": found.get(mode, {}) for rows, found in by_rows.items() for mode in MODES}
 
 
 def verdict(outcomes: dict[str, Any]) -> Any:
     """What must not change unnoticed: outcomes and reasons, not figures, which depend on the machine."""
-    if "not_built" in outcomes:
-        return "not built"
-    verdicts = {mode: (outcomes[mode]["outcome"], outcomes[mode].get("reason")) for mode in MODES}
-    return verdicts | {"mixers": outcomes.get("mixers")}
+    found = {name: (cell.get("outcome", "not run"), cell.get("reason")) for name, cell in cells(outcomes).items()}
+    return found | {"mixers": outcomes.get("mixers")}
 
 
-def table(recorded: dict[str, Any]) -> str:
-    """The support table, in Markdown."""
+def general(reason: str) -> str:
+    """A reason without the names of one model's layers, without its consequence and without its remedy."""
+    reason = reason.removeprefix("Padding cannot be removed from ")
+    reason = reason.partition(" Leave it padded:")[0].rstrip(".")
+    reason = re.sub(r"^\w+: ", "", reason)
+    reason = re.sub(r"layer `[\w.]+` \(\w+\)", "a layer", reason)
+    reason = re.sub(r"^\w+ \(layer \d+\)", "A layer", reason)
+    reason = re.sub(r"\(`\w+`, for", "(for", re.sub(r" \(`\w*Conv\w*`\)", "", reason))
+    reason = re.sub(r" \(`config\.[^)]*\)", "", reason)
+    reason = re.split(r", (?:and a|and only|so|which) |\. ", reason)[0]
+    return f"{reason[0].upper()}{reason[1:]}."
+
+
+def text_group(outcomes: dict[str, Any]) -> str:
+    """What is said of a type, once for all types of which it is true."""
+    free, shared = (outcomes[mode].get("reason") for mode in MODES)
+    if free:
+        return f"Refused. {general(free)}"
+    ran = ", ".join(way for way in (PACKED, FORKED, ROWS) if way in outcomes.get("mixers", {}))
+    return f"Exact, {ran}" + (f"; `prefix_sharing` refused: {general(shared)}" if shared else "")
+
+
+def images_group(outcomes: dict[str, Any]) -> str:
+    """The same of a type with images; both modes have the same outcome."""
+    said = {}
+    for kind in KINDS:
+        (said[kind],) = {_word(outcomes[kind].get(mode)) for mode in MODES}
+    images, text = (said[kind] for kind in KINDS)
+    return images if images == text else f"Images: {images[0].lower()}{images[1:]}. Text: {text[0].lower()}{text[1:]}"
+
+
+def _word(outcome: dict[str, Any] | None) -> str:
+    if outcome is None:
+        return "Not run"
+    if reason := outcome.get("reason"):
+        return f"Refused. {general(reason)}"
+    return "Exact as padded" if "own_padding" in outcome else "Exact"
+
+
+def counted(recorded: dict[str, Any]) -> str:
+    """The introduction to families of text, and how many are exact."""
     counts = {mode: Counter(o.get(mode, {}).get("outcome", "not built") for o in recorded.values()) for mode in MODES}
-    assert not any(count["wrong"] for count in counts.values()), "a wrong family cannot be documented"
     free, shared = (
         f"{count['exact']} are exact, {count['refused']} refused, {count['not built']} not built"
         for count in counts.values()
     )
-    figures = [f for o in recorded.values() for m in MODES for f in map(o.get(m, {}).get, ("logps", "gradients")) if f]
+    found = [cell for outcomes in recorded.values() for cell in cells(outcomes).values()]
+    figures = [cell.get(name, 0) for cell in found for name in ("logps", "gradients")]
     largest = f"The largest difference is {max(figures):.0e}."
-    lines = [*INTRODUCTION.splitlines(), ""]
-    lines += [f"Without `prefix_sharing` {free}; with it {'the same' if shared == free else shared}. {largest}", ""]
-    groups: dict[str, list[str]] = {}
-    for family, outcomes in recorded.items():
-        groups.setdefault(_group(outcomes), []).append(family)
-    for group in sorted(groups, key=lambda group: (not group.startswith("Exact"), -len(groups[group]))):
-        lines += [f"**{group}** ({len(groups[group])}): {', '.join(f'`{family}`' for family in groups[group])}", ""]
-    return "\n".join(lines[:-1]) + "\n"
+    return f"{TEXT}\nWithout `prefix_sharing` {free}; with it {'the same' if shared == free else shared}. {largest}"
 
 
-def _group(outcomes: dict[str, Any]) -> str:
-    """What is said of a type, once for all types of which it is true."""
-    if "not_built" in outcomes:
-        return "Not built as a tiny model"
-    free, shared = (outcomes[mode].get("reason") for mode in MODES)
-    if free:
-        return f"Refused. {general(free)}"
-    ran = ", ".join(way for way in WAYS if way in outcomes.get("mixers", {}))
-    return f"Exact, {ran}" + (f"; `prefix_sharing` refused: {general(shared)}" if shared else "")
+class Part(NamedTuple):
+    """One part of the page: its types, how they are computed, and what is said of them."""
+
+    record: Path
+    types: Callable[[], list[str]]
+    outcomes: Callable[[str], dict[str, Any]]
+    introduction: Callable[[dict[str, Any]], str]
+    group: Callable[[dict[str, Any]], str]
+
+    def recorded(self) -> dict[str, Any]:
+        return json.loads(self.record.read_text())
+
+    def table(self) -> str:
+        """The support table, in Markdown."""
+        recorded = self.recorded()
+        lines, groups = [self.introduction(recorded), ""], {}
+        for family, outcomes in recorded.items():
+            group = "Not built as a tiny model" if "not_built" in outcomes else self.group(outcomes)
+            groups.setdefault(group, []).append(f"`{family}`")
+        for group in sorted(groups, key=lambda group: ("xact" not in group, -len(groups[group]))):
+            lines += [f"**{group}** ({len(groups[group])}): {', '.join(groups[group])}", ""]
+        return "\n".join(lines)
 
 
-def test_the_record_has_every_family_and_none_is_wrong():
-    recorded = record()
-    assert list(recorded) == families()
-    for family, outcomes in recorded.items():
-        for mode in MODES:
-            assert outcomes.get(mode, {}).get("outcome") != "wrong", family
+PARTS = {
+    "text": Part(Path(__file__).with_name("families.json"), families, family_outcomes, counted, text_group),
+    "images": Part(
+        Path(__file__).with_name("vision_families.json"),
+        vision_families, vision_outcomes, lambda recorded: IMAGES, images_group,
+    ),
+}  # fmt: skip
 
 
-def test_the_table_is_that_of_the_record():
-    assert parts()[0] == table(record())
+def page() -> str:
+    return "\n".join(part.table() for part in PARTS.values())
 
 
-@pytest.mark.families
-@pytest.mark.parametrize("family", families())
-def test_a_family_is_exact_or_refused_as_recorded(family):
-    outcomes, recorded = family_outcomes(family), record()[family]
+def write(only: list[str]) -> None:
+    """Compute the records, or of them some types, and write the page."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    torch.set_num_threads(1)
+    for part in PARTS.values():
+        recorded = part.recorded() if only else {}
+        for name in part.types():
+            if not only or name in only:
+                recorded[name] = part.outcomes(name)
+                print(name, json.dumps(recorded[name]), flush=True)
+        recorded = {name: recorded[name] for name in part.types() if name in recorded}
+        part.record.write_text(json.dumps(recorded, indent=1) + "\n")
+    PAGE.write_text(page())
+
+
+# -- the tests
+
+
+def assert_not_wrong(outcomes: dict[str, Any]) -> None:
+    for cell in cells(outcomes).values():
+        assert cell.get("outcome") != "wrong", cell
+        figures = {name: value for name, value in cell.items() if isinstance(value, float)} | {"leak": 0.0}
+        if cell.get("outcome") == "exact":
+            assert all(value <= TOLERANCE for value in figures.values()), figures
+        assert cell.get("leak", LEAK) >= LEAK, "a leak between rows would not have been seen"
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_the_record_has_every_type_and_none_is_wrong(part):
+    recorded = part.recorded()
+    assert list(recorded) == part.types()
+    for outcomes in recorded.values():
+        assert_not_wrong(outcomes)
+
+
+def test_the_page_is_that_of_the_records():
+    assert PAGE.read_text() == page()
+
+
+def test_types_that_pages_name_are_exact_with_images():
+    recorded = PARTS["images"].recorded()
+    exact = [f for f, o in recorded.items() if o.get("images", {}).get("padding_free", {}).get("outcome") == "exact"]
+    named = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl", "smolvlm", "idefics3"}
+    assert named <= set(exact)
+    assert len(exact) >= 65
+
+
+FAST = [("images", "paligemma"), ("images", "lfm2_vl")]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(name, family, marks=() if (name, family) in FAST else pytest.mark.families)
+        for name, part in PARTS.items()
+        for family in part.types()
+    ],
+)
+def test_a_type_is_exact_or_refused_as_recorded(name, family):
+    outcomes, recorded = PARTS[name].outcomes(family), PARTS[name].recorded()[family]
     if "not_built" not in recorded:  # what is not built here may be where more packages are installed (timm)
         assert verdict(outcomes) == verdict(recorded)
-    for mode in MODES:
-        outcome = outcomes.get(mode, {})
-        assert outcome.get("outcome") != "wrong", outcome
-        if outcome.get("outcome") == "exact":
-            figures = {name: value for name, value in outcome.items() if name not in ("outcome", "leak")}
-            assert all(value <= TOLERANCE for value in figures.values()), figures
-            assert outcome["leak"] >= LEAK, "a leak between rows would not have been seen"
+    assert_not_wrong(outcomes)
 
 
-if __name__ == "__main__":  # arguments: "--write", then types of models
-    write(RECORD, 0, families(), family_outcomes, table)
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(f"usage: python {sys.argv[0]} --write [TYPE ...]")
+    write(sys.argv[2:])

@@ -13,7 +13,7 @@ from kit.cells import by_turns
 from kit.tolerance import assert_close, tolerance
 from torch import nn
 from transformers import AutoModelForSequenceClassification
-from zoo.stack_models import CASES, EOS, PAD, backward, build, pad, relative_error
+from zoo.stack_models import CASES, EOS, backward, build, pad, relative_error
 
 from trl_padfix import check_parity, remove_padding
 from trl_padfix.core.layout.layout import Layout
@@ -97,12 +97,3 @@ def test_loss_is_the_models_own_on_the_right_scores():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, labels=labels).loss
     same_scores(found, expected)
     same_scores(embedded, expected)
-
-
-def test_packed_such_a_call_has_another_score(monkeypatch):
-    model = classifier(pad_token_id=PAD)
-    ids, mask = pad(ROWS, "right", pad_id=EOS)
-    expected = model(ids, attention_mask=mask, use_cache=False).logits
-    monkeypatch.setattr("trl_padfix.core.patches.heads.PoolingPatch._scores_padding", lambda *call: False)
-    with remove_padding(model):
-        assert not torch.allclose(model(ids, attention_mask=mask).logits, expected, atol=0.05)

@@ -1,6 +1,4 @@
-"""Score heads that read several positions of a row: answers to many questions about one context."""
-
-import random
+"""Score heads that read several positions of a row."""
 
 import pytest
 import torch
@@ -9,33 +7,16 @@ from kit.tolerance import tolerance
 from kit.trainer_runs import break_mode, our_warnings
 from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 from zoo import models
+from zoo.model_numbers import DISTINCT, REAL
 
 from trl_padfix import PaddingRemovalError, remove_padding
 
 
-CONTEXT = list(range(2, 12))
-"""What all rows begin with."""
-
-
-def questions(side):
-    """Rows of the context and up to three questions, with an answer at the last token of each question."""
-    draw, rows = random.Random(0), []
-    for _ in range(8):
-        ids, labels = CONTEXT + draw.choices(range(2, 38), k=draw.randint(1, 6)), {}
-        for _ in range(draw.randint(1, 3)):
-            ids = ids + draw.choices(range(2, 38), k=draw.randint(1, 4))
-            labels[len(ids) - 1] = draw.choice((0, 1))
-        rows.append((ids, labels))
-    columns = max(len(ids) for ids, _ in rows)
-    batch = {"input_ids": torch.full((8, columns), models.PAD), "attention_mask": torch.zeros(8, columns).long()}
-    batch["labels"] = torch.full((8, columns), -100)
-    for i, (ids, labels) in enumerate(rows):
-        begin = columns - len(ids) if side == "left" else 0
-        kept = slice(begin, begin + len(ids))
-        batch["input_ids"][i, kept], batch["attention_mask"][i, kept] = torch.tensor(ids), 1
-        for place, label in labels.items():
-            batch["labels"][i, begin + place] = label
-    return batch
+def labeled(side):
+    """A batch, with labels at ids that are a multiple of 3."""
+    given = models.inputs(side)
+    ids, mask = given.values()
+    return given | {"labels": (ids % 2).masked_fill((mask == 0) | (ids % 3 > 0), -100)}
 
 
 def classifier():
@@ -54,11 +35,9 @@ def outputs(model, batch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_many_scores_of_a_row_are_those_of_the_padded_model(side, monkeypatch):
-    model, batch = classifier().eval(), questions(side)
+    model, batch = classifier().eval(), labeled(side)
     theirs = outputs(model, batch)
-    rows = [tuple(row[kept.bool()].tolist()) for row, kept in zip(*list(batch.values())[:2], strict=True)]
-    prefixes = {row[: i + 1] for row in rows for i in range(len(row))}
-    for sharing, tokens in ((False, sum(map(len, rows))), (True, len(prefixes))):
+    for sharing, tokens in ((False, REAL), (True, DISTINCT)):
         with remove_padding(model, prefix_sharing=sharing) as handle, entered_tokens(model) as entered:
             ours = outputs(model, batch)
         for a, b in zip(ours, theirs, strict=True):
@@ -74,7 +53,7 @@ def test_many_scores_of_a_row_are_those_of_the_padded_model(side, monkeypatch):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_labels_of_padding_are_computed_padded_and_said_once(side, caplog):
-    model, batch = classifier().eval(), questions(side)
+    model, batch = classifier().eval(), labeled(side)
     batch["labels"][batch["attention_mask"] == 0] = 1
     theirs = outputs(model, batch)
     with remove_padding(model, prefix_sharing=True) as handle:

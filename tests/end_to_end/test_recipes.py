@@ -22,6 +22,7 @@ COMMANDS = {p.name: shlex.split(re.search(r"^#   (.*)", p.read_text(), re.MULTIL
 """The command in the header of each recipe."""
 
 QUICK = ["sft_qwen2.5_0.5b.yaml", "grpo_qwen2.5_0.5b.yaml"]
+ANSWERS = ("chosen", "rejected")
 TRAINED = {name: command for name, command in COMMANDS.items() if command[0] == "trl-padfix"}
 
 
@@ -77,11 +78,13 @@ def material(tmp_path_factory):
     """A tiny model, and the pairs of the repository as data for each method."""
     directory = tmp_path_factory.mktemp("material")
     pairs = save_tiny_model(directory / "model", intermediate_size=384)  # blocks of 64, for 4 bits
-    for method in ("dpo", "reward", "sft", "grpo", "distillation"):
+    for method in ("dpo", "reward", "kto", "sft", "grpo", "rloo", "distillation"):
         rows = pairs.to_list()
         if method == "sft":
             rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
-        elif method in ("grpo", "distillation"):
+        elif method == "kto":
+            rows = [{"prompt": r["prompt"], "completion": r[k], "label": k == "chosen"} for r in rows for k in ANSWERS]
+        elif method in ("grpo", "rloo", "distillation"):
             rows = [{"prompt": row["prompt"]} for row in rows]
         for split in ("train", "test"):
             Dataset.from_list(rows).to_json(directory / method / f"{split}.jsonl")
@@ -102,7 +105,7 @@ def two_steps(material: Path, method: str, output: Path) -> list[str]:
         "bf16": "false",
         "disable_tqdm": "true",
     }
-    if method == "grpo":
+    if method in ("grpo", "rloo"):
         settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
         settings |= {"reward_funcs": "think_format_reward"}  # the recipe's needs `math-verify`
     elif method == "distillation":

@@ -1,7 +1,6 @@
-"""What the package imports is declared, and without the extra `cli` the command says how to get it."""
+"""What the package imports is declared."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -50,29 +49,3 @@ def test_everything_that_is_imported_is_declared():
     optional |= {"comet_ml", "wandb", "triton", "torch_npu", "requests"}
     optional |= {"axolotl", "pydantic", "llamafactory", "swift", "verl"}  # of the stack that loads a plug-in
     assert found - declared - optional == set()
-
-
-def test_without_the_extra_the_command_says_how_to_get_it(tmp_path):
-    code = "from trl_padfix.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", WITHOUT + code], capture_output=True, text=True)
-    assert done.returncode == 1
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1
-    assert lines[0].endswith("pip install 'trl-padfix[cli]'")
-
-
-WITHOUT = """
-import importlib.util, sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("rich", "typer"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: (
-    None if name.split(".")[0] in ("rich", "typer") else find_spec(name, *more)
-)
-sys.meta_path.insert(0, Absent())
-"""
-"""Before the code of a test: the packages of the extra `cli` are not there."""

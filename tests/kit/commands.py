@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -57,14 +56,3 @@ def save_tiny_model(folder: Path, **shape: Any) -> Dataset:
     tokenizer.save_pretrained(folder)
     build_qwen2(tokenizer, **SHAPES["tiny"] | {"vocab_size": len(tokenizer)} | shape).save_pretrained(folder)
     return pairs
-
-
-def build_pairs(count: int = 12) -> Dataset:
-    """Ragged pairs that share the beginning of a prompt."""
-    draw = random.Random(0)
-
-    def text(low: int, high: int) -> str:
-        return " ".join(draw.choices(["alpha", "beta", "gamma", "delta", "omega"], k=draw.randint(low, high)))
-
-    prompts = [f"Question: {text(2, 12)}\nAnswer: " for _ in range(count)]
-    return Dataset.from_list([{"chosen": prompt + text(1, 9), "rejected": prompt + text(1, 9)} for prompt in prompts])

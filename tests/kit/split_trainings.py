@@ -25,8 +25,8 @@ from kit.trainer_runs import MODES, Run, run
 from kit.vision_runs import build_captions, build_pairs, make_vision_trainer
 
 import trl_padfix
-from trl_padfix.core.layout import shared_prefixes
-from trl_padfix.core.parallel.layout import ContextParallelLayout
+from trl_padfix.core import handle
+from trl_padfix.core.call.calls import LocalTokens
 
 
 __all__ = ["LENGTH", "TRAININGS", "TWO_GROUPS", "method_of", "save_material", "train"]
@@ -48,8 +48,7 @@ TRAININGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "DPO, grouped": ("DPO", "short", GROUPED),
     "DPO, exact means": ("DPO", "short", {"exact_eval_means": True, "per_device_eval_batch_size": 8}),
     "DPO, few lengths": ("DPO", "short", FEW),
-    "DPO, compiled": ("DPO", "short", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-    "SFT, budget, prefixes once": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
+    "SFT, budget": ("SFT", "accumulation", {"max_tokens_per_batch": 30}),
     "SFT, budget, a long row": ("SFT", "a long row in five", {"max_tokens_per_batch": 112}),
     "SFT, accumulation": ("SFT", "accumulation", {}),
     "Reward, LoRA": ("Reward", "lora", {}),
@@ -114,10 +113,8 @@ def main(path: str, *names: str) -> None:
     folder, rank = Path(path), int(os.environ["RANK"])
     for name in names:
         print(f"{name} begins", file=sys.stderr, flush=True)
-        whole = mock.patch.object(ContextParallelLayout, "over", return_value=None)
-        # Every shared prefix has a forward of its own, however short it is.
-        once = mock.patch.object(shared_prefixes, "MIN_SAVED_TOKENS", 1 if name.endswith("prefixes once") else 128)
-        with counted() as counts, once, whole if name.endswith("whole rows") else nullcontext():
+        whole = mock.patch.object(handle, "tokens_of", lambda layout, group: LocalTokens(layout))
+        with counted() as counts, whole if name.endswith("whole rows") else nullcontext():
             done = train(name, folder / f"{name}-{rank}", ours=True, use_cpu=False)
             parameters = [p.detach() for p in done.trainer.model.parameters() if p.requires_grad]
             full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trl_padfix.core.patches.compiled import attend_segments
 
-
-__all__ = ["CASES", "Case", "bounds", "conform", "of_flash_attn", "of_operator"]
+__all__ = ["CASES", "Case", "bounds", "conform", "of_flash_attn"]
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,6 @@ def of_flash_attn(function: Callable) -> Callable:
 
     run.asked = known.keys() | ({"sinks"} if sink else set()) | {"scale"}
     return run
-
-
-def of_operator(states: list[torch.Tensor], case: Case, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The operator of compiled layers."""
-    ends = (bounds(lengths, "cpu") for lengths in (case.queries, case.keys))
-    scale = case.asked.get("scale", case.size**-0.5)
-    return attend_segments(*states, *ends, scale, -1 if case.window is None else case.window)
-
-
-of_operator.asked = {"scale"}
 
 
 def conform(kernel: Callable, case: Case, device: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["attend", "attend_backward", "calls", "on_cpu"]
+__all__ = ["attend", "attend_backward", "calls", "compile_on_cpu", "on_cpu"]
 
 
 def attend(
@@ -109,3 +109,9 @@ def on_cpu() -> None:
 
 
 _library = torch.library.Library("aten", "IMPL")
+
+
+def compile_on_cpu(monkeypatch: Any) -> None:
+    """Let layers be compiled on a CPU and in any precision, with its kernel for torch's operator."""
+    on_cpu()
+    monkeypatch.setattr("trl_padfix.core.patches.compiled.is_half_on_gpu", lambda *states: True)

@@ -8,9 +8,8 @@ import pytest
 import torch
 from bench import Settings, attached, measure, prepare, select_rows
 from kit.cells import slow_but
-from kit.commands import build_pairs
 from kit.observe import entered_tokens
-from kit.trainer_runs import leaking_layout
+from kit.trainer_runs import build_pairs, leaking_layout
 
 from trl_padfix import prefix_sharing_layout
 
@@ -69,7 +68,7 @@ MISTAKES = [
 def test_a_mistake_is_said_before_anything_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "measure", lambda *args: pytest.fail("measured"))
-    build_pairs().to_json("pairs.jsonl")
+    build_pairs(12).to_json("pairs.jsonl")
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
     for options, message in MISTAKES:
         with pytest.raises(SystemExit, match="2"):

@@ -69,12 +69,10 @@ def test_it_is_built_once_and_taken_again(tmp_path):
 
 def test_another_one_is_not_taken_for_it(tmp_path):
     built_once(tmp_path / "model", {"tiny_model": "tiny", "layers": 2}, build)
-    with pytest.raises(
-        ValueError, match=r"`tiny_model` 'tiny' there and 'small' now, `layers` 2 there and 6 now.*Delete"
-    ):
+    with pytest.raises(ValueError, match=r"was built from other data or settings.*Delete"):
         built_once(tmp_path / "model", {"tiny_model": "small", "layers": 6}, build)
     (tmp_path / "model" / RECORD).unlink()
-    with pytest.raises(ValueError, match="an earlier version or another program wrote it"):
+    with pytest.raises(ValueError, match="or by another program"):
         built_once(tmp_path / "model", {"tiny_model": "tiny", "layers": 2}, build)
 
 

@@ -1,7 +1,5 @@
 """Micro-batches under a token budget and processes with even work: every row once, whatever the lengths."""
 
-import math
-
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -17,7 +15,6 @@ from trl_padfix.trainers.batching.bin_packing import (
     partition_equal_rows,
     prefix_costs,
     sort_by_prefix,
-    split_by_length,
     text_costs,
 )
 
@@ -78,31 +75,6 @@ def test_a_split_has_every_row_once_within_the_budget(costs, budget):
         assert costs.total(part) <= budget or len(part) == 1
     sizes = [costs.total(part) for part in parts]
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_rows_that_fit_a_process_are_apart_from_longer_ones():
-    parts = split_by_length(text_costs([30, 8, 31, 5]), most=15)
-    assert [part.tolist() for part in parts] == [[1, 3], [0, 2]]
-    assert [part.tolist() for part in split_by_length(text_costs([30, 8]), most=math.inf)] == [[0, 1]]
-
-
-def test_rows_that_share_a_long_prefix_are_together_whatever_their_lengths():
-    for shared, apart in ((1, True), (500, False)):  # a first token of every text, and a prompt
-        costs = RowCosts(np.array([600, 2000]), np.arange(2), np.array([0, shared]))
-        assert (len(split_by_length(costs, most=1000)) == 2) is apart
-
-
-@given(drawn_costs(), st.integers(1, 4))
-def test_processes_have_equally_many_rows_and_each_row_one_process(costs, processes):
-    costs = costs[: len(costs) // processes * processes]
-    parts = partition_equal_rows(costs, processes)
-    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
-    assert {len(part) for part in parts} == {len(costs) // processes}
-
-
-def test_rows_that_cannot_be_partitioned_evenly_are_an_error():
-    with pytest.raises(ValueError, match="5 rows cannot be partitioned into 2 equal parts"):
-        partition_equal_rows(text_costs([1, 2, 3, 4, 5]), 2)
 
 
 def test_rows_of_one_prompt_go_to_one_process():

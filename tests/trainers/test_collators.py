@@ -36,14 +36,6 @@ def literals(batch):
     return {name: tensor.tolist() for name, tensor in batch.items()}
 
 
-def test_left_padding_begins_the_rows():
-    assert literals(collate(PAIRS, padding_side="left")) == {
-        "input_ids": [[1, 2, 3, 4, 5], [0, 0, 7, 8, 9], [0, 1, 2, 3, 6], [0, 7, 8, 10, 11]],
-        "attention_mask": [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [0, 1, 1, 1, 1]],
-        "completion_mask": [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 1], [0, 0, 0, 1, 1]],
-    }
-
-
 def test_the_label_that_only_padding_predicts_stands_where_no_loss_scores_it():
     rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     assert literals(DataCollatorForLanguageModeling(pad_token_id=0, padding_side="left")(rows)) == {

@@ -47,13 +47,6 @@ def two_processes(monkeypatch):
     monkeypatch.setattr(Group, "of", classmethod(lambda cls, group=None: cls(group, 0, 2)))
 
 
-def test_a_group_splits_the_rows_of_all_models(two_processes):
-    split = part()
-    split.attach_to_models()
-    groups = [h.context_parallel for h in split.trainer.padding.handles]
-    assert [group.size for group in groups] == [2]
-
-
 def test_without_context_parallelism_or_packing_nothing_is_split(two_processes):
     for given in ({"cp_size": 1}, {"padding_free": False}):
         split = part(**given)

@@ -1,6 +1,7 @@
 """What DPO, GRPO and reward models have of their own. `test_every_method.py` has the trajectories."""
 
 import contextlib
+import copy
 from functools import cache
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from accelerate.utils import DynamoBackend
 from kit import trainer_runs
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
+from kit.mixer_runs import initial
 from kit.trainer_runs import (
     MODES,
     SIDED_MODES,
@@ -20,6 +22,7 @@ from kit.trainer_runs import (
     assert_mode_ran,
     assert_other,
     assert_same,
+    break_mode,
     build_model,
     build_tokenizer,
     is_bare,
@@ -28,6 +31,7 @@ from kit.trainer_runs import (
     trained,
     watch_inputs,
 )
+from zoo.family_outcomes import stable_topk
 
 import trl_padfix
 import trl_padfix.core.patches.heads
@@ -67,6 +71,21 @@ def test_the_side_is_the_tokenizers_where_none_is_given(makers):
         makers("DPO")(config={"padding_side": "right"}, processing_class=tokenizer).data_collator.padding_side
         == "right"
     )
+
+
+def test_a_decoder_with_linear_attention_gives_the_trajectory_of_trl(makers, monkeypatch):
+    """`end_to_end/test_mixer_processes.py` has more families."""
+
+    def train(trainer_class: type, **config) -> torch.Tensor:
+        policy, reference = copy.deepcopy(initial("qwen3_5_text"))
+        return trained(makers("DPO")(trainer_class, {"max_steps": 3} | config, model=policy, ref_model=reference))
+
+    mode = SIDED_MODES["prefix sharing, right"]
+    with stable_topk():
+        theirs = train(trl.DPOTrainer)
+        assert_same(train(DPOTrainer, **mode), theirs, atol=1e-4)
+        break_mode(monkeypatch, "prefix sharing")
+        assert_other(train(DPOTrainer, **mode, parity_check=False), theirs, atol=1e-4)
 
 
 # -- models as before, whatever ended the training

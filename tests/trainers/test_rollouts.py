@@ -1,7 +1,5 @@
 """Published rollouts: groups with the recorded rewards, and errors beforehand."""
 
-from pathlib import Path
-
 import pytest
 from datasets import Dataset, IterableDataset
 from kit.methods import make_trainer
@@ -17,7 +15,6 @@ TEMPLATE = (
     "{% for call in m.tool_calls or [] %}{{ ' ' + call.function.name + ' ' }}{% endfor %}{{ ' <eos> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'w5 ' }}{% endif %}"
 )
-DATA = Path(__file__).parents[2] / "recipes/data"
 
 
 def say(role, content, **more):
@@ -144,15 +141,3 @@ def test_a_template_that_changes_earlier_turns_gives_no_one_sequence():
     )
     with pytest.raises(ValueError, match="it changes earlier turns"):
         RecordedRollouts(rollouts(), build_tokenizer(chat_template=forgetting))
-
-
-def test_the_rollouts_that_ship_are_what_the_readme_says(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(DATA)
-    import make_rollouts
-
-    make_rollouts.check()
-    assert "120 rows, 30 tasks x {4} trials, 36 with reward 1, 1698 turns" in capsys.readouterr().out
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}, "type": "function", "id": "7"}
-    published = {"content": None, "role": "assistant", "tool_calls": [call]}
-    made = make_rollouts.message(published)
-    assert (made["content"], made["tool_calls"][0]["function"]["arguments"]) == ("", {"x": 1})

@@ -239,12 +239,3 @@ def test_under_strict_a_call_that_cannot_be_packed_says_so_itself(tmp_path):
     trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=WithWeights, model=model, padding_free=True, strict=True)
     with pytest.raises(UnpackableCallError, match=r"^`output_attentions=.*`with trainer\.padding\.handles\[0\]\.d"):
         trainer.train()
-
-
-@pytest.mark.parametrize(("largest", "precision"), [(0, DEFAULTS), (0, {}), (10**9, DEFAULTS)])
-def test_a_comparison_that_takes_long_is_announced(largest, precision, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(parity, "LARGE_ON_CPU", largest)
-    make(trl_padfix, "SFT", tmp_path, padding_free=True, max_steps=1, **precision).train()
-    assert ("Many CPUs compute half precision slowly" in capsys.readouterr().out) == (
-        largest == 0 and precision == DEFAULTS
-    )

@@ -10,6 +10,7 @@ import torch
 from kit.tolerance import assert_close, assert_gradients_close
 from zoo.models import ROWS, SHAPE, padded_positions, real_logps
 
+from conformance.arbiter import in_precision
 from trl_padfix import Layout
 from trl_padfix.core.layout.layout import SegmentLengths
 
@@ -51,6 +52,18 @@ def numbers(model, ids, mask, **kwargs) -> tuple[torch.Tensor, dict[str, torch.T
     logps = real_logps(model(input_ids=ids, attention_mask=mask, use_cache=False, **kwargs).logits, ids, mask)
     weighted_sum(logps).backward()
     return logps.detach(), gradients(model)
+
+
+def alone(model, ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same of each row by itself, unpadded and in float64: the arbiter."""
+    exact, logps = in_precision(model), []
+    for row, real in zip(ids, mask, strict=True):
+        first, last = real.nonzero()[[0, -1], 0]
+        row, real = row[None, first : last + 1], real[None, first : last + 1]  # holes are a part of the row
+        holes = {} if real.all() else {"attention_mask": real}
+        logps.append(real_logps(exact(input_ids=row, use_cache=False, **holes).logits, row, real))
+    weighted_sum(torch.cat(logps)).backward()
+    return torch.cat(logps).detach(), gradients(exact)
 
 
 def padded_numbers(name: str, model, ids, mask) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -136,5 +136,6 @@ def padded_positions(mask: torch.Tensor) -> torch.Tensor:
 
 def real_logps(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the real tokens that stand right behind a real token, row after row."""
-    logps = logits[:, :-1].float().log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logps = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     return logps[(mask[:, :-1] * mask[:, 1:]).bool()]

@@ -7,9 +7,7 @@ The fields are read from the source of the configurations, because importing the
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable, Sequence
-from functools import cache
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..field_names import hint
-from ..files import DATA_FILES, folder_obstacle, is_missing_path, refuse_empty
+from ..files import DATA_FILES, is_missing_path
 from ..trainers.resume import checkpoint_to_resume
 from ..versions import newer_trl, require
 from . import METHODS
@@ -34,9 +32,6 @@ OF_COMMAND = {"config", "accelerate_config", "env", "dry_run", "tiny_model", "at
 
 BOOLEANS = ["yes", "true", "t", "y", "1", "no", "false", "f", "n", "0"]
 """Strings that the parser of transformers treats as flags."""
-
-WORDS = {"prefix_sharing": ["auto", "true", "false"], "tiny_model": ["tiny", "small"]}
-"""Words that our fields take."""
 
 NUMBERS = {"int": lambda word: int(word.removesuffix(".0")), "float": float, "bool": BOOLEANS.index}
 """Readers of the values that are checked, by the types of fields. They raise a `ValueError`."""
@@ -69,7 +64,7 @@ def read_given(args: Sequence[str]) -> Given:
             flag, has_value, value = word.partition("=")
             following = [value] if has_value else [*takewhile(lambda x: not x.startswith("--"), args[i + 1 :])]
             name, words = name_of(flag), following or [True]
-            given.values[name] = words if name in ("reward_funcs", "loss_type") else words[0]
+            given.values[name] = words if name == "reward_funcs" else words[0]
             given.places[name] = flag
     return given
 
@@ -106,15 +101,15 @@ def check_given(method: str, given: Given) -> str | bool | None:
     values = {_whole(name, fields): value for name, value in given.values.items()}
     places = {_whole(name, fields): place for name, place in given.places.items()}
     for name, value in values.items():
-        _check_value(method, name, value, places[name], fields.get(name, []))
-    if "reward_funcs" in fields:
-        _check_rewards(method, values, places)
+        _check_value(value, places[name], fields.get(name, []))
     resume_from = _check_paths(values, places)
-    if reason := folder_obstacle(values.get("output_dir") or "trainer_output"):
-        raise ValueError(f"`output_dir`: {reason}")
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
         tiny = " (or `--tiny_model tiny`, which is built on the spot)" if method in TINY else ""
         raise ValueError(f"no model is given: set `--model_name_or_path` to a folder or a Hub id{tiny}.")
+    if "reward_funcs" in fields and not (values.get("reward_funcs") or values.get("reward_model_name_or_path")):
+        raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
+    if isinstance(names := values.get("reward_funcs"), str):
+        raise ValueError(f"{places['reward_funcs']}: write a list: `reward_funcs: [{names}]`.")
     if str(values.get("eval_on_start")).lower() == "true" and str(values.get("eval_strategy") or "no") == "no":
         raise ValueError("`eval_on_start` evaluates, and `eval_strategy` is 'no'. Leave one of them out.")
     if not (values.get("dataset_name") or values.get("datasets")):
@@ -131,11 +126,12 @@ def declared_fields(method: str) -> dict[str, list[ast.AnnAssign]]:
     A few belong to other classes in the same files: the parser of the method's script finds these later.
     """
     fields: dict[str, list[ast.AnnAssign]] = {name: [] for name in OF_COMMAND}
-    for node in (node for file in _config_files(method) for node in ast.walk(_tree(file))):
+    files = [file for file in _config_files(method) if file.is_file()]
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
         if isinstance(node, ast.AnnAssign):
             fields.setdefault(ast.unparse(node.target), []).append(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-            for flag in (flag for flag in _strings(node.args) if flag.startswith("--")):
+            for flag in (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)):
                 fields.setdefault(name_of(flag), [])
     return fields
 
@@ -177,14 +173,9 @@ def _whole(name: str, known: Iterable[str]) -> str:
     return longer[0] if len(longer) == 1 else name
 
 
-def _types(declared: list[ast.AnnAssign]) -> set[str]:
-    """The types of a field, without `None`."""
-    return {kind for node in declared for kind in ast.unparse(node.annotation).split(" | ")} - {"None"}
-
-
-def _check_value(method: str, name: str, value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
-    """Raise a `ValueError` for a value that is no number or word of a field, as far as the source says."""
-    types = _types(declared)
+def _check_value(value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
+    """Raise a `ValueError` for a value that is no number of a field, as far as the source says."""
+    types = {kind for node in declared for kind in ast.unparse(node.annotation).split(" | ")} - {"None"}
     if value is True and place.startswith("--") and types == {"str"}:
         raise ValueError(f"{place} needs a value after it.")
     for kind in NUMBERS.keys() & types if len(types) == 1 and value not in (None, True, False) else ():
@@ -193,81 +184,12 @@ def _check_value(method: str, name: str, value: Any, place: str, declared: list[
         except ValueError:
             null = " Write `null` for no value." if value in ("None", "none") else ""
             raise ValueError(f"{place}: invalid {kind} value: {value!r}.{null}") from None
-    words = _words_of(method, name, declared)
-    if value is False and "no" in words:  # YAML's reading of `no`
-        raise ValueError(f'{place}: YAML takes `no` for false. Write "no" in quotes.')
-    for word in value if isinstance(value, list) else [value]:
-        if not isinstance(word, str) or word in words or not words:
-            continue
-        is_flag = "true" in words and word.lower() in ("auto", *BOOLEANS)
-        if not (is_flag or ("attn" in name and re.search(r"\W", word))):  # kernels of the Hub, mappings
-            raise ValueError(f"{place}: invalid choice: {word!r} (choose from {', '.join(words)}).")
-
-
-def _words_of(method: str, name: str, declared: list[ast.AnnAssign]) -> list[str]:
-    """The words that a field takes; an empty list if the source does not say."""
-    if name in WORDS:
-        return WORDS[name]
-    transformers, trl = _folder("transformers"), _folder("trl")
-    if re.fullmatch("(ref_|teacher_)?attn_implementation", name):
-        known = _keys_of(transformers / "modeling_utils.py", "_global_mapping")
-        return ["auto", "eager", *sorted(known)] if known else []
-    if name == "loss_type":
-        # The strings that TRL's trainer compares the field with.
-        compared = (n for n in ast.walk(_tree(trl / f"trainer/{method}_trainer.py")) if isinstance(n, ast.Compare))
-        others = (n.comparators[0] for n in compared if ast.unparse(n.left).rpartition(".")[2] == name)
-        return sorted(_strings(node for other in others for node in ast.walk(other)))
-    metadata = [node for field in declared if field.value for node in ast.walk(field.value)]
-    pairs = [pair for d in metadata if isinstance(d, ast.Dict) for pair in zip(d.keys, d.values, strict=True)]
-    choices = [values for key, values in pairs if _strings([key]) == ["choices"]]
-    if len(declared) == len(choices) == 1:
-        return _strings(ast.walk(choices[0]))
-    files, types = (transformers / "trainer_utils.py", transformers / "training_args.py"), _types(declared)
-    classes = (node for file in files for node in _tree(file).body if isinstance(node, ast.ClassDef))
-    found = (cls for cls in classes if cls.name in types and "ExplicitEnum" in map(ast.unparse, cls.bases))
-    return [word for cls in found for word in _strings(x.value for x in cls.body if isinstance(x, ast.Assign))]
-
-
-def _check_rewards(method: str, values: dict[str, Any], places: dict[str, str]) -> None:
-    """Raise a `ValueError` without a reward, and for one that is neither TRL's nor in a module."""
-    names, place = values.get("reward_funcs") or [], places.get("reward_funcs")
-    if not names and not values.get("reward_model_name_or_path"):
-        raise ValueError("no reward is given: set `--reward_funcs`, or `--reward_model_name_or_path`.")
-    if isinstance(names, str):
-        raise ValueError(f"{place}: write a list: `reward_funcs: [{names}]`.")
-    known = _keys_of(_folder("trl") / f"scripts/{method}.py", "reward_funcs_registry")
-    for name in names if known else ():
-        package, dot, _ = str(name).partition(".")
-        if not dot and name not in known:
-            raise ValueError(
-                f"{place}: TRL has no reward {name!r} (choose from {', '.join(known)}). Name a function of your own "
-                "with its module: `module.function`."
-            )
-        if dot and not (Path(package).is_dir() or Path(f"{package}.py").is_file() or find_spec(package)):
-            raise ValueError(f"{place}: {name!r}: there is no module {package!r} here or installed.")
 
 
 def _folder(package: str) -> Path:
     """The folder of an installed package."""
     spec = find_spec(package)
     return Path(spec.origin).parent if spec and spec.origin else Path("nowhere")
-
-
-@cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text("utf-8") if file.is_file() else "")
-
-
-def _strings(nodes: Iterable[ast.AST | None]) -> list[str]:
-    values = (node.value for node in nodes if isinstance(node, ast.Constant))
-    return [*dict.fromkeys(value for value in values if isinstance(value, str))]
-
-
-def _keys_of(file: Path, variable: str) -> list[str]:
-    """The keys of the dictionary that a Python file assigns to a variable."""
-    assigned = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.Assign))
-    keys = (n.value.keys for n in assigned if ast.unparse(n.targets[0]) == variable and isinstance(n.value, ast.Dict))
-    return _strings(next(keys, []))
 
 
 def _is_out_of_reach(name: str) -> bool:
@@ -282,7 +204,7 @@ def _is_out_of_reach(name: str) -> bool:
 
 def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool | None:
     """
-    Raise a `ValueError` for a model, dataset or checkpoint that is not there, a file as a dataset, and an empty file.
+    Raise a `ValueError` for a model, dataset or checkpoint that is not there, and for a file as a dataset.
 
     Returns the checkpoint to resume from.
     """
@@ -316,8 +238,4 @@ def _check_paths(values: dict[str, Any], places: dict[str, str]) -> str | bool |
             f"`dataset_name`: {str(path)!r} {wrong}. Give a folder or a Hub id; in a YAML (`--config`) a file is "
             f"`datasets: [{{path: {builder}, data_files: {path}}}]`."
         )
-    of_mixture = [dataset.get("data_files") for dataset in values.get("datasets") or [] if isinstance(dataset, dict)]
-    for data in [values.get("dataset_name"), *of_mixture]:
-        if data and isinstance(data, str):
-            refuse_empty(data)
     return resume_from

@@ -8,14 +8,12 @@ Flags, YAML, data mixtures, rewards and all work after training are TRL's.
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
@@ -165,11 +163,8 @@ def main(method: str, args: Sequence[str]) -> None:
             field = next((f for f in ("train", "test") if error.args == (vars(script)[f"dataset_{f}_split"],)), None)
             if field is None:
                 raise
-            frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-            values = (x for found in frames for x in (found.get("dataset"), found.get("self")))
-            splits = next(x for x in values if isinstance(x, dict))
             raise ValueError(
-                f"the data has no split {error}, which `dataset_{field}_split` names; it has {', '.join(splits)}."
+                f"the data has no split {error}, which `dataset_{field}_split` names."
                 + " `datasets` loads one split: set `test_split_size`." * bool(data.datasets and field == "test")
             ) from error
 
@@ -199,16 +194,11 @@ def _checked(trainer_class: Any, is_dry_run: bool) -> Callable[..., Any]:
     """A stand-in for the trainer class in TRL's script: it checks columns first and, in a dry run, ends the script."""
 
     def build(*args: Any, **kwargs: Any) -> Any:
-        from ..trainers.data.columns import require_columns
         from ..trainers.dry_run import dry_run
 
         for name in ("train", "eval"):
             if (dataset := kwargs.get(f"{name}_dataset")) is not None:
                 trainer_class.task_class.require_columns(dataset, name, kwargs["args"])
-                for reward in filter(callable, kwargs.get("reward_funcs", ())):
-                    read = inspect.signature(reward).parameters.get("solution")
-                    if read is not None and read.default is read.empty:
-                        require_columns(dataset, name, [{"solution"}], f"`{reward.__name__}` reads `solution`")
         trainer = trainer_class(*args, **kwargs)
         if is_dry_run:
             raise _DryRunEnd(dry_run(trainer))

@@ -73,12 +73,6 @@ def explain_errors(command: str | Callable[[], str]) -> Iterator[None]:
 
 def _message(error: Exception) -> str | None:
     """The text of an error from a `raise` statement of a package that checks what it is given; `None` for others."""
-    tracebacks = (e.__traceback__ for e in (error, error.__cause__) if e is not None)
-    frames = (frame for found in tracebacks for frame, _ in traceback.walk_tb(found))
-    for frame in frames:  # the errors of most readers do not name the file
-        if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
-            reason = error.__cause__ or error.__context__ or error
-            return f"the data file {frame.f_locals['file']} cannot be read: {reason}"
     if type(error).__module__ == "datasets.exceptions" and error.__cause__:  # the cause has the reason
         return f"{error} ({error.__cause__})"
     if isinstance(error, StopIteration):  # of `datasets`
@@ -88,4 +82,5 @@ def _message(error: Exception) -> str | None:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     is_raised = (frame.line or "").startswith("raise") and any(name in CHECKERS for name in Path(frame.filename).parts)
     checked = isinstance(error, (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError)) and is_raised
-    return str(error) if checked or isinstance(error, OSError) else None
+    is_unreadable = isinstance(error, OSError) or type(error).__module__ == "pyarrow.lib"
+    return str(error) if checked or is_unreadable else None

@@ -97,7 +97,6 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
         The output of `model.generate`. The new tokens begin at column `L`, the length of the prompts in `inputs`.
 
     Raises:
-        TypeError: If the model does not generate.
         ValueError: If several rows have no attention mask, if a row is empty, or if a cache is passed.
         NotImplementedError: If the model numbers columns, padding included, and the prompts differ in length.
 
@@ -122,16 +121,6 @@ def generate(model: Any, inputs: Mapping[str, Any], **kwargs: Any) -> Any:
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    if not hasattr(model, "generate"):
-        raise TypeError(
-            f"`{type(model).__name__}` has no `generate`. Pass a transformers model with a language-modeling head; "
-            "for a wrapper, the model inside it."
-        )
-    if not isinstance(inputs, Mapping):
-        raise TypeError(
-            "`generate` takes what a tokenizer returns, a mapping with `input_ids` and `attention_mask`; got "
-            f"`{type(inputs).__name__}`."
-        )
     call = dict(**inputs, **kwargs)
     with evaluating(model):
         main = "input_ids" if call.get("input_ids") is not None else "inputs_embeds"

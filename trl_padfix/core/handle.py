@@ -26,7 +26,8 @@ from .model.changes import ModuleChanges
 from .model.inspection import takes, takes_any_argument
 from .model.older import resume_packed_search, spare_packed_search
 from .model.patching import Attachment, ForwardPatch, in_backward
-from .parallel.local import ContextParallelGroup
+from .parallel.collectives import Group
+from .parallel.local import tokens_of
 
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class PaddingRemoval(Attachment):
         packed_multiple_of (`int` or `list[int]`, *optional*):
             Filler lengthens each packed row to a multiple of this number, or to one of these lengths. With context
             parallelism this is the length of one process's part.
-        context_parallel ([`ContextParallelGroup`], *optional*):
+        context_parallel ([`Group`], *optional*):
             The processes that compute each packed row together; see [`split_rows`].
         stats ([`PaddingStats`]):
             Token counts of the packed forwards.
@@ -206,7 +207,7 @@ class PaddingRemoval(Attachment):
         self.takes_positions = takes(self.decoder, "position_ids") or takes_any_argument(self.decoder)
         norms = (m for m in self.decoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         self.batch_norms = [*norms]  # their statistics are of all tokens of a batch, padding included
-        self.context_parallel: ContextParallelGroup | None = None
+        self.context_parallel: Group | None = None
         self.stats = PaddingStats()
         self.attention_before: list[tuple[PretrainedConfig, str | None]] = []  # values to restore
         self.changes: ModuleChanges | None = None  # finds hooks and modules that are new since attachment
@@ -219,7 +220,7 @@ class PaddingRemoval(Attachment):
 
     def tokens_of(self, layout: Layout) -> LocalTokens:
         """The tokens of a packed row that this process computes."""
-        return LocalTokens(layout) if self.context_parallel is None else self.context_parallel.tokens_of(layout)
+        return LocalTokens(layout) if self.context_parallel is None else tokens_of(layout, self.context_parallel)
 
     @property
     def running_stats(self) -> PaddingStats:

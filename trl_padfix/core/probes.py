@@ -1,7 +1,7 @@
 """
 Probes: forwards of a few tokens, which show what the code of a decoder does not.
 
-[`saved_modules`] and [`without_hooks`] keep the state of a model during forwards that only compare.
+[`saved_modules`] keeps the state of a model during forwards that only compare.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .handle import PaddingRemoval
 
 
-__all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules", "without_hooks"]
+__all__ = ["change_beside_another_row", "change_of_earlier_states", "other_modules", "saved_modules"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _states(decoder: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
             arguments["is_decoder"] = decoder.config.is_decoder
         devices = [ids.device] if ids.device.type == "cuda" else []
         unchanged = saved_modules(decoder.modules())
-        with torch.no_grad(), unchanged, without_hooks(decoder), evaluating(decoder), torch.random.fork_rng(devices):
+        with torch.no_grad(), unchanged, _without_hooks(decoder), evaluating(decoder), torch.random.fork_rng(devices):
             states = decoder(**arguments)[0]
     except Exception as error:
         logger.info(f"{type(decoder).__name__} was not probed ({type(error).__name__}: {error}).")
@@ -155,7 +155,7 @@ def saved_modules(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_hooks(model: nn.Module) -> Iterator[None]:
+def _without_hooks(model: nn.Module) -> Iterator[None]:
     """A block in which no forward hook of a module runs: a user's hook may count its calls."""
     with contextlib.ExitStack() as stack:
         for module in model.modules():

@@ -8,7 +8,8 @@ from .errors import PaddingRemovalError
 from .handle import PaddingRemoval
 from .mixers.mixers import FORKED, PACKED, ROWS
 from .mixers.primitives import LEFT_OUT, primitives_of
-from .parallel.local import CONTEXT_PARALLEL, ContextParallelGroup
+from .parallel.collectives import Group
+from .parallel.local import CONTEXT_PARALLEL
 
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def split_rows(handle: PaddingRemoval, group: ProcessGroup | None = None) -> Non
             f"The rows of {type(handle.decoder).__name__} cannot be split over processes: {reason}. Train it without "
             "context parallelism: each process then computes whole rows of its own."
         )
-    processes = ContextParallelGroup.of(group)
+    processes = Group.of(group)
     # With fewer heads than processes some would have none, and could not join the all-to-all of attention.
     heads = getattr(handle.decoder.config.get_text_config(), "num_attention_heads", None)
     if handle.mixers.counts()[PACKED] and heads is not None and heads < processes.size:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
-from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -52,16 +51,6 @@ __all__ = ["PaddingRemovalCallback", "callback_from", "in_words", "settings_in"]
 logger = get_logger(__name__)
 
 PREFIX = "padfix_"
-
-COMPILER = "`torch.compile`"
-WRAPPERS = {
-    "DeepSpeedEngine": "DeepSpeed",
-    "FullyShardedDataParallel": "FSDP",
-    "FSDPModule": "FSDP",
-    "OptimizedModule": COMPILER,
-}
-"""Wrappers of models by class name (the class may not be installed), with the name of their library."""
-
 
 READS_PADDING = (
     "a loss that depends on padding: your loss reads logits at padding, which are zero without it, or a module takes "
@@ -137,8 +126,8 @@ class PaddingRemovalCallback(TrainerCallback):
         ValueError: For an invalid `prefix_sharing` or `packed_multiple_of`; when training begins, if padding removal
             is attached already.
         TypeError: When training begins, if the trainer's model contains no transformers model, or more than one.
-        PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed, FSDP or
-            `torch.compile` has wrapped already.
+        PaddingRemovalError: When training begins, for a model that cannot be packed, or that DeepSpeed or FSDP has
+            wrapped already; with `torch_compile`.
         ParityError: On the first batch, if packed and padded forwards differ.
 
     Example:
@@ -210,7 +199,11 @@ class PaddingRemovalCallback(TrainerCallback):
                 "`cp_size` splits rows over processes, and a callback cannot split the inputs of the trainer's loss. "
                 "Use a trainer of this package, or train without context parallelism."
             )
-        _refuse_taken_over(trainer)
+        if trainer.args.torch_compile:
+            raise PaddingRemovalError(
+                "`torch_compile` compiles the whole model, which then would not call the packed forward. Set it to "
+                "`False`, or use a trainer of this package (`padding_free_trainer`), which compiles single layers."
+            )
         with in_words(self.words):
             self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         self.handles, self.reports, self._trainer = [], [], trainer
@@ -303,24 +296,29 @@ class PaddingRemovalCallback(TrainerCallback):
         self._state = state
         if self._is_training:  # the last training raised an error, so it had no end
             self.remove()
-        if self._given is None:
-            wrappers = {DistributedType.DEEPSPEED: "DeepSpeed", DistributedType.FSDP: "FSDP"}
-            if wrapper := wrappers.get(AcceleratorState().distributed_type):
-                raise _taken_over(wrapper, "the model")
-            self._begin(_policy_alone(model, args))
-            logger.warning(NOT_COVERED)
-            return
         trainer = self._given
-        if model is not None and trainer.model is not model:
+        if trainer is not None and model is not None and trainer.model is not model:
             raise ValueError(
                 "This callback was attached to another trainer since. Give each trainer a `PaddingRemovalCallback` of "
                 "its own, or call `callback.attach(trainer)` again."
             )
-        models = models_of(trainer)
+        models = [] if trainer is None else models_of(trainer)
         decoders = [id(find_decoder(find_pretrained(model))) for model in models]
         attached = [id(handle.decoder) for handle in self.handles]
         # `model_init` has made another model since, or an earlier trial of a search stopped before `on_train_end`.
-        if self._trainer is None or decoders[: len(attached)] != attached:
+        begins = trainer is None or self._trainer is None or decoders[: len(attached)] != attached
+        wrapper = AcceleratorState().distributed_type
+        if begins and wrapper in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            raise PaddingRemovalError(
+                f"{wrapper.value} has taken over the model before padding removal was attached to it, and would not "
+                "call the packed forward. Call `callback.attach(trainer)` between making the trainer and its first "
+                "`train()`."
+            )
+        if trainer is None:
+            self._begin(_policy_alone(model, args))
+            logger.warning(NOT_COVERED)
+            return
+        if begins:
             self.attach(trainer)
         elif len(decoders) > len(attached):  # a plug-in attaches before TRL makes the reference
             self._attach_to(models[len(attached) :])
@@ -456,26 +454,3 @@ def in_words(words: Mapping[str, str]) -> Iterator[None]:
             text = text.replace(ours, theirs)
         error.args = (text, *error.args[1:])
         raise
-
-
-def _refuse_taken_over(trainer: Trainer) -> None:
-    """Raise a [`PaddingRemovalError`] if the model is wrapped or compiled already: no packed forward would run."""
-    for module in chain(trainer.model.modules(), trainer.model_wrapped.modules()):
-        wrapper = next((WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None)
-        if module._compiled_call_impl is not None or trainer.args.torch_compile:
-            wrapper = COMPILER
-        if wrapper is not None:
-            raise _taken_over(wrapper, type(module).__name__)
-
-
-def _taken_over(wrapper: str, module: str) -> PaddingRemovalError:
-    remedy = "Call `callback.attach(trainer)` between making the trainer and `trainer.train()`."
-    if wrapper == COMPILER:
-        remedy = (
-            "Train with `torch_compile=False`, or with a trainer of this package (`padding_free_trainer`), which "
-            "compiles the layers of a packed model one by one."
-        )
-    return PaddingRemovalError(
-        f"{wrapper} has taken over `{module}` before padding removal was attached to it, and would not call the "
-        f"packed forward. {remedy}"
-    )

@@ -11,11 +11,11 @@ from datasets import Dataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl.data_utils import extract_prompt, is_conversational
 
-from ..files import DATA_FILES, refuse_empty
+from ..files import DATA_FILES
 from ..trainers.data.chat_templates import renderer
 
 
-__all__ = ["COLUMNS", "TokenRow", "load_rows", "sequences_of", "token_rows", "trainer_of"]
+__all__ = ["COLUMNS", "TokenRow", "load_rows", "token_rows", "trainer_of"]
 
 COLUMNS = {
     "dpo": ({"chosen", "rejected"},),
@@ -35,7 +35,6 @@ def load_rows(data: str) -> Dataset:
     Raises:
         ValueError: If there is no row.
     """
-    refuse_empty(data)
     path = Path(data)
     if path.is_file() and path.suffix in DATA_FILES:
         rows = load_dataset(DATA_FILES[path.suffix], data_files=data, split="train")
@@ -87,14 +86,6 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
         row |= {f"{side}_ids": ids[end:] for side, ids in zip(sides, sequences, strict=True)}
         result.append({"input_ids": sequences[0], "prompt": end} if trainer == "sft" else row)
     return result
-
-
-def sequences_of(row: TokenRow) -> list[list[int]]:
-    """The sequences of a row of [`token_rows`] in a batch: a text, or its prompt with each completion."""
-    if "input_ids" in row:
-        return [row["input_ids"]]
-    completions = [ids for name, ids in row.items() if name in ("chosen_ids", "rejected_ids", "completion_ids")]
-    return [row["prompt_ids"] + ids for ids in completions or [[]]]
 
 
 def _token_ids(rows: list[dict[str, Any]], names: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -24,7 +24,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from ..trainers.batching.row_order import group_rows
-from .data import TokenRow, sequences_of, token_rows
+from .data import TokenRow, token_rows
 from .tiny import checked_rows
 
 
@@ -81,7 +81,8 @@ class Lengths:
             ids = {n.removesuffix("_ids").replace("input", "text"): v for n, v in row.items() if n.endswith("_ids")}
             for name, tokens in ids.items():
                 lengths.setdefault(name, []).append(len(tokens))
-            first.append(np.array(sequences_of(row)[0], dtype=np.uint32))  # a quarter of a list of integers
+            sequence = chain(*islice(ids.values(), 2))  # a text, or a prompt and its first completion
+            first.append(np.fromiter(sequence, dtype=np.uint32))  # a quarter of a list of integers
         columns = {name: np.array(tokens, dtype=np.int64) for name, tokens in lengths.items()}
         return cls(columns, sort_by_prefix(first), np.array(untrained, dtype=np.int64))
 

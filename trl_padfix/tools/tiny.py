@@ -145,18 +145,13 @@ def built_once(directory: str | Path, built_from: dict[str, Any], build: Callabl
     with PartialState().main_process_first():
         if not directory.exists():
             write_whole_folder(directory, lambda beside: (build(beside), (beside / RECORD).write_text(text)))
-    record, now = directory / RECORD, json.loads(text)  # where tuples are lists
-    there = json.loads(record.read_text()) if record.exists() else None
-    if there == now:
-        return str(directory)
-    reason = "an earlier version or another program wrote it"
-    if there is not None:
-        names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-        values = [f"`{n}` {there.get(n)!r} there and {now.get(n)!r} now" for n in names if n != "texts"]
-        reason = f"it was built for another training: {', '.join(values + ['other data'] * ('texts' in names))}"
-    raise ValueError(
-        f"{str(directory)!r} exists, and {reason}. Delete it to build it again, or choose another folder."
-    )
+    record = directory / RECORD
+    if not record.exists() or record.read_text() != text:
+        raise ValueError(
+            f"{str(directory)!r} exists, and was built from other data or settings, or by another program. Delete it "
+            "to build it again, or choose another folder."
+        )
+    return str(directory)
 
 
 def fingerprint(texts: Iterable[str]) -> str:

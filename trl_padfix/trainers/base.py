@@ -55,7 +55,7 @@ from .parts.padding_side import PaddingSide
 from .parts.parity import Parity
 from .parts.part import Evaluation, Padding, Part, Step, entered
 from .resume import checkpoint_to_resume
-from .settings import PackingConfig, Settings, trls_configuration
+from .settings import COMPUTED, PackingConfig, Settings, trls_configuration
 from .signatures import hook, show_parameters
 from .task import Task
 from .temporary_attributes import temporarily_set
@@ -122,9 +122,9 @@ class PaddingFreeMixin:
             self.padding = padding = Padding(Settings.of(config, **self.fixed_settings))
             padding.task = self.task_class(self)
             if is_off():
+                off = ", ".join(f"`{name}`" for name in COMPUTED)
                 logger.warning(
-                    f"{OFF} is set: `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `group_by_prefix` are "
-                    "off. Steps run padded, as in TRL, and need TRL's time and memory."
+                    f"{OFF} is set: {off} are off. Steps run padded, as in TRL, and need TRL's time and memory."
                 )
             if padding.settings.are_set:
                 if isinstance(config, PackingConfig):

@@ -36,11 +36,11 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
             Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
-            up to rounding. A model that cannot be packed exactly is an error.
+            up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
             Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
-            `'auto'`: rows that cannot share run unshared. `True` warns about such rows; with NEFTune it is an
-            error, with `strict` such rows are. Needs `padding_free`.
+            `'auto'`: rows that cannot share run unshared. With `True` a warning says so (with `strict` an error),
+            and NEFTune is an error. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
             virtual tokens, to `'right'`.
@@ -230,8 +230,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row for each assistant turn in `messages`, as the chat template renders the conversation at
-            that turn. Use it for templates that drop earlier thinking, and for rollouts of agents.
+            Make one row for each assistant turn in `messages`, rendered as the conversation stood at that turn. Use
+            it for templates that drop earlier thinking, and for rollouts of agents.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 

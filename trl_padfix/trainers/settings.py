@@ -18,9 +18,9 @@ from .field_types import Implementation, Lengths, Sharing, parse_implementation
 
 
 __all__ = [
-    "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig", "PaddingConfig",
-    "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types", "check_settings",
-    "prefix_sharing_with_neftune", "trls_configuration",
+    "COMPUTED", "AttentionConfig", "BudgetConfig", "EvaluationConfig", "ForwardBudgetConfig", "PackingConfig",
+    "PaddingConfig", "ReferenceAttentionConfig", "Settings", "TeacherAttentionConfig", "check_field_types",
+    "check_settings", "prefix_sharing_with_neftune", "trls_configuration",
 ]  # fmt: skip
 
 COMPUTED = {
@@ -253,7 +253,7 @@ def check_packing(settings: Settings) -> None:
     if multiple is not None and isinstance(budget, int) and (length := packed_length(budget, multiple)) != budget:
         raise ValueError(
             f"`max_tokens_per_batch={budget}` is not a {'multiple' if isinstance(multiple, int) else 'length'} of "
-            f"`packed_multiple_of={multiple}`: a full micro-batch would be lengthened to {length} tokens. Set the "
+            f"`packed_multiple_of={multiple}`: a full sub-batch would be lengthened to {length} tokens. Set the "
             "budget to that number, or use a smaller multiple."
         )
 

@@ -8,15 +8,15 @@ import functools
 import hypothesis
 import pytest
 import torch
-from kit import arbiter
 from kit.cells import by_turns
 from kit.observe import EnteredTokens
-from kit.tolerance import assert_close, assert_gradients_close, tolerance
+from kit.tolerance import assert_close, tolerance
 from zoo.model_numbers import (
     DISTINCT,
     REAL,
     SHARING,
     SIDES,
+    alone,
     assert_equal_where_real,
     assert_same_numbers,
     checkpointed,
@@ -44,7 +44,7 @@ def test_every_row_has_the_numbers_that_it_has_alone(name, implementation, shari
     # FlashAttention counts the tokens of a window, other implementations its columns, hidden ones too.
     ids, mask = batch("both" if side == "holes" and implementation == "flash_attention_2" else side)
     model = build(name, implementation)
-    expected = arbiter.alone(model, ids, mask)
+    expected = alone(model, ids, mask)
     if checkpointing:
         checkpointed(model, reentrant=checkpointing == "reentrant")
     # Its layers themselves are wrapped by checkpointing.
@@ -53,10 +53,9 @@ def test_every_row_has_the_numbers_that_it_has_alone(name, implementation, shari
 
     with remove_padding(model, prefix_sharing=sharing) as handle:
         entered.clear()  # what was asked of the model when it was attached
-        got = arbiter.batched(model, ids, mask)
+        got = numbers(model, ids, mask)
 
-    assert_close(torch.cat(got.logits), torch.cat(expected.logits), terms=64, depth=24)
-    assert_gradients_close(got.gradients, expected.gradients, terms=64, depth=48)
+    assert_same_numbers(got, expected)
     times = 2 if checkpointing else 1
     assert entered == [handle.stats.packed_tokens] * times  # that mode, and that checkpointing, did run
     assert handle.stats.packed_tokens < handle.stats.padded_tokens

@@ -39,15 +39,10 @@ from trl_padfix.core.model.patching import patches_on
 from trl_padfix.core.probes import change_of_earlier_states
 
 
-def test_masks_that_cannot_be_read_are_refused_by_a_strict_handle():
-    with remove_padding(model := build("qwen2"), prefix_sharing=True, strict=True):
-        for mask, error, message in (
-            ({"full_attention": None}, PaddingRemovalError, "mask of dict"),
-            (torch.ones(2, 4, requires_grad=True), ValueError, "requires a gradient"),
-            (torch.ones(2, 4, device="meta"), ValueError, "mask is on meta and the batch on cpu"),
-        ):
-            with pytest.raises(error, match=message):
-                model(torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]]), attention_mask=mask)
+def test_a_mask_that_cannot_be_read_is_refused_by_a_strict_handle():
+    model, ids = build("qwen2"), torch.tensor([[5, 6, 7, 8], [5, 6, 9, 3]])
+    with remove_padding(model, strict=True), pytest.raises(PaddingRemovalError, match="mask of dict"):
+        model(ids, attention_mask={"full_attention": None})
 
 
 def test_it_takes_exactly_one_model():

@@ -39,8 +39,8 @@ from .segments import attend_by_segment, by_token, gather_keys, gather_tokens, i
 
 
 __all__ = [
-    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle",
-    "is_causal", "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
+    "ViewPatch", "attend_varlen", "attends_within_tokens", "implementation_obstacle", "is_causal", "is_half_on_gpu",
+    "names_attention", "packed_attention", "register_packed_attention", "takes_segments", "torch_varlen",
     "torch_varlen_applies", "torch_varlen_is_complete", "uses_attention_interface",
 ]  # fmt: skip
 
@@ -251,7 +251,7 @@ def _prepared_masks(module: nn.Module, mask: PackedMask | None, call: PackedCall
             f"{_name(module)} must attend with a prepared mask, and {call.implementation} has no such mask. Load the "
             "model with `attn_implementation='sdpa'`, or train it with `padding_free=False`."
         )
-    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.mixed.layout))
+    return call.cached(("prepared", kind), lambda: prepared.of_segments(kind, call.tokens.layout))
 
 
 def _mask_of_layer(module: nn.Module, mask: object, call: PackedCall, kwargs: dict[str, Any]) -> PackedMask:
@@ -383,13 +383,18 @@ def torch_varlen(
     )[0]
 
 
+def is_half_on_gpu(*states: torch.Tensor) -> bool:
+    """Whether states are in half precision on a CUDA GPU, as variable-length kernels need them."""
+    return all(x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16) for x in states)
+
+
 def torch_varlen_applies(query: torch.Tensor, value: torch.Tensor, layout: Layout, kwargs: dict[str, Any]) -> bool:
     """
     Whether torch's variable-length kernel computes this attention.
 
     In half precision on CUDA it should. If it cannot, a warning says why, once.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
+    if not is_half_on_gpu(query):
         return False
     size, names = query.shape[-1], {"softcap": "a softcap", "s_aux": "sinks", "attention_chunk_size": "chunks"}
     missing = [what for name, what in names.items() if kwargs.get(name) is not None]

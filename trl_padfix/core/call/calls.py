@@ -33,7 +33,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..context import context, within
 from ..errors import UnpackableCallError
 from ..layout.layout import Layout
-from ..layout.shared_prefixes import PrefixedLayout
 from ..model.inspection import bind, takes_any_argument
 from ..model.older import checkpoints_in_forward
 from ..model.patching import Attachment, ForwardPatch, checkpoint_state, config_of
@@ -41,8 +40,7 @@ from .prepared_masks import PreparedMasks
 
 
 if TYPE_CHECKING:
-    from ..parallel.collectives import Exchange
-    from .prefix_states import ForwardStates, PrefixStates
+    from .prefix_states import PrefixStates
 
 
 __all__ = [
@@ -59,7 +57,6 @@ class LocalTokens:
     Attributes:
         layout ([`Layout`]): Layout of the full row.
         is_divided (`bool`): Whether other processes compute the other tokens.
-        exchange ([`Exchange`], *optional*): The communication around a compiled layer's attention.
     """
 
     is_divided = False
@@ -68,24 +65,9 @@ class LocalTokens:
         self.layout = layout
 
     @property
-    def exchange(self) -> Exchange | None:
-        return None
-
-    @property
     def count(self) -> int:
         """Number of local tokens, `t`."""
         return self.layout.packed_tokens
-
-    @property
-    def mixed(self) -> LocalTokens:
-        """The tokens that mixers get: if each process has whole rows, the tokens of its rows, without an exchange."""
-        return self
-
-    @property
-    def new(self) -> LocalTokens | None:
-        """The tokens after shared prefixes; `None` if the layout has no shared prefixes, or no new tokens."""
-        assert isinstance(self.layout, PrefixedLayout)
-        return None if self.layout.new is None else LocalTokens(self.layout.new)
 
     def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a decoder for the local tokens, selected from those for all packed tokens."""
@@ -101,9 +83,6 @@ class LocalTokens:
     def mix(self, name: str, run: Callable) -> Callable:
         """`run`, which replaces the function `name` of a recurrence or convolution, for the local tokens."""
         return run
-
-    def record(self, states: ForwardStates) -> None:
-        """Record in the states of a prefix which process computes which of its tokens."""
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """The values of all packed tokens, `(t, ...)` to `(T, ...)`."""

@@ -52,19 +52,13 @@ def layout_of(inputs: DecoderInputs, handle: PaddingRemoval) -> Layout | None:
 
     Raises:
         UnpackableCallError: If the call cannot be packed.
-        ValueError: If the mask is on another device, or requires a gradient.
     """
     build = _builder_of(inputs, handle)
     if build is None or (layout := build(inputs, handle)) is None:
         return None
-    group, needs_filler = handle.context_parallel, handle.packed_multiple_of is not None
-    if isinstance(layout, PrefixedLayout):
-        # Every process joins every forward, also of a prefix, and needs at least one state for its head.
-        is_short = group is not None and group.lacks_tokens(layout)
-        needs_filler = is_short or (needs_filler and layout.new is not None)
-    if not needs_filler:
+    group, lengths = handle.context_parallel, handle.packed_multiple_of
+    if lengths is None or (isinstance(layout, PrefixedLayout) and layout.new is None):
         return layout
-    lengths = handle.packed_multiple_of or 1
     lengths = [lengths] if isinstance(lengths, int) else lengths
     # Each process of a context-parallel group gets an equal part of the row, which is then a multiple itself.
     return layout.filled([n * (1 if group is None else group.size) for n in lengths])
@@ -241,12 +235,6 @@ def _check_mask(mask: Any, batch: torch.Tensor) -> None:
             f"The attention mask has shape {tuple(mask.shape)} and the batch {tuple(batch.shape[:2])}. Without a "
             "cache they must be the same `(B, L)`.",
         )
-    if mask.device != batch.device:
-        raise ValueError(
-            f"The attention mask is on {mask.device} and the batch on {batch.device}. Move them to one device."
-        )
-    if mask.requires_grad:
-        raise ValueError("The attention mask requires a gradient; removing padding only reads it. Detach it.")
 
 
 def content_keys(

@@ -29,22 +29,11 @@ class ForwardStates(dict[Hashable, tuple[torch.Tensor, ...]]):
         output_spec (`TreeSpec`, *optional*): Structure of the decoder's output.
         ids (`torch.Tensor` of shape `(t,)`): Ids of the tokens; set before the forward.
         fork_tokens (`tuple[int, ...]`): Indices of the tokens that paths of other forwards continue from.
-        ranges (`list[list[tuple[int, int]]]`): With context parallelism the ranges of tokens of each process; see
-            [`ContextParallelLayout`].
-        outputs (`int`): Tokens whose outputs this process has; `t` without context parallelism.
     """
 
     output_spec: TreeSpec | None = None
     ids: torch.Tensor = None  # type: ignore[assignment]
     fork_tokens: tuple[int, ...] = ()
-    ranges: list[list[tuple[int, int]]] = []  # replaced, never changed
-    outputs: int = 0
-
-    def divide(self, ranges: list[list[tuple[int, int]]], rank: int) -> None:
-        """Record which process computes which tokens, without the filler after the `t` tokens of the prefix."""
-        t = len(self.ids)
-        self.ranges = [[(begin, min(end, t)) for begin, end in of_rank if begin < t] for of_rank in ranges]
-        self.outputs = sum(end - begin for begin, end in self.ranges[rank])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> ForwardStates:
         """The same states with each tensor changed."""
@@ -121,7 +110,7 @@ class PrefixStates:
     def _prepend_output(self, index: int, new: torch.Tensor | None = None) -> torch.Tensor:
         """One output of the prefixes, followed by the output of the `new` tokens, if any."""
         if self.records is not None and new is not None:
-            t = self.records.outputs
+            t = len(self.records.ids)
             self.records[index] = (new[:, :t] if new.dim() > 2 else new[:t],)  # without filler
         outputs = [states[index][0] for states in self.reads] + ([] if new is None else [new])
         dim = 1 if outputs[0].dim() > 2 else 0  # `(1, T, ...)`, or `(T, experts)` of routers

@@ -98,7 +98,7 @@ class PrimitivesPatch(ForwardPatch):
         module, keys, replaced = viewed_module(self.module), zip(repeat(self.module), count()), {}
         for name in primitives_of(module):
             replacement = _REPLACEMENTS[name](global_in(module, name), call, keys)
-            replaced[name] = call.tokens.mixed.mix(name, replacement)
+            replaced[name] = call.tokens.mix(name, replacement)
         with running(call):
             return with_globals(forward.__func__, replaced)(forward.__self__, *args, **kwargs)
 

@@ -119,7 +119,7 @@ def bucket_by_length(lengths: list[int], max_padding: float = MAX_BUCKET_PADDING
 
 def row_buckets(call: PackedCall, one_bucket: bool = False) -> RowBuckets:
     """The buckets of rows of a packed forward, built once for all its mixers."""
-    return call.cached(("rows", one_bucket), lambda: RowBuckets.of(call.tokens.mixed.layout, one_bucket=one_bucket))
+    return call.cached(("rows", one_bucket), lambda: RowBuckets.of(call.tokens.layout, one_bucket=one_bucket))
 
 
 def calls_of_layers(call: PackedCall, one_bucket: bool = False) -> list[dict[int, dict[str, Any]]]:

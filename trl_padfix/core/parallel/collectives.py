@@ -11,11 +11,11 @@ compute in parts, and one for values that every process computes in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-__all__ = ["AllToAll", "Exchange", "Group", "even_split", "exchange"]
-
-AllToAll = Callable[[torch.Tensor, list[int], list[int]], torch.Tensor]
-"""Sends the parts of a flat tensor, and returns the parts of all processes: `(sent, send_sizes, receive_sizes)`."""
+__all__ = ["Group", "even_split", "exchange"]
 
 
 def even_split(total: int, parts: int) -> list[int]:
@@ -91,106 +88,24 @@ class Group:
 
 
 def exchange(
-    parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], all_to_all: AllToAll
+    parts: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], group: Group
 ) -> list[list[torch.Tensor]]:
     """
     Send the tensors `parts[i]` to process `i`; return the tensors that process `i` sent, which have `shapes[i]`.
 
-    One all-to-all for all of them: a collective costs its latency, and compilers may change the order of several.
+    One all-to-all for all of them: a collective costs its latency.
     """
-    sizes = [[_numel(shape) for shape in of_rank] for of_rank in shapes]
+    sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
     # One flat buffer per direction: `all_to_all_single` takes tensors of different sizes, gloo has no `all_to_all`.
     sent = torch.cat([x.reshape(-1) for of_rank in parts for x in of_rank])
-    received = all_to_all(
-        sent, [sum(x.numel() for x in of_rank) for of_rank in parts], [sum(of_rank) for of_rank in sizes]
+    received = _AllToAll.apply(
+        sent, group.group, [sum(x.numel() for x in of_rank) for of_rank in parts], [sum(of_rank) for of_rank in sizes]
     )
     flat = iter(received.split([*chain(*sizes)]))
     # Under autocast keys may be in float32 and values in half precision, and the buffer has the wider of both.
     return [
         [next(flat).view(shape).to(x.dtype) for x, shape in zip(parts[0], of_rank, strict=True)] for of_rank in shapes
     ]
-
-
-class Exchange(NamedTuple):
-    """
-    How the processes of a group exchange local tokens for local heads; a tuple, which compilers can trace.
-
-    Attributes:
-        rank (`int`): Rank of this process.
-        tokens_per_rank (`Sequence[int]`): Number of tokens of each process; `t` of this process, `T` in total.
-        all_to_all (`Callable`): The collective.
-        rank_order (`torch.Tensor` of shape `(T,)`, *optional*): The packed tokens in rank order: those of process 0,
-            then those of process 1, ... `None` if that is their order in the packed row.
-        index_in_rank_order (`torch.Tensor` of shape `(T,)`, *optional*): Index of each packed token in `rank_order`.
-    """
-
-    rank: int
-    tokens_per_rank: Sequence[int]
-    all_to_all: AllToAll
-    rank_order: torch.Tensor | None = None
-    index_in_rank_order: torch.Tensor | None = None
-
-    def tokens_to_heads(self, states: Sequence[torch.Tensor], heads: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """
-        Each of the `states`, `(t, N, ...)` to `(T, n, ...)` in the order of the packed row, in one all-to-all.
-
-        Rank i gets `heads[k][i]` heads of `states[k]`.
-        """
-        split = [x.split(list(of_ranks), dim=1) for x, of_ranks in zip(states, heads, strict=True)]
-        local_heads = [of_ranks[self.rank] for of_ranks in heads]
-        shapes = [
-            [(t, n, *x.shape[2:]) for x, n in zip(states, local_heads, strict=True)] for t in self.tokens_per_rank
-        ]
-        received = exchange([*zip(*split, strict=True)], shapes, self.all_to_all)
-        index, in_rank_order = self.index_in_rank_order, [torch.cat(x) for x in zip(*received, strict=True)]
-        return in_rank_order if index is None else [x.index_select(0, index) for x in in_rank_order]
-
-    def heads_to_tokens(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        """All-to-all from local heads to local tokens, `(T, n, ...)` in the order of the row to `(t, N, ...)`."""
-        x = x if self.rank_order is None else x.index_select(0, self.rank_order)
-        shapes = [[(self.tokens_per_rank[self.rank], n, *x.shape[2:])] for n in heads]
-        received = exchange([[part] for part in x.split(list(self.tokens_per_rank))], shapes, self.all_to_all)
-        return torch.cat([part for (part,) in received], dim=1)
-
-    def around(self, attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
-        """
-        Attention `attend(query, key, value)` for the `states` of the local tokens, with the communication around it.
-
-        Queries, keys and values are `(t, N, D)`; `attend` gets them for all tokens with the local heads.
-        """
-        processes = len(self.tokens_per_rank)
-        query, *kv = states
-        copies = _copies_of_kv_heads(query.shape[1], kv[0].shape[1], processes)
-        if copies > 1:
-            kv = [x.repeat_interleave(copies, dim=1) for x in kv]
-        states = [query, *kv]
-        heads = [even_split(x.shape[1], processes) for x in states]
-        return self.heads_to_tokens(attend(*self.tokens_to_heads(states, heads)), heads[0])
-
-
-def _copies_of_kv_heads(heads: int, kv_heads: int, size: int) -> int:
-    """
-    How often KV heads are repeated, so that each of `size` processes has query heads with their KV heads.
-
-    Example: 8 query heads, 2 KV heads and 4 processes: 2 copies make 4 KV heads, one per process with 2 query heads.
-
-    ```python
-    >>> _copies_of_kv_heads(8, 2, 4)
-    2
-
-    ```
-    """
-    for copies in range(1, heads // kv_heads + 1):
-        if heads % (kv_heads * copies) == 0 and kv_heads * copies % size == 0:
-            return copies
-    return heads // kv_heads  # one KV head per query head, whose numbers per process may differ by one
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:  # not `torch.Size(shape).numel()`: sizes are symbols while a layer is compiled
-        size = size * n
-    return size
 
 
 def _all_to_all(
@@ -201,6 +116,22 @@ def _all_to_all(
     return received
 
 
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of the parts of a flat tensor; backward is the reverse all-to-all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sent: torch.Tensor, group: distributed.ProcessGroup | None, send_sizes: list[int],
+        receive_sizes: list[int],
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.group, ctx.sizes = group, (receive_sizes, send_sizes)
+        return _all_to_all(group, sent, send_sizes, receive_sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        return _all_to_all(ctx.group, grads[0], *ctx.sizes), None, None, None
+
+
 class _AllGatherForLoss(torch.autograd.Function):
     """All-gather; backward takes the local slice of the gradient, times the group size."""
 
@@ -208,7 +139,7 @@ class _AllGatherForLoss(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, lengths: tuple[int, ...]) -> torch.Tensor:
         ctx.group, ctx.lengths = group, lengths
         shapes = [[(n, *x.shape[1:])] for n in lengths]
-        received = exchange([[x]] * group.size, shapes, partial(_all_to_all, group.group))
+        received = exchange([[x]] * group.size, shapes, group)
         return torch.cat([x for (x,) in received])
 
     @staticmethod

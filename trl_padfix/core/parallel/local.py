@@ -10,8 +10,7 @@ second all-to-all returns the local tokens of all channels. See [`ContextParalle
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,38 +20,29 @@ from transformers import PreTrainedModel
 
 from ..call.arguments import feature_index, visual_mask
 from ..call.calls import LocalTokens, ScoredLabels
-from ..call.prefix_states import ForwardStates
 from ..errors import PaddingRemovalError
 from ..layout.layout import Layout, inverse_permutation
-from ..layout.shared_prefixes import PrefixedLayout
 from ..model.inspection import bind
 from ..model.patching import view_of
-from .collectives import Exchange, Group, even_split
+from .collectives import Group, even_split
 from .layout import ContextParallelLayout
 
 
 __all__ = [
-    "CONTEXT_PARALLEL", "ContextParallelGroup", "ContextParallelTokens", "LocalLabels", "attend_context_parallel",
-    "with_context_parallel",
+    "CONTEXT_PARALLEL", "ContextParallelTokens", "LocalLabels", "tokens_of", "with_context_parallel",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ContextParallelGroup(Group):
-    """Processes that compute one packed row, each its local tokens."""
+def tokens_of(layout: Layout, group: Group) -> LocalTokens:
+    """
+    The tokens of a packed row that this process computes.
 
-    def tokens_of(self, layout: Layout) -> LocalTokens:
-        """The tokens of a packed row that this process computes."""
-        cp_layout = ContextParallelLayout.over(layout, self)
-        return LocalTokens(layout) if cp_layout is None else ContextParallelTokens(cp_layout)
-
-    def lacks_tokens(self, layout: PrefixedLayout) -> bool:
-        """Whether some process has no token of a forward, new or of a prefix."""
-        if layout.new is not None:
-            return layout.new.packed_tokens < self.size
-        assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-        reads = layout.prefix_states.reads
-        return not all(any(states.ranges[rank] for states in reads) for rank in range(self.size))
+    If there are fewer of them than processes, each process computes them all: one without tokens would have nothing to
+    exchange.
+    """
+    if layout.packed_tokens < group.size:
+        return LocalTokens(layout)
+    return ContextParallelTokens(ContextParallelLayout(layout, group))
 
 
 class ContextParallelTokens(LocalTokens):
@@ -67,22 +57,6 @@ class ContextParallelTokens(LocalTokens):
     @property
     def count(self) -> int:
         return self.cp_layout.local_tokens
-
-    @property
-    def mixed(self) -> LocalTokens:
-        return self._of_rows if self.cp_layout.whole_rows else self
-
-    @cached_property
-    def _of_rows(self) -> LocalTokens:
-        return LocalTokens(self.cp_layout.local_layout)
-
-    @property
-    def exchange(self) -> Exchange:
-        return self.cp_layout.exchange
-
-    @property
-    def new(self) -> LocalTokens | None:
-        return None if self.cp_layout.new is None else ContextParallelTokens(self.cp_layout.new)
 
     def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
         # Values `(1, T, ...)`, positions `(P, 1, T)` and the features of visual tokens.
@@ -104,15 +78,20 @@ class ContextParallelTokens(LocalTokens):
         self, attend: Callable[..., torch.Tensor], module: nn.Module, query: torch.Tensor, key: torch.Tensor,
         value: torch.Tensor, kwargs: dict[str, Any],
     ) -> torch.Tensor:  # fmt: skip
-        if self.cp_layout.whole_rows:  # all keys of the local queries are local
-            return self.mixed.attend(attend, module, query, key, value, kwargs)
-        return attend_context_parallel(attend, module, query, key, value, self.cp_layout, kwargs)
+        cp_layout = self.cp_layout
+
+        def attend_received(*received: torch.Tensor) -> torch.Tensor:
+            query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
+            kv_groups = query.shape[1] // key.shape[1]
+            local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
+            return attend(local_module, query, key, value, cp_layout.layout, local_kwargs)[0]
+
+        # Exchanged tensors have tokens first, attention has heads first.
+        states = [x[0].transpose(0, 1) for x in (query, key, value)]
+        return cp_layout.around(attend_received, states).unsqueeze(0)
 
     def mix(self, name: str, run: Callable) -> Callable:
         return with_context_parallel(name, run, self.cp_layout)
-
-    def record(self, states: ForwardStates) -> None:
-        states.divide(self.cp_layout.ranges, self.cp_layout.group.rank)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         return self.cp_layout.all_gather_for_loss(values)
@@ -158,47 +137,6 @@ class LocalLabels(ScoredLabels):
         if output.get("aux_loss") is not None:
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * output["aux_loss"]
         output["loss"] = loss
-
-
-def attend_context_parallel(
-    attend: Callable[..., torch.Tensor],
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cp_layout: ContextParallelLayout,
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """
-    Attention for the local tokens.
-
-    Args:
-        attend (`Callable`):
-            Packed attention, called as `attend(module, query, key, value, layout, kwargs)`.
-        module (`torch.nn.Module`):
-            The attention module.
-        query (`torch.Tensor` of shape `(1, N, t, D)`):
-            Queries of the local tokens.
-        key, value (`torch.Tensor` of shape `(1, K, t, D)`):
-            Keys and values of the local tokens; `N` is a multiple of `K`.
-        cp_layout ([`ContextParallelLayout`]):
-            The packed row divided among the processes.
-        kwargs (`dict`):
-            Other arguments of the attention function.
-
-    Returns:
-        `torch.Tensor` of shape `(1, t, N, D)`.
-    """
-
-    def attend_received(*received: torch.Tensor) -> torch.Tensor:
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in received)
-        kv_groups = query.shape[1] // key.shape[1]
-        local_module, local_kwargs = _with_local_heads(module, kwargs, kv_groups, cp_layout.group)
-        return attend(local_module, query, key, value, cp_layout.layout, local_kwargs)[0]
-
-    # Exchanged tensors have tokens first, attention has heads first.
-    states = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return cp_layout.exchange.around(attend_received, states).unsqueeze(0)
 
 
 def _with_local_heads(
@@ -267,7 +205,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
         # Decays may be in float32 and states in half precision: one all-to-all for each dtype.
         for dtype in dict.fromkeys(x.dtype for x in states.values()):
             names = [k for k, x in states.items() if x.dtype == dtype]
-            received = cp_layout.exchange.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
+            received = cp_layout.tokens_to_heads([states[k] for k in names], [local_channels] * len(names))
             for k, x in zip(names, received, strict=True):
                 call[k] = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         for k in divided.weights:
@@ -275,7 +213,7 @@ def with_context_parallel(name: str, run: Callable, cp_layout: ContextParallelLa
                 call[k] = call[k].split(local_channels)[cp_layout.group.rank]
         output = run(**call)
         x = output[0] if isinstance(output, tuple) else output
-        x = cp_layout.exchange.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
+        x = cp_layout.heads_to_tokens(x[0].movedim(divided.token_dim - 1, 0), local_channels)
         x = x.movedim(0, divided.token_dim - 1).unsqueeze(0)
         return (x, None) if isinstance(output, tuple) else x  # delta rules: no final state, as there is no cache
 

@@ -11,29 +11,27 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..anatomy import by_name, differentiates_in_parts, reset_gather_order, reshard_parameters
+from ..anatomy import differentiates_in_parts, reset_gather_order, reshard_parameters
 from ..context import within
+from ..errors import UnpackableCallError
 from ..generation import evaluating
 from ..handle import PaddingRemoval, PaddingStats
-from ..probes import saved_modules, without_hooks
+from ..probes import saved_modules
 from ..remove import attachment_of, remove_padding
-from .forwards import Forwards, Outcome, Scores, logits_of, relative_difference, scores_of
+from .forwards import Forwards, Outcome, Scores, relative_difference
 from .limits import WIDEST_SCORE, Limits, precision_of
 from .report import Distance, ParityReport
-from .sample import Sample, called_module, padded_batch, pooling_last_column, prepare, prepare_longest, select_columns
+from .sample import called_module, pooling_last_column, prepare, prepare_longest
 
 
-__all__ = ["check_longest_row", "check_parity"]
-
-LONG_ROW_TOKENS = 4096
-"""With context parallelism, tokens of the longest row that are compared with a forward on one process."""
+__all__ = ["check_parity"]
 
 
 def check_parity(
@@ -50,8 +48,10 @@ def check_parity(
     If the decoder has scans that compute chunks of tokens at once, two of the snippets are long enough to cross from
     one chunk to the next, provided that rows of the batch are.
 
-    With context parallelism ([`split_rows`]), up to `LONG_ROW_TOKENS` tokens of the longest row run through the packed
-    model twice more: distributed over the processes, and whole on each of them.
+    Errors of long rows do not show in short ones. With `gradients`, the longest row therefore also runs packed after
+    another row, and alone: up to `MAX_COLUMNS` of its scores are compared, and no gradient. With context parallelism
+    ([`split_rows`]), up to `LONG_ROW_TOKENS` tokens of it are distributed over the processes instead. It is left out
+    for batches with images, and under FSDP and DeepSpeed without context parallelism.
 
     A batch with images of a multimodal model cannot be cut into snippets. All its rows run through the model twice,
     and the scores of up to `MAX_COLUMNS` columns are compared.
@@ -72,7 +72,7 @@ def check_parity(
     The compared gradient is the gradient of the sum of the scores with respect to the embeddings, summed for each
     token id: it has passed the backward of every layer. It costs a backward for each forward, and the memory of the
     activations; `.grad` stays unchanged. Gradients are left out, and the report says why, for batches with images,
-    under FSDP and DeepSpeed, and if a layer has no backward.
+    and under FSDP and DeepSpeed.
 
     Dropout is off. A model without padding removal is attached for the comparison.
 
@@ -88,7 +88,7 @@ def check_parity(
         dtype (`torch.dtype`, *optional*):
             Precision that determines the tolerance. By default the autocast dtype, else the decoder's dtype.
         gradients (`bool`, *optional*, defaults to `True`):
-            Whether to compare the gradient as well.
+            Whether to compare the gradient and the longest row as well.
 
     Returns:
         [`ParityReport`]: its `raise_if_failed()` raises an error if a difference is too large.
@@ -114,49 +114,6 @@ def check_parity(
 
     ```
     """
-    with _comparing(model, batch, prepare, bool(prefix_sharing)) as (model, sample, handle):
-        handle.accept_hooks()
-        dtype = dtype or precision_of(handle.decoder, sample.ids.device)
-        forwards = Forwards(model, sample, handle, dtype)
-        outcome = forwards.compute(gradients)
-        reset_gather_order(handle.anatomy.pretrained, sample.ids)
-        if handle.context_parallel is not None and not sample.is_packed:
-            packed = outcome.packed._replace(long_row=_compare_long_row(model, batch, handle))
-            outcome = replace(outcome, packed=packed)
-        report = _judge(outcome, forwards)
-        if report.ok:
-            return report
-        if sample.has_images or differentiates_in_parts(model):
-            return _judge(outcome, forwards, widest=True)
-        return _ask_rows_alone(report, outcome, forwards)
-
-
-def check_longest_row(model: nn.Module, batch: dict[str, Any], report: ParityReport) -> Distance:
-    """
-    Compare the longest row of a batch, packed after another one, with that row alone: log-probabilities of up to
-    `MAX_COLUMNS` columns, without gradients. In half precision the limits come from an earlier `report`.
-
-    No forward hook runs, dropout is off, nothing is counted, and no state of the model changes.
-    """
-    with without_hooks(model), _comparing(model, batch, prepare_longest) as (called, sample, handle):
-        packed, alone = Forwards(called, sample, handle, report.dtype).packed_and_alone()
-        difference = (packed - alone).abs()
-        mean, maximum = report.mean_tolerance, report.maximum_tolerance
-        if report.dtype in WIDEST_SCORE:
-            unmeasured = torch.zeros_like(difference)
-            mean, _, maximum = Limits.of_scores(report.dtype, unmeasured, 0.0, size=1, terms=math.inf, depth=1)
-        return Distance(difference.mean().item(), difference.max().item(), mean, maximum)
-
-
-@contextlib.contextmanager
-def _comparing(
-    model: nn.Module, batch: dict[str, Any], sample_of: Callable[..., Sample], prefix_sharing: bool = False
-) -> Iterator[tuple[nn.Module, Sample, PaddingRemoval]]:
-    """
-    A block with the forwards of a comparison: without gradients by default, without dropout, not counted.
-
-    Yields the module to call, the rows that `sample_of` chooses from the batch, and the handle.
-    """
     if not (isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor)):
         raise TypeError("The parity check takes a batch of tensors, as of `tokenizer(texts, return_tensors='pt')`.")
     with contextlib.ExitStack() as stack:
@@ -166,30 +123,69 @@ def _comparing(
         stack.enter_context(evaluating(model))
         handle = attachment_of(model)
         if handle is None:
-            handle = stack.enter_context(remove_padding(model, prefix_sharing=prefix_sharing))
+            handle = stack.enter_context(remove_padding(model, prefix_sharing=bool(prefix_sharing)))
         stack.enter_context(handle.reenabled())
         # The comparison must not count among the user's forwards. A reason why short rows cannot be packed holds in
         # every step. Hooks are not such a reason: the comparison tests them.
         stack.enter_context(within(stats=PaddingStats(), strict=True))
         called = called_module(model, handle)
-        sample = sample_of(called, batch, handle)
-        if handle.anatomy.pools_by_token_id:
-            sample = stack.enter_context(pooling_last_column(sample, handle.anatomy.pretrained))
-        yield called, sample, handle
+        with pooling_last_column(prepare(called, batch, handle), handle) as sample:
+            handle.accept_hooks()
+            forwards = Forwards(called, sample, handle, dtype or precision_of(handle.decoder, sample.ids.device))
+            outcome = forwards.compute(gradients)
+            reset_gather_order(handle.anatomy.pretrained, sample.ids)
+            report = _judge(outcome, forwards)
+            in_parts = differentiates_in_parts(called)
+            if not report.ok and (sample.has_images or in_parts):
+                report = _judge(outcome, forwards, widest=True)
+            elif not report.ok:
+                report = _ask_rows_alone(report, outcome, forwards)
+        # Also after short rows that differ: processes that share rows compute equally many forwards.
+        if gradients and not sample.has_images and (handle.context_parallel is not None or not in_parts):
+            report = replace(report, longest=_compare_longest(called, batch, handle, report))
+        return report
+
+
+def _compare_longest(
+    model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval, report: ParityReport
+) -> Distance | None:
+    """
+    Differences of the scores of the longest row of a batch, packed, from that row alone; `None` if it has none.
+
+    Rows of some models depend on one another: those must equal the padded rows. In half precision the limits come from
+    the `report` on short rows.
+    """
+    mean, maximum = report.mean_tolerance, report.maximum_tolerance
+    if (widest := WIDEST_SCORE.get(report.dtype)) is not None:
+        mean, maximum = widest / 10, widest
+    found = []
+    with pooling_last_column(prepare_longest(model, batch, handle), handle) as sample:
+        # With context parallelism the row alone is the padded one.
+        references = (True, False) if handle.context_parallel is None else (True,)
+        for alone in references if sample.ids.shape[1] > 1 else ():
+            try:
+                difference = Forwards(model, sample, handle, report.dtype).packed_from(alone)
+            except UnpackableCallError:  # such rows are computed padded in training, too
+                return None
+            if difference is not None:
+                found.append(Distance(difference.mean().item(), difference.max().item(), mean, maximum))
+                if found[-1].ok:
+                    return found[-1]
+    return found[0] if found else None
 
 
 def _judge(outcome: Outcome, forwards: Forwards, widest: bool = False) -> ParityReport:
     """Compare packed with padded."""
-    handle, padded, long_row = forwards.handle, outcome.padded, outcome.packed.long_row
+    handle, padded = forwards.handle, outcome.padded
     distance = _distance(outcome.packed, padded, outcome.others_padded, forwards, widest)
-    obstacle, count = outcome.gradient_obstacle, outcome.packed.values.numel()
+    obstacle = outcome.gradient_obstacle
     if padded.gradient is not None and not padded.gradient.isfinite().all():
         obstacle = "those of the padded forward are not finite"
         distance = replace(distance, gradient=None)
     rounding = next((_differences(other, padded).mean().item() for other in outcome.others_padded), None)
     return ParityReport(
         **vars(distance),
-        compared=count and count + (0 if long_row is None else len(long_row)),
+        compared=outcome.packed.values.numel(),
         padded_tokens=forwards.sample.ids.numel(),
         packed_tokens=outcome.packed_tokens,
         dtype=forwards.dtype,
@@ -227,8 +223,6 @@ def _distance(scores: Scores, reference: Scores, others: list[Scores], forwards:
     others = others or [reference]
     difference = _differences(scores, reference)
     rounding = torch.stack([_differences(other, reference) for other in others]).amax(0)
-    if scores.long_row is not None:
-        difference = torch.cat([difference, scores.long_row])
     handle, dtype = forwards.handle, forwards.dtype
     longest_sum = max((weight.shape[-1] for weight in handle.decoder.parameters() if weight.dim() > 1), default=1)
     gradient, rounded = None, 0.0
@@ -245,24 +239,3 @@ def _distance(scores: Scores, reference: Scores, others: list[Scores], forwards:
 def _differences(scores: Scores, reference: Scores) -> torch.Tensor:
     """Differences of scores; one zero if there are none (rows of one token), so that mean and maximum exist."""
     return (scores.values - reference.values).abs() if len(reference.values) else reference.values.new_zeros(1)
-
-
-def _compare_long_row(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> torch.Tensor:
-    """Differences `(n,)` of the scores of the longest row: distributed over the processes, and whole on each."""
-    ids, padding_mask = padded_batch(batch)
-    longest = padding_mask.sum(1).argmax()
-    row = ids[longest, padding_mask[longest].bool()][None, :LONG_ROW_TOKENS]
-    if row.shape[1] < 2:
-        return row.new_zeros(0, dtype=torch.float32)
-    mask = torch.ones_like(row)
-    inputs, columns = select_columns({"input_ids": row, "attention_mask": mask}, handle.anatomy.pretrained)
-
-    def scores() -> torch.Tensor:
-        return scores_of(logits_of(by_name(model)(**inputs)), row, mask, columns)
-
-    distributed = scores()
-    group, handle.context_parallel = handle.context_parallel, None
-    try:
-        return (distributed - scores()).abs()
-    finally:
-        handle.context_parallel = group

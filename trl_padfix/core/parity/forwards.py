@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from ..anatomy import by_name, differentiates_in_parts
 from ..context import within
-from ..errors import PaddingRemovalError
 from ..handle import PaddingRemoval
 from ..mixers.mixers import FORKED
 from ..model.older import supports
+from ..probes import saved_modules
 from .limits import WIDEST_SCORE
 from .sample import Sample
 
@@ -47,7 +47,6 @@ class Scores(NamedTuple):
 
     values: torch.Tensor
     gradient: torch.Tensor | None
-    long_row: torch.Tensor | None = None  # further differences, see `check._compare_long_row`
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,25 +77,14 @@ class Forwards:
     def compute(self, gradients: bool) -> Outcome:
         """Packed and padded, with their gradients if these are requested and can be computed."""
         images = "all rows of a batch with images would have to be kept for them" if self.sample.has_images else None
-        obstacle = images or gradient_obstacle(self.model)
-        if gradients and obstacle is None:
-            try:
-                return self._packed_and_padded(gradients=True)
-            except PaddingRemovalError:
-                raise
-            except (RuntimeError, NotImplementedError) as error:  # a layer without a backward
-                obstacle = str(error).partition("\n")[0]
-                self.handle.running_stats.reset()
-        outcome = self._packed_and_padded(gradients=False)
-        return replace(outcome, gradient_obstacle=(obstacle or "") if gradients else "")
-
-    def _packed_and_padded(self, gradients: bool) -> Outcome:
+        obstacle = (images or gradient_obstacle(self.model) or "") if gradients else ""
+        gradients = gradients and not obstacle
         packed = self._run(self._packed, gradients)
         if packed.gradient is not None and self.handle.context_parallel is not None:
             # Each process has the gradient of its local tokens, times the group size: their mean is the whole one.
             packed = packed._replace(gradient=self.handle.context_parallel.all_reduce_mean(packed.gradient))
         padded, others = self._twice(partial(self._scores, self.sample), gradients)
-        return Outcome(packed, padded, others, self.handle.running_stats.packed_tokens)
+        return Outcome(packed, padded, others, self.handle.running_stats.packed_tokens, obstacle)
 
     def alone(self, gradients: bool) -> tuple[Scores, list[Scores], torch.dtype | None]:
         """
@@ -125,11 +113,17 @@ class Forwards:
                 return rows, others, None
             return exact, rounded, torch.float64
 
-    def packed_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores of the packed forward, and of each row alone in the dtype of the model."""
-        packed = self._packed()
-        with self.handle.disabled():
-            return packed, self._of_each_row()
+    def packed_from(self, alone: bool) -> torch.Tensor | None:
+        """
+        Differences of the packed scores from those of each row alone, or from the padded ones; `None` if there are no
+        scores, or if the shape of an output depends on the batch.
+        """
+        unchanged = partial(saved_modules, [*self.model.modules()])
+        with unchanged():  # a rotary embedding keeps the frequencies of the longest row
+            packed = self._packed()
+        with unchanged(), self.handle.disabled():
+            reference = self._of_each_row() if alone else self._scores(self.sample)
+        return (packed - reference).abs() if packed.shape == reference.shape and len(packed) else None
 
     def _packed(self) -> torch.Tensor:
         ids, mask = self.sample.ids, self.sample.mask

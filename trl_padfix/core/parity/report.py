@@ -88,6 +88,7 @@ class ParityReport(Distance):
         packed_from_alone, padded_from_alone ([`Distance`], *optional*):
             If packed and padded differ: their differences from each row alone, which decides which of them is wrong.
         alone_dtype (`torch.dtype`, *optional*): The precision of the rows alone.
+        longest ([`Distance`], *optional*): The differences of the longest row, packed, from that row alone.
         not_compared (`str`): Why gradients were not compared although requested.
         caveat (`str`): Why results of transformers itself depend on the batch; empty if they do not.
 
@@ -113,13 +114,14 @@ class ParityReport(Distance):
     packed_from_alone: Distance | None = None
     padded_from_alone: Distance | None = None
     alone_dtype: torch.dtype | None = None
+    longest: Distance | None = None
     not_compared: str = ""
     caveat: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether packed is right: it agrees with padded, or else with each row alone. A NaN never agrees."""
-        return super().ok if self.packed_from_alone is None else self.packed_from_alone.ok
+        return (self.packed_from_alone or super()).ok and (self.longest is None or self.longest.ok)
 
     @property
     def padded_is_right(self) -> bool:
@@ -140,6 +142,7 @@ class ParityReport(Distance):
             f"parity {'ok' if self.ok else 'FAILED'} ({mode}, {self.implementation}, {self.dtype}): difference of "
             f"{self.compared} scores {self._scores_text}{yardstick}{gradient}; "
             f"{self.packed_tokens} packed against {self.padded_tokens} padded tokens{alone}"
+            + ("" if self.longest is None else f"; the longest row from that row alone: {self.longest}")
         )
 
     @property
@@ -150,6 +153,8 @@ class ParityReport(Distance):
                 "The padded forward of this model is wrong, and packed is right: padded differs from each row alone"
             )
             return "" if self.padded_is_right else wrong
+        if (self.packed_from_alone or super()).ok:
+            return "The packed forward of this model is wrong for its longest row, and shorter rows pass"
         forward = "backward" if (self.packed_from_alone or super()).scores_agree else "forward"
         if self.padded_from_alone is None:
             return f"The packed {forward} of this model differs from the padded one"

@@ -25,8 +25,8 @@ from ..patches.decoder import batch_obstacle
 
 
 __all__ = [
-    "SNIPPET_TOKENS", "Sample", "called_module", "longest_pair", "longest_row", "padded_batch", "pooling_last_column",
-    "prepare", "prepare_longest", "select_columns", "short_snippets",
+    "SNIPPET_TOKENS", "Sample", "called_module", "longest_pair", "padded_batch", "pooling_last_column", "prepare",
+    "prepare_longest", "select_columns", "short_snippets",
 ]  # fmt: skip
 
 _LIBRARIES = {
@@ -38,6 +38,9 @@ _LIBRARIES = {
 
 MAX_COLUMNS = 64
 """Compared columns of a batch with images, or of a long row: logits of all columns would take too much memory."""
+
+LONG_ROW_TOKENS = 4096
+"""With context parallelism, tokens of the longest row that are compared with a forward on one process."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,19 +107,17 @@ def prepare(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> 
 
 
 def prepare_longest(model: nn.Module, batch: dict[str, Any], handle: PaddingRemoval) -> Sample:
-    """The longest row of a batch after another one, and up to `MAX_COLUMNS` columns of them to compare."""
+    """
+    The longest row of a batch after another one, and up to `MAX_COLUMNS` columns of them to compare.
+
+    With context parallelism only the longest row: a single row is always split over the processes.
+    """
     ids, mask = longest_pair(*padded_batch(batch))
+    if handle.context_parallel is not None:
+        ids, mask = ids[1:, :LONG_ROW_TOKENS], mask[1:, :LONG_ROW_TOKENS]
     inputs = {"input_ids": ids, "attention_mask": mask} | _cache_off(model)
     selected, columns = select_columns(inputs, handle.anatomy.pretrained)
     return Sample(selected, columns, _is_packed(batch))
-
-
-def longest_row(batch: dict[str, Any]) -> int:
-    """Number of tokens of the longest row of a batch, packed or padded. The host waits for it."""
-    if (mask := batch.get("attention_mask")) is not None:
-        return int(mask.sum(1).max())
-    positions = batch.get("position_ids")
-    return batch["input_ids"].shape[1] if positions is None else int(positions.max()) + 1
 
 
 def _is_packed(batch: dict[str, Any]) -> bool:
@@ -145,15 +146,18 @@ def _cache_off(model: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def pooling_last_column(sample: Sample, model: PreTrainedModel) -> Iterator[Sample]:
+def pooling_last_column(sample: Sample, handle: PaddingRemoval) -> Iterator[Sample]:
     """Make a classifier pool the last real token of each row, even if it mistakes that token for padding."""
+    if not handle.anatomy.pools_by_token_id:
+        yield sample
+        return
     ids, mask = sample.ids, sample.mask
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     inputs = {"position_ids": positions} | sample.inputs
     # Right-padded rows are rotated until they are left-padded; their tokens keep their positions.
     column = (positions + mask.sum(1, keepdim=True)) % ids.shape[1]
     inputs |= {k: v.gather(-1, column.expand_as(v)) for k, v in inputs.items() if _has_shape(v, ids.shape)}
-    config = model.config.get_text_config()
+    config = handle.anatomy.pretrained.config.get_text_config()
     pad_token_id = config.pad_token_id
     # An id that no token has: the classifier finds no padding and pools the last column.
     config.pad_token_id = -1
@@ -184,9 +188,6 @@ MASKED = -1
 SNIPPET_TOKENS = 192
 """Compared tokens of a row, around the fork from the row with which it has the longest common prefix."""
 
-CANDIDATES = 8
-"""Number of rows that are tried for a pair that crosses chunks: each is compared with all others."""
-
 
 def short_snippets(
     ids: torch.Tensor, mask: torch.Tensor, chunk: int = 0, has_holes: bool = True
@@ -196,8 +197,8 @@ def short_snippets(
     `SNIPPET_TOKENS` tokens around the fork.
 
     If rows are longer than `chunk`, the tokens that scans of the decoder compute at once, the second pair crosses from
-    chunk to chunk. These rows are cut to at most two and a half chunks. Without `has_holes`, masked tokens between
-    real ones are left out.
+    chunk to chunk: the longest row and its partner, cut to at most two and a half chunks. Without `has_holes`, masked
+    tokens between real ones are left out.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: ids and mask of the snippets, right-padded, always with some padding.
@@ -212,8 +213,8 @@ def short_snippets(
     cuts = [(*_with_partner(rows, i), SNIPPET_TOKENS // 2) for i in first]
     # A quarter more, so that on either side of the fork a node of the prefix tree is longer than a chunk.
     margin = max(SNIPPET_TOKENS // 2, chunk + chunk // 4)
-    if chunk and (crossing := _crossing_pair(rows, shortest, chunk, margin)):
-        cuts[1:] = [(*crossing, margin)]
+    if chunk and len(rows[shortest[-1]]) > chunk:
+        cuts[1:] = [(*_with_partner(rows, shortest[-1]), margin)]
     snippets = [snippet for cut in cuts for snippet in _cut(rows, *cut)]
     # Snippets of one length have no padding to remove, so the check would compare nothing: shorten the first.
     if len({len(row) for row in snippets}) == 1 and len(snippets[0]) > 2:
@@ -255,23 +256,6 @@ def _cut(rows: list[torch.Tensor], i: int, partner: int, common: int, margin: in
     begin = max(0, common - margin)
     snippets = (rows[k][begin : begin + 2 * margin] for k in (i, partner))
     return [_from_first_to_last(snippet, snippet != MASKED) for snippet in snippets if (snippet != MASKED).any()]
-
-
-def _crossing_pair(
-    rows: list[torch.Tensor], shortest: list[int], chunk: int, margin: int
-) -> tuple[int, int, int] | None:
-    """A pair of rows whose snippets cross from chunk to chunk: before the fork, after it, or both."""
-    long = [i for i in shortest if len(rows[i]) > chunk][:CANDIDATES]
-    pairs = [_with_partner(rows, i) for i in long]
-
-    def crossings(pair: tuple[int, int, int]) -> int:
-        i, partner, common = pair
-        before = min(common, margin)
-        after = max(len(rows[i]), len(rows[partner])) - common
-        return (before > chunk) + (min(after, 2 * margin - before) > chunk)
-
-    best = max(pairs, key=crossings, default=None)  # of equal pairs `max` takes the first, which is the shortest
-    return best if best is not None and crossings(best) else None
 
 
 def _from_first_to_last(row: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

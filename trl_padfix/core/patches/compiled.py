@@ -2,20 +2,18 @@
 Decoder layers compiled one by one for packed forwards.
 
 A whole model, compiled for the shapes of its batches, would be recompiled at every step. A layer is compiled once for
-all lengths: the layout is in its arguments as tensors, and code that the compiler cannot trace is an operator. The
-compiler traces a twin of the layer: the twin has the same parameters, buffers and children, and a config that names
-the attention of this module. Padded forwards, generation and saving never use the twin.
+all lengths: the layout is in its arguments as tensors, and its attention is one call of torch's variable-length
+kernel. The compiler traces a twin of the layer: the twin has the same parameters, buffers and children, and a config
+that names the attention of this module. Padded forwards, generation and saving never use the twin.
 
-On devices without a variable-length kernel (CPU) the operator is [`attend_segments`]: a compiler cannot trace a loop
-over segments whose lengths change with every batch. Importing this module registers it with torch.
+Calls without that kernel (on a CPU, in float32) run uncompiled.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -25,8 +23,14 @@ from torch.fx.experimental import _config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from ..attention.attention import ViewPatch, torch_varlen, torch_varlen_is_complete, uses_attention_interface
-from ..attention.segments import GatherKeys, in_attention_dtype, query_blocks, visible_keys
+from ..attention.attention import (
+    ViewPatch,
+    is_half_on_gpu,
+    torch_varlen,
+    torch_varlen_is_complete,
+    uses_attention_interface,
+)
+from ..attention.segments import GatherKeys, by_token, in_attention_dtype
 from ..call.calls import LAYOUT, PackedCall, call_of, is_checkpointed, running
 from ..handle import PaddingRemoval
 from ..model.inspection import without_checkpointing
@@ -35,11 +39,7 @@ from ..model.patching import ForwardPatch, config_of, patches_on
 from ..model.positions import PackedMask, describe_mask
 
 
-if TYPE_CHECKING:
-    from ..parallel.collectives import Exchange
-
-
-__all__ = ["CompiledLayerPatch", "attend_segments", "compile_layers"]
+__all__ = ["CompiledLayerPatch", "compile_layers"]
 
 logger = logging.get_logger(__name__)
 
@@ -66,8 +66,7 @@ class Segments(NamedTuple):
     A layout as an argument of a compiled layer: tensors, lengths of the longest segments, and the window of its mask.
 
     `keys` are `key_index` and the two tensors of `key_sort_order`, arguments of [`GatherKeys`]. `keys` and
-    `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window. With `exchange` the
-    processes of a group communicate around attention (`parallel/`).
+    `cu_seqlens_k` are `None` if keys are queries. `window` counts tokens; `None` without a window.
     """
 
     cu_seqlens_q: torch.Tensor
@@ -76,7 +75,6 @@ class Segments(NamedTuple):
     longest_query: int
     longest_key: int
     window: int | None
-    exchange: Exchange | None
 
 
 def compile_layers(
@@ -143,6 +141,10 @@ class CompiledLayerPatch(ForwardPatch):
         call = call_of(self, kwargs)
         if call is None or (segments := _segments(call, kwargs.get("attention_mask"))) is None:
             return self.wrapped(*args, **kwargs)
+        states = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if not is_half_on_gpu(*in_attention_dtype(states)):
+            self.attachment.say_once("Layers run uncompiled: their attention needs half precision on a CUDA GPU.")
+            return self.wrapped(*args, **kwargs)
         arguments = {**kwargs, "attention_mask": None, LAYOUT: segments}
 
         def run(*args: Any) -> Any:
@@ -177,35 +179,23 @@ def attend_compiled(
             f"A compiled {type(module).__name__} has no dropout, softcap or sinks in its attention. Set "
             "`torch_compile=False`."
         )
-    query, key, value = in_attention_dtype(query, key, value)
+    query, key, value = map(by_token, in_attention_dtype(query, key, value))
+    if segments.keys is not None:
+        key, value = GatherKeys.apply(key, value, *segments.keys)
+    ends = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.cu_seqlens_k is None else segments.cu_seqlens_k
+    longest = segments.longest_query, segments.longest_key
     scale = kwargs.get("scaling")
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention over segments in one call, on `(T, heads, D)`."""
-        ends = segments.cu_seqlens_q, segments.cu_seqlens_q if segments.cu_seqlens_k is None else segments.cu_seqlens_k
-        if segments.keys is not None:
-            key, value = GatherKeys.apply(key, value, *segments.keys)
-        if query.dtype in (torch.float16, torch.bfloat16) and query.device.type == "cuda":
-            longest = segments.longest_query, segments.longest_key
-            return torch_varlen(query, key, value, (*ends, *longest), scale, segments.window)
-        window = -1 if segments.window is None else segments.window
-        return attend_segments(query, key, value, *ends, scale, window)
-
-    states = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    if segments.exchange is None:
-        return attend(*states).unsqueeze(0), None
-    return segments.exchange.around(attend, states).unsqueeze(0), None
+    return torch_varlen(query, key, value, (*ends, *longest), scale, segments.window).unsqueeze(0), None
 
 
 def _segments(call: PackedCall, mask: object) -> Segments | None:
     """The layout as arguments of a compiled layer; `None` if the call needs more than causal attention in a window."""
-    layout, exchange = call.tokens.mixed.layout, call.tokens.mixed.exchange
+    layout = call.layout
     mask_spec = PackedMask() if mask is None else mask
     if not isinstance(mask_spec, PackedMask) or mask_spec.custom or not mask_spec.causal:
         return None
     # With prefix states the layer reads keys and values of other forwards, or records its own.
-    if call.prepared is not None or call.prefix_states is not None:
+    if call.prepared is not None or call.prefix_states is not None or call.tokens.is_divided:
         return None
     # Windows and chunks as long as the longest row hide nothing.
     span = max(layout.spans)
@@ -223,11 +213,11 @@ def _segments(call: PackedCall, mask: object) -> Segments | None:
             empty = _power_of_two(len(cu_seqlens)) - len(cu_seqlens)
             cu_seqlens = functional.pad(cu_seqlens, (0, empty), value=layout.packed_tokens)
             longest = _power_of_two(longest)
-        return Segments(cu_seqlens, None, None, longest, longest, window, exchange)
+        return Segments(cu_seqlens, None, None, longest, longest, window)
     order = layout.key_sort_order if torch.is_grad_enabled() else (None, None)
     keys = layout.key_index, *order
     q, k = layout.queries, layout.keys
-    return Segments(q.cu_seqlens, k.cu_seqlens, keys, q.longest, k.longest, window, exchange)
+    return Segments(q.cu_seqlens, k.cu_seqlens, keys, q.longest, k.longest, window)
 
 
 def _power_of_two(n: int) -> int:
@@ -251,8 +241,7 @@ def _obstacle(layer: nn.Module, decoder: nn.Module) -> str | None:
                 return f"`{type(module).__name__}` does not run in packed mode ({type(patch).__name__})"
     if any(config_of(m) is None for m in layer.modules() if uses_attention_interface(m)):
         return "an attention module has no config, in which the name of compiled attention could be set"
-    parameter = next(layer.parameters(), None)
-    if parameter is not None and parameter.device.type == "cuda" and not torch_varlen_is_complete():
+    if not torch_varlen_is_complete():
         return "this torch or GPU has no variable-length attention (torch 2.11 or later, Ampere or newer)"
     return None
 
@@ -287,116 +276,3 @@ def _make_twin(module: nn.Module, twins: list[tuple[nn.Module, nn.Module]]) -> n
     twin.__dict__["_modules"] = children
     twins.append((twin, module))
     return twin
-
-
-@torch.library.custom_op("trl_padfix::attend_segments", mutates_args=())
-def attend_segments(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    """
-    Causal attention over segments, aligned to the bottom right: the last query of a segment sees its last key.
-
-    Args:
-        query (`torch.Tensor` of shape `(T, N, D)`):
-            Queries of all segments.
-        key (`torch.Tensor` of shape `(keys, K, D)`):
-            Keys of all segments, gathered.
-        value (`torch.Tensor` of shape `(keys, K, D)`):
-            Values of all segments, gathered.
-        cu_seqlens_q (`torch.Tensor` of shape `(S + 1,)`):
-            Where the queries of the segments begin and end.
-        cu_seqlens_k (`torch.Tensor` of shape `(S + 1,)`):
-            Where their keys begin and end.
-        scale (`float`):
-            Factor of the scores.
-        window (`int`):
-            Maximum number of keys that a query sees, its own included; -1 for all.
-
-    Returns:
-        `torch.Tensor` of shape `(T, N, D)`.
-    """
-    # Contiguous, as the fake function below promises: by default `empty_like` keeps the strides of the query.
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    is_grouped = query.shape[1] != key.shape[1]
-    for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
-        states = (x.transpose(0, 1).unsqueeze(0) for x in (query[q], key[k], value[k]))
-        attended = functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
-        output[q] = attended.squeeze(0).transpose(0, 1)
-    return output
-
-
-@attend_segments.register_fake
-def _(query: torch.Tensor, *others: Any) -> torch.Tensor:
-    return query.new_empty(query.shape)
-
-
-@torch.library.custom_op("trl_padfix::attend_segments_backward", mutates_args=())
-def attend_segments_backward(
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    scale: float,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value. The weights are recomputed, in float32 or higher precision."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    d_query, d_key, d_value = (x.new_zeros(x.shape, dtype=dtype) for x in (query, key, value))
-    heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    for q, k, mask in _blocks(cu_seqlens_q, cu_seqlens_k, window):
-        # `(K, group, queries, D)` against `(K, 1, keys, D)`: broadcast over the group, without copies of the keys.
-        queries, d_output = (
-            x[q].to(dtype).unflatten(1, (heads, group)).permute(1, 2, 0, 3) for x in (query, upstream)
-        )
-        keys, values = (x[k].to(dtype).transpose(0, 1).unsqueeze(1) for x in (key, value))
-        weights = (queries @ keys.mT * scale).masked_fill_(~mask, -torch.inf).softmax(-1)
-        d_weights = d_output @ values.mT
-        # Backward of softmax: dS = P * (dP - rowsum(P * dP)), times the scale of the scores.
-        d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True)) * scale
-        d_query[q] = (d_scores @ keys).permute(2, 0, 1, 3).flatten(1, 2)
-        # `+=`, because blocks of one segment share keys; summed over the group of query heads (dimension 1).
-        d_key[k] += (d_scores.mT @ queries).sum(1).transpose(0, 1)
-        d_value[k] += (weights.mT @ d_output).sum(1).transpose(0, 1)
-    return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype)
-
-
-@attend_segments_backward.register_fake
-def _(
-    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, ...]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    # The inputs only: the output would cost memory, and the backward recomputes the weights anyway.
-    *tensors, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
-    gradients = attend_segments_backward(upstream, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *gradients, None, None, None, None  # none of cu_seqlens, scale and window
-
-
-attend_segments.register_autograd(_backward, setup_context=_save_for_backward)
-
-
-def _blocks(
-    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, window: int
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Blocks of queries, each within one segment, with the range of keys that they see and the mask between them."""
-    limit = None if window < 0 else window
-    for (q, end_q), (k, end_k) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_k.tolist()), strict=True):
-        key_places = torch.arange(end_k - k, device=cu_seqlens_k.device)
-        query_places = key_places[end_k - k - (end_q - q) :]  # the queries are the last keys
-        for block, keys in query_blocks(end_q - q, end_k - k, limit):
-            mask = visible_keys(query_places[block], key_places[keys], limit, None)
-            yield slice(q + block.start, q + block.stop), slice(k + keys.start, k + keys.stop), mask

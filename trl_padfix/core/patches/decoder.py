@@ -148,7 +148,7 @@ def plan(inputs: DecoderInputs, patch: DecoderPatch, padded: PaddedPlan) -> Plan
     if not isinstance(layout, PrefixedLayout):
         return PackedPlan(patch, tokens, inputs, _packed(inputs, tokens, patch))
     assert layout.prefix_states is not None  # the schedule of a step sets them before each forward
-    new = tokens.new
+    new = None if layout.new is None else LocalTokens(layout.new)
     return PrefixedPlan(patch, tokens, inputs, {} if new is None else _packed(inputs, new, patch), new)
 
 
@@ -339,8 +339,6 @@ class PrefixedPlan(PackedPlan):
         assert states is not None
         if self.new is None:
             return states.prefix_outputs()
-        if states.records is not None:
-            self.new.record(states.records)
         return states.prepend_outputs(self._forward(self.new, states), self.new.count)
 
     def unpack(self, output: Any, outer: ModelCall) -> Any:

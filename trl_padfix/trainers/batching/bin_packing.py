@@ -25,7 +25,7 @@ from ..data.columns import lists
 
 __all__ = [
     "RowCosts", "batch_costs", "dataset_costs", "halve_largest", "pack_by_budget", "pack_depth_first",
-    "partition_equal_rows", "prefix_costs", "sort_by_prefix", "split_by_length", "text_costs", "truncated_tokens",
+    "partition_equal_rows", "prefix_costs", "sort_by_prefix", "text_costs", "truncated_tokens",
 ]  # fmt: skip
 
 
@@ -237,19 +237,6 @@ def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
     return sorted(parts, key=costs.total, reverse=True)
 
 
-def split_by_length(costs: RowCosts, most: float) -> list[np.ndarray]:
-    """
-    Split rows into short ones (at most `most` tokens) and longer ones. Returns the rows of each part.
-
-    Under context parallelism a part of short rows needs no exchange, because each process computes whole rows.
-    If both parts share a prefix that is worth computing once, all rows stay in one part.
-    """
-    is_long = costs.tokens > most
-    parts = [np.flatnonzero(is_long == long) for long in (False, True)]
-    repeated = sum(map(costs.total, parts)) - costs.total()
-    return [part for part in parts if len(part)] if repeated < MIN_SAVED_TOKENS else [np.arange(len(costs))]
-
-
 def pack_depth_first(costs: RowCosts, budget: int) -> list[list[int]]:
     """
     Pack rows into parts of a batch that share prefixes; each prefix is computed once.
@@ -338,12 +325,8 @@ def partition_equal_rows(costs: RowCosts, processes: int, quadratic: float = 0.0
     A row of `n` tokens costs `n + quadratic * n * n`, minus what it shares.
 
     Rows with a shared prefix go to one process; if no process has room for all of them, to as few as possible.
-
-    Raises:
-        ValueError: If the number of rows is not a multiple of `processes`.
+    The number of rows is a multiple of `processes`.
     """
-    if len(costs) % processes:
-        raise ValueError(f"{len(costs)} rows cannot be partitioned into {processes} equal parts.")
     room = np.full(processes, len(costs) // processes)
     loads = np.zeros(processes)
     partition: list[list[int]] = [[] for _ in range(processes)]

@@ -248,7 +248,6 @@ def run_prefix_forward(
     assert layout.new is not None
     records = ForwardStates()
     records.ids, records.fork_tokens = ids.flatten()[layout.new.packed_index], layout.fork_tokens
-    records.outputs = len(records.ids)
     # The decoder may have a runner patch, and checkpointing recomputes this forward in a backward: so no runner here.
     planned = PlannedLayout(BatchVersion.of(ids, mask), replace(layout, prefix_states=PrefixStates(reads, records)))
     with within(model=None, runner=None, planned=planned):
@@ -291,6 +290,8 @@ def sharing_obstacle(handle: PaddingRemoval, args: Any, is_sharded: bool) -> str
     layers = getattr(handle.decoder.config, "num_hidden_layers", None)
     if len(mixers) != layers:
         return f"{type(handle.decoder).__name__} has {layers} layers and {len(mixers)} mixers in them"
+    if handle.context_parallel is not None:
+        return "context parallelism divides each sub-batch among the processes"
     if args.torch_compile:
         return "compiled layers take no states from outside"
     if is_sharded:

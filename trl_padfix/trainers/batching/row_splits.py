@@ -18,7 +18,7 @@ from ...core.context import context
 from ...core.layout.layout import move_maps
 from ...core.layout.shared_prefixes import plan_shared_prefixes
 from ..data.batch_rows import ImageCounts, Parts, has_pixels, split_images
-from .bin_packing import RowCosts, batch_costs, halve_largest, pack_by_budget, pack_depth_first, split_by_length
+from .bin_packing import RowCosts, batch_costs, halve_largest, pack_by_budget, pack_depth_first
 
 
 __all__ = ["RowSplitter"]
@@ -38,8 +38,6 @@ class RowSplitter:
             Whether shared prefixes of the rows of a part count once.
         shares_across (`bool`):
             Whether prefixes that several parts share are computed once instead of by each part.
-        short (`float`):
-            Maximum number of tokens of a short row; under context parallelism short rows are in parts of their own.
         sync_count (`Callable[[int], int]`, *optional*):
             Takes the number of parts that this process needs, and returns the number that all processes must have.
         gather (`Callable`, *optional*):
@@ -52,7 +50,6 @@ class RowSplitter:
     budget: int
     sharing: bool
     shares_across: bool = False
-    short: float = float("inf")
     sync_count: Callable[[int], int] | None = None
     gather: Callable[[list], list] | None = None
     meets_in_tower: bool = False
@@ -115,8 +112,7 @@ class RowSplitter:
                 "and needs memory for its length. Raise the budget, or shorten the rows. (Shown once.)"
             )
         pack = pack_depth_first if self.shares_across else pack_by_budget
-        by_length = split_by_length(costs, self.short)
-        parts = [items[packed].tolist() for items in by_length for packed in pack(costs[items], self.budget)]
+        parts = pack(costs, self.budget)
         count = len(parts) if self.sync_count is None else self.sync_count(len(parts))
         # Processes have equally many rows, so each has enough of them for `count` parts.
         return halve_largest(parts, count)

@@ -253,7 +253,7 @@ def _concatenated(
         elif value is not None:
             raise ValueError(
                 f"`max_tokens_per_batch` computes a batch in {len(calls)} sub-batches, and `{name}` of the "
-                f"{type(output).__name__} is a {type(value).__name__} without a row for each row of its sub-batch. "
+                f"{type(output).__name__} is a {type(value).__name__} without one entry for each row. "
                 "Leave the budget out, or request fewer outputs."
             )
     return output

@@ -229,12 +229,10 @@ class TokenBudget(Part):
     def _splitter(self, shares_across: bool, gather: Callable | None = None) -> RowSplitter:
         trainer, handle, budget = self.trainer, self.trainer.padding.handle, self.budget
         assert budget is not None
-        group_size: int = handle.context_parallel.size if handle and handle.context_parallel else 1
         return RowSplitter(
             budget,
             sharing=bool(handle and handle.prefix_sharing),
             shares_across=shares_across,
-            short=budget / group_size if group_size > 1 else float("inf"),
             sync_count=(lambda count: max_over_processes(trainer, count)) if self._matches else None,
             gather=gather,
             meets_in_tower=self._matches and handle is not None and handle.multimodal is not None,

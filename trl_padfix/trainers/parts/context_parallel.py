@@ -172,6 +172,8 @@ def _obstacle(trainer: PaddingFreeTrainer) -> str | None:
             "`tp_size` splits the weights of a layer over the processes among which `cp_size` splits its rows. Train "
             "with `cp_size=1` or `tp_size=1`."
         )
+    if trainer.args.torch_compile:
+        return "`cp_size` exchanges tokens within layers, which cannot be compiled. Train with `torch_compile=False`."
     if trainer.is_deepspeed_enabled:
         return (
             "`cp_size` is not split with DeepSpeed, which has process groups of its own. Train with `cp_size=1`, or "

@@ -20,7 +20,6 @@ from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
 from ...core.generation import generate
-from ...files import write_whole
 from ..data.chat_templates import tools_of
 from ..data.tokenizers import tokenizer_of
 from ..distributed import splitting_parallelism
@@ -242,8 +241,7 @@ def _prompt_of(
 def _write(samples: list[dict[str, str]], path: Path) -> None:
     """Write samples to `path` as JSON lines; replaces the samples of an earlier evaluation of the same step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples]
-    write_whole(path, lambda beside: beside.write_text("".join(lines), encoding="utf-8"))
+    path.write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
 
 
 def _padded(rows: Sequence[list[int]], value: int) -> np.ndarray:

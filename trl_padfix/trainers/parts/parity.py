@@ -20,9 +20,8 @@ from ...core.handle import PaddingRemoval
 from ...core.model.inspection import parameters_of
 from ...core.model.older import has_cache
 from ...core.model.patching import Attachment, ForwardPatch
-from ...core.parity.check import check_longest_row, check_parity
+from ...core.parity.check import check_parity
 from ...core.parity.report import ParityError, ParityReport
-from ...core.parity.sample import longest_row
 from ...core.remove import attachment_of
 from ..checks.user_code import custom_loss_name
 from ..distributed import is_sharded, max_over_processes, models_of, named_models_of, raise_on_all
@@ -42,14 +41,8 @@ logger = get_logger(__name__)
 LAYOUT_ARGUMENTS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments of a model that determine the layout of its tokens."""
 
-LONG_ROW_AFTER = 10
-"""Optimizer steps after which the longest row so far is compared."""
-
 MOST_ZEROS = 50
 """Most steps without a gradient that are compared: a model may amplify rounding so much that no step has one."""
-
-LARGE_ON_CPU = 50_000_000
-"""Parameters above which the first comparison is announced, where a CPU computes it in half precision."""
 
 
 class Parity(Part):
@@ -62,10 +55,6 @@ class Parity(Part):
     Then the trainer's own step is compared, on a few rows of the batch ([`check_step`]), and again on each batch until
     one has a gradient, at most [`MOST_ZEROS`] times. If padding removal changes its loss or gradient, although the
     model is right, this and all later steps are computed padded.
-
-    After `LONG_ROW_AFTER` steps of training the longest row so far is compared with that row alone, once and without
-    gradients: errors of long rows do not show in short ones. Not under FSDP, DeepSpeed, or context parallelism, where
-    processes meet in forwards, and not with images, which belong to whole batches.
     """
 
     def __init__(self, trainer: PaddingFreeTrainer):
@@ -82,9 +71,6 @@ class Parity(Part):
         """Handle of the model that a user's `training_step` has computed with."""
         self._first_steps: dict[str, int] = {}
         """The number of the first step of each mode."""
-        self._widest: dict[str, Any] = {}
-        """The widest training batch so far: it has the longest row, and its width is known without the device."""
-        self._watches_length = self.settings.parity_check
         self._unchecked_modes = {"train", "eval"} if self.settings.parity_check else set()
         """Modes of which no step with padding was compared as a whole."""
         self._zeros = 0
@@ -107,8 +93,6 @@ class Parity(Part):
         if not self._first_steps:  # a user adds hooks between `__init__` and `train`
             for handle in self.trainer.padding.handles:
                 handle.accept_hooks()
-        if step.mode == "train" and self._watches_length:
-            self._follow_longest(step)
         try:
             with self._compared(step), self._with_own_loss(step):
                 yield
@@ -120,61 +104,12 @@ class Parity(Part):
         elif failed is not None:
             raise failed
 
-    def _follow_longest(self, step: Step) -> None:
-        """
-        Keep the widest batch so far; after `LONG_ROW_AFTER` steps compare its longest row.
-
-        Every process comes here in the same steps, and decides by the number of the step and by its settings.
-
-        Raises:
-            ParityError: If the packed row differs from the row alone; on other processes a `RuntimeError`.
-        """
-        trainer, handle = self.trainer, self.trainer.padding.handle
-        meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or is_sharded(trainer)
-        if handle is None or meets or handle.context_parallel is not None or handle.multimodal is not None:
-            self._watches_length = False
-        elif step.number - self._first_steps.get("train", step.number) < LONG_ROW_AFTER:
-            labels = {name: step.inputs[name] for name in ("labels",) if step.batches and name in step.inputs}
-            batches = [self._widest, *(labels | batch for batch in step.batches)]
-            self._widest = max((b for b in batches if b), key=lambda b: b["input_ids"].shape[1], default={})
-        else:
-            self._watches_length, failed = False, None
-            try:
-                self._compare_longest(step.model, handle, self._widest)
-            except ParityError as error:
-                failed = error
-            self._widest = {}
-            raise_on_all(failed)
-
-    def _compare_longest(self, model: torch.nn.Module, handle: PaddingRemoval, batch: dict[str, Any]) -> None:
-        reports = self.trainer.padding.parity.get("train")
-        if not (batch and reports) or handle.has_changed or (length := longest_row(batch)) < 2:
-            return  # nothing is packed (any longer), or there is nothing to predict
-        begin = time.perf_counter()
-        try:
-            distance = check_longest_row(self.trainer.accelerator.unwrap_model(model), batch, reports[0])
-        except UnpackableCallError:  # such rows are computed padded in training, too
-            return
-        said = (
-            f"longest row of the first {LONG_ROW_AFTER} steps ({length} tokens): scores of its tokens, packed after "
-            "another row against alone:"
-        )
-        if not distance.ok:
-            raise ParityError(
-                f"Parity FAILED: {said} {distance}. Shorter rows of this model pass. Use `padding_free=False`, and "
-                "please report the model and these figures. (`parity_check=False`: no comparison.)"
-            )
-        if self.trainer.accelerator.is_local_main_process:
-            say(f"parity ok, {said} {distance}; {time.perf_counter() - begin:.1f} s")
-
     @contextlib.contextmanager
     def _compared(self, step: Step) -> Iterator[None]:
         padding = self.trainer.padding
         if not self._is_due(step.mode):
             yield
         elif step.batches:
-            if not padding.parity:
-                self._announce()
             failed = self._compare_batches(step)
             yield
             if failed is not None:
@@ -184,17 +119,6 @@ class Parity(Part):
                 handle.accept_hooks()  # the comparison after these forwards checks them
             with self._compared_on_first_call(step.mode, step.model):
                 yield
-
-    def _announce(self) -> None:
-        """Say before a comparison that it takes long, where it does."""
-        accelerator, model = self.trainer.accelerator, self.trainer.model
-        is_large = sum(p.numel() for p in model.parameters()) > LARGE_ON_CPU
-        is_slow = accelerator.device.type == "cpu" and precision_in(self.trainer, model).itemsize < 4
-        if is_large and is_slow and accelerator.is_local_main_process:
-            say(
-                "Comparing packed with padded on the first batch. Many CPUs compute half precision slowly: "
-                "`bf16=False` trains in float32, and `parity_check=False` leaves the comparison out."
-            )
 
     @contextlib.contextmanager
     def _with_own_loss(self, step: Step) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,6 +56,9 @@ logger = get_logger(__name__)
 ITEMS = 4
 """Rows (pairs) of a batch that are compared: short ones, and one of at least twice the length of the shortest."""
 
+PACKED, REFILLED = "off by", "with other tokens at padding off by"
+"""The differences of a step as configured, and of a padded step, with other tokens at padding."""
+
 SAMPLED = 65536
 """Maximum number of compared entries in the gradient of a parameter."""
 
@@ -87,13 +90,11 @@ class StepReport:
 
     Attributes:
         loss, reference (`float`): The loss as configured, and the one that it is compared with.
-        distance (`tuple[float, float]`): Relative differences of loss and gradient (0.0 if it was not computed).
-        refilled (`tuple[float, float]`, *optional*):
-            Relative differences of the padded step when other tokens stand at padding, if computed.
-        limits ([`Limits`]): The largest differences that rounding explains.
-        same ([`Limits`]): The same for two steps with the same kernels on the same shapes.
         items (`str`): The rows that were computed: `"4 rows"`, `"4 pairs"`.
         arbiter (`str`): Where `reference` comes from: `"rows alone"`, or `"padded"`.
+        found (`dict[str, tuple[tuple[float, float], Limits]]`):
+            Relative differences of loss and gradient (0.0 if it was not computed), with the largest that rounding
+            explains; if computed, also those of the padded step when other tokens stand at padding.
         error (`str`): The error of the step as configured; empty if there is none.
         is_zero (`bool`):
             Whether the gradient, or without one the loss, is zero but for rounding. Such a step shows little: where
@@ -102,29 +103,23 @@ class StepReport:
 
     loss: float
     reference: float
-    distance: tuple[float, float]
-    refilled: tuple[float, float] | None
-    limits: Limits
-    same: Limits
     items: str
-    arbiter: str = "padded"
+    arbiter: str
+    found: dict[str, tuple[tuple[float, float], Limits]] = field(default_factory=dict)
     error: str = ""
     is_zero: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether both differences are within their limits; a NaN never is."""
-        is_same = self.refilled is None or self.same.allow(*self.refilled)
-        return not self.error and is_same and self.limits.allow(*self.distance)
+        """Whether all differences are within their limits; a NaN never is."""
+        return not self.error and all(limits.allow(*distance) for distance, limits in self.found.values())
 
     def __str__(self) -> str:
         if self.error:
             return f"on {self.items} the padded loss is {self.reference:.6g}, and without padding {self.error}"
-        found = {"off by": (self.distance, self.limits)}
-        found |= {"with other tokens at padding off by": (self.refilled, self.same)} if self.refilled else {}
         parts = [
             f"{name} {loss:.1e} (at most {most.mean:.0e}), gradient by {gradient:.1e} (at most {most.gradient:.0e})"
-            for name, ((loss, gradient), most) in found.items()
+            for name, ((loss, gradient), most) in self.found.items()
         ]
         return f"on {self.items} {self.loss:.6g}, {self.arbiter} {self.reference:.6g}; {'; '.join(parts)}"
 
@@ -207,7 +202,6 @@ class _Comparison:
         if self._on_any_process(not math.isfinite(reference.loss)):  # if one process raised, no other may go on
             return None
         arbiter = "padded" if weights is None else "rows alone"
-        limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
         packed, failed = _Values(math.nan, None), ""
         try:
             packed = self._as_configured(batch)
@@ -219,10 +213,10 @@ class _Comparison:
             failed = f"{type(error).__name__}: {error}"
         if self._on_any_process(bool(failed)):
             failed = failed or "another process raised an error"
-            return StepReport(math.nan, reference.loss, (0.0, 0.0), None, limits, same, compared, arbiter, failed)
-        distance, exact = packed.distance(reference), Limits.of_step(torch.float32)
-        zero = reference.is_zero
-        report = StepReport(packed.loss, reference.loss, distance, None, exact, same, compared, arbiter, is_zero=zero)
+            return StepReport(math.nan, reference.loss, compared, arbiter, error=failed)
+        distance = packed.distance(reference)
+        found = {PACKED: (distance, Limits.of_step(torch.float32))}
+        report = StepReport(packed.loss, reference.loss, compared, arbiter, found, is_zero=reference.is_zero)
         if weights is not None and not self._on_any_process(not report.ok):
             return report
         # Rounding may hide how rows depend on one another. Tokens at padding change no real token, unless
@@ -230,14 +224,17 @@ class _Comparison:
         padded = reference if weights is None else self._padded(batch)
         forwards = self.trainer.padding.task.padded_batches(batch)
         refilled = self._padded(batch, partial(other_padding, forwards)).distance(padded)
-        report = replace(report, refilled=refilled, limits=limits)
+        limits, same = Limits.of_step(self.dtype), Limits.of_step(lowest_dtype(self.trainer.model))
+        report = replace(report, found={PACKED: (distance, limits), REFILLED: (refilled, same)})
         if not self._on_any_process(not report.ok):
             return report
         rounding = [values.distance(padded) for values in self._differently_rounded(batch)]
         limits = Limits.of_step(self.dtype, rounding)
-        if limits.gradient == OF_NOISE:  # the order of sums on a GPU moves such a gradient, too
-            return replace(report, limits=limits, same=same._replace(gradient=OF_NOISE), is_zero=True)
-        return replace(report, limits=limits)
+        is_noise = limits.gradient == OF_NOISE
+        if is_noise:  # the order of sums on a GPU moves such a gradient, too
+            same = same._replace(gradient=OF_NOISE)
+        found = {PACKED: (distance, limits), REFILLED: (refilled, same)}
+        return replace(report, found=found, is_zero=report.is_zero or is_noise)
 
     def _on_any_process(self, flag: bool) -> bool:
         return bool(max_over_processes(self.trainer, int(flag)))
