@@ -203,7 +203,7 @@ FAULTS = {
          "a part has one token more than its budget", "trainers/test_bin_packing.py trainers/test_row_order.py"),
         ("_pack_subtree(rest[group.rows], room, across)",
          "_pack_subtree(rest[group.rows], budget, across)",
-         "a group that is cut has parts of the whole budget, besides the prefix of all rows", "trainers/test_bin_packing.py trainers/test_row_order.py"),
+         "a cut group has parts over the budget", "trainers/test_bin_packing.py trainers/test_row_order.py"),
         ("np.append(self.shared, 0), ranks + 1)",
          "np.append(self.shared, 0), ranks)",
          "rows that are no neighbors share what the first of them shares with the row before",
