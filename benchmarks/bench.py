@@ -442,7 +442,9 @@ def _tokenizer(data: Dataset | None, settings: Settings) -> Any:
 def _costs(rows: list[dict[str, Any]], settings: Settings, *, sharing: bool) -> RowCosts:
     """The tokens of the rows."""
     pairs = [("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")]
-    return dataset_costs(rows, [("input_ids",)] if settings.trainer == "sft" else pairs, sharing=sharing)
+    return dataset_costs(
+        Dataset.from_list(rows), [("input_ids",)] if settings.trainer == "sft" else pairs, sharing=sharing
+    )
 
 
 def _sequences(row: dict[str, Any], settings: Settings) -> list[list[int]]:

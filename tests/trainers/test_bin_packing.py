@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,8 @@ PAIRS = (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids"))
 def pairs_of(prompts, chosen, rejected):
     """Costs of pairs with prompts of nine tokens, equal where their numbers are, and completions of these lengths."""
     parts = {"chosen_ids": [11] * chosen, "rejected_ids": [12] * rejected}
-    return dataset_costs([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts], PAIRS, sharing=True)
+    rows = Dataset.from_list([{"prompt_ids": [prompt] * 9, **parts} for prompt in prompts])
+    return dataset_costs(rows, PAIRS, sharing=True)
 
 
 def drawn_costs(most=24):
@@ -101,11 +103,10 @@ def test_pairs_cost_at_least_what_is_computed(data):
         "truncation_mode": data.draw(st.sampled_from(["keep_start", "keep_end"])),
     }
     batch = DataCollatorForPreference(pad_token_id=0, **settings)(pairs)
-    assert (
-        dataset_costs(pairs, PAIRS, **settings).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
-    )
+    rows = Dataset.from_list(pairs)
+    assert dataset_costs(rows, PAIRS, **settings).total() == padding_free_layout(batch["attention_mask"]).packed_tokens
     shared = prefix_sharing_layout(batch["input_ids"], batch["attention_mask"]).packed_tokens
-    costs = dataset_costs(pairs, PAIRS, sharing=True, **settings)
+    costs = dataset_costs(rows, PAIRS, sharing=True, **settings)
     assert costs.total() >= shared
     for i, pair in enumerate(pairs):
         alone = DataCollatorForPreference(pad_token_id=0, **settings)([pair])

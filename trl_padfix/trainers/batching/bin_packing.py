@@ -149,17 +149,17 @@ def _key(ids: np.ndarray) -> bytes:
 
 
 def dataset_costs(
-    rows: Dataset | Sequence[dict[str, Any]],
+    rows: Dataset,
     sequences: Sequence[tuple[str, ...]],
     max_length: int | None = None,
     truncation_mode: str = "keep_start",
     sharing: bool = False,
 ) -> RowCosts:
     """
-    Costs of the tokenized rows of a dataset, or of examples.
+    Costs of the tokenized rows of a dataset.
 
     Args:
-        rows (`Dataset` or `Sequence[dict]`):
+        rows ([`~datasets.Dataset`]):
             The rows.
         sequences (`Sequence[tuple[str, ...]]`):
             The columns of each sequence of a row, in their order: for a pair `("prompt_ids", "chosen_ids")` and
@@ -170,10 +170,7 @@ def dataset_costs(
             Whether shared prefixes are computed once.
     """
     names = dict.fromkeys(chain(*sequences))
-    if isinstance(rows, Dataset):
-        columns = {name: list(lists(rows, name)) for name in names}
-    else:
-        columns = {name: [np.asarray(row[name], dtype=np.int64) for row in rows] for name in names}
+    columns = {name: list(lists(rows, name)) for name in names}
     lengths = {name: np.array([len(ids) for ids in ids_of_rows]) for name, ids_of_rows in columns.items()}
     begins = [columns[names[0]] for names in sequences]
     tokens, shareable = truncated_tokens(
@@ -227,9 +224,6 @@ class RowGroup(NamedTuple):
 
     tokens: float
     rows: list[int]
-
-    def joined(self, other: RowGroup) -> RowGroup:
-        return RowGroup(self.tokens + other.tokens, self.rows + other.rows)
 
 
 def pack_by_budget(costs: RowCosts, budget: int) -> list[list[int]]:
@@ -376,4 +370,4 @@ def _first_fit(groups: list[RowGroup], room: float, bins: list[RowGroup]) -> Non
         if index is None:
             bins.append(group)
         else:
-            bins[index] = bins[index].joined(group)
+            bins[index] = RowGroup(bins[index].tokens + group.tokens, bins[index].rows + group.rows)

@@ -234,14 +234,11 @@ def scores_padding(batch: object) -> bool:
     """Whether a loss over the labels or completion masks of a batch scores tokens from padding."""
     if not isinstance(batch, Mapping):  # tuples and the like: only their loss can interpret them
         return False
-    forwards = [[_tensor(batch.get(prefix + name)) for name in _READ] for prefix in PREFIXES]
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    forwards = [[tensors.get(prefix + name) for name in _READ] for prefix in PREFIXES]
     labeled = [forward for forward in forwards if _has_token_labels(*forward)]
     on_host(*(x for forward in labeled for x in forward))  # one wait, also for the layouts of these forwards
     return any(_follow_padding(*forward) for forward in labeled)
-
-
-def _tensor(value: Any) -> torch.Tensor | None:
-    return value if isinstance(value, torch.Tensor) else None
 
 
 def _has_token_labels(labels: Any, completion_mask: Any, *others: Any) -> bool:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 
-__all__ = ["chunks", "column_names", "is_empty", "lists", "require_columns", "rows_of_only", "values"]
+__all__ = ["chunks", "column_names", "is_empty", "lists", "require_columns", "values"]
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -40,11 +40,6 @@ def values(dataset: Dataset, column: str) -> Iterator[Any]:
     """The value of each row in `column`, decoded."""
     for batch in dataset.select_columns([column]).with_format(None).iter(1_000):
         yield from batch[column]
-
-
-def rows_of_only(dataset: Dataset, column: str, value: int) -> np.ndarray:
-    """Rows whose list in `column` holds nothing but `value`."""
-    return np.flatnonzero([(ids == value).all() for ids in lists(dataset, column)])
 
 
 def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:

@@ -16,8 +16,6 @@ __all__ = ["GRPOTrainer"]
 class GRPOTask(OnlineTask):
     """Rows come in groups: completions of one prompt, whose rewards are compared."""
 
-    min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
-
     def chunk_weight(self, chunk: dict[str, Any], batch: dict[str, Any], num_items: Any) -> Any:
         trainer = self.trainer
         # The entropy of a token is compared with the entropy of all tokens of the batch; Liger's loss is one fused

@@ -53,6 +53,7 @@ class OnlineTask(Task):
     needs = "Completions are generated from `prompt`"
     texts = ("prompt",)
     generates_rows = True
+    min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         dataset = init_kwargs.get("train_dataset")

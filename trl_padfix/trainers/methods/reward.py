@@ -12,7 +12,7 @@ from datasets import Dataset
 from ...core.anatomy import find_pretrained
 from ..base import PaddingFreeMixin
 from ..data.collators import DataCollatorForReward
-from ..data.columns import rows_of_only
+from ..data.columns import lists
 from ..distributed import datasets_of
 from ..task import PairTask
 
@@ -51,8 +51,8 @@ class RewardTask(PairTask):
         pad_token_id = find_pretrained(self.trainer.model).config.get_text_config().pad_token_id
         for name, dataset in datasets_of(self.trainer).items():
             for column in ("chosen_ids", "rejected_ids") if isinstance(dataset, Dataset) else ():
-                rows = rows_of_only(dataset, column, pad_token_id)
-                if len(rows):
+                rows = [i for i, ids in enumerate(lists(dataset, column)) if (ids == pad_token_id).all()]
+                if rows:
                     raise ValueError(
                         f"`{column}` of pair {rows[0]} of the {name} dataset has only pad tokens: padded on the "
                         "left, the model would score its padding. Drop the pair, give the tokenizer a pad token of "

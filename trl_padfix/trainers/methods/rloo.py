@@ -16,8 +16,6 @@ __all__ = ["RLOOTrainer"]
 class RLOOTask(OnlineTask):
     """Rows come in groups: completions of one prompt; each completion is one action."""
 
-    min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
-
     def num_metric_items(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"": torch.tensor(len(batch["prompt_ids"])), "entropy": trained_tokens(batch)}
 
