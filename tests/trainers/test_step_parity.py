@@ -110,6 +110,18 @@ def test_a_loss_that_reads_padding_is_computed_padded(kind, precision, tmp_path,
     assert_sees(monkeypatch, caplog, build)
 
 
+def test_what_half_precision_hides_shows_with_other_tokens_at_padding(tmp_path):
+    class ReadsLittle(trl_padfix.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+            return loss + 2e-3 * model(**given).logits[..., 0].float().mean()
+
+    trainer = make(trl_padfix, "SFT", tmp_path, trainer_class=ReadsLittle, padding_free=True, **DEFAULTS)
+    trainer.train()
+    assert "with other tokens at padding off by" in trainer.padding.why_padded
+
+
 def test_a_loss_is_compared_on_the_first_batch_with_padding(tmp_path, monkeypatch):
     ragged = [*build_rows(16)]
     rows = Dataset.from_list([ragged[0]] * 16 + ragged)
