@@ -21,7 +21,7 @@ ROOT = FOLDER.parent
 GREY, BLUE, GREEN, ORANGE = "lightgrey", "tab:blue", "tab:green", "tab:orange"
 
 MEASURED = {
-    "1. DPO": ["dpo-hh-rlhf-8-pairs-smollm2-padding-free-cpu", "dpo-hh-rlhf-8-pairs-smollm2-sharing-cpu"],
+    "1. DPO": ["dpo-hh-rlhf-8-pairs-smollm2-cpu"],
     "2. SFT": ["sft-hh-rlhf-8-rows-smollm2-cpu"],
     "3. GRPO": ["grpo-8-completions-smollm2-cpu"],
     "4. DPO, bf16": ["dpo-hh-rlhf-4-pairs-smollm2-defaults-cpu"],

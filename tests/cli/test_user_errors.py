@@ -62,6 +62,7 @@ CASES = [
     (["dpo", *SHARED, "--neftune_noise_alpha", "5"], "gives each token of each row its own noise"),
     (["dpo", *RUN, "--prefix_sharing"], "`prefix_sharing=True` needs `padding_free=True`"),
     (["sft", *RUN, "--eval_strategy", "often"], "invalid choice: 'often'"),
+    (["sft", *RUN, "--config", "no.yaml"], 'line 1: eval_strategy: YAML takes `no` for false. Write "no" in quotes'),
     (["grpo", *RUN, "--config", "a_word.yaml"], "line 1: reward_funcs: write a list: `reward_funcs: [length]`"),
     (["grpo", *RUN], "no reward is given: set `--reward_funcs`"),
     (["trainn"], "trainn"),
@@ -75,6 +76,7 @@ def material(tmp_path_factory) -> Path:
     build_bad_models(folder / "models")
     (folder / "list_as_number.yaml").write_text("seed: 1\nper_device_train_batch_size: [8]\n")
     (folder / "a_word.yaml").write_text("reward_funcs: length\n")
+    (folder / "no.yaml").write_text("eval_strategy: no\n")
     (folder / "twice.yaml").write_text("seed: 1\nmax_steps: 2\nseed: 2\n")
     (folder / "fraction.yaml").write_text("seed: 1\nper_device_train_batch_size: 8.5\n")
     (folder / "with_an_empty_file").mkdir()

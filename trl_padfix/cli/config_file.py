@@ -101,6 +101,8 @@ def check_given(method: str, given: Given) -> str | bool | None:
     values = {_whole(name, fields): value for name, value in given.values.items()}
     places = {_whole(name, fields): place for name, place in given.places.items()}
     for name, value in values.items():
+        if value is False and name.endswith("_strategy"):
+            raise ValueError(f'{places[name]}: YAML takes `no` for false. Write "no" in quotes.')
         _check_value(value, places[name], fields.get(name, []))
     resume_from = _check_paths(values, places)
     if not (values.get("model_name_or_path") or values.get("tiny_model")):
