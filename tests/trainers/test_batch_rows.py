@@ -13,6 +13,7 @@ from kit.trainer_runs import assert_other, assert_same, trained
 from torch.nn.utils.rnn import pad_sequence
 
 import trl_padfix
+from trl_padfix.trainers.data.batch_rows import scores_padding
 
 
 PAD = 39
@@ -42,3 +43,10 @@ def test_figures_of_labels_behind_padding_are_trls(tmp_path, monkeypatch):
     drop_them_silently(monkeypatch)  # the control; the check of the step would see them
     wrong = trained(make_trainer(trl_padfix, "SFT", tmp_path, padding_free=True, parity_check=False, **given))
     assert_other(wrong, theirs)
+
+
+def test_a_completion_that_begins_behind_padding_is_found():
+    batch = {"input_ids": torch.ones(1, 5, dtype=torch.long), "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
+    for begin, is_behind in ((2, True), (3, False)):
+        completion = (torch.arange(5) >= begin).long()[None]
+        assert scores_padding(batch | {"completion_mask": completion}) is is_behind
