@@ -214,10 +214,19 @@ def test_a_second_training_attaches_again_also_after_a_failed_one(tmp_path):
 
 ENCODER = BertConfig(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 BY_TRAINER = {"torch_compile": True, "torch_compile_backend": "eager"}
+
+
+def build_compiled() -> torch.nn.Module:
+    model = build_model()
+    model.compile(backend="eager")
+    return model
+
+
 BAD = {
     "no transformers model": (lambda: torch.nn.Linear(2, 2), {}, TypeError, "contains none"),
     "an encoder": (lambda: BertForMaskedLM(ENCODER), {}, PaddingRemovalError, "attends in both directions"),
-    "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, "Set it to `False`"),
+    "compiled by the trainer": (build_model, BY_TRAINER, PaddingRemovalError, "Leave it uncompiled"),
+    "compiled by its user": (build_compiled, {}, PaddingRemovalError, "Leave it uncompiled"),
 }
 
 

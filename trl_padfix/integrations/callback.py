@@ -199,15 +199,17 @@ class PaddingRemovalCallback(TrainerCallback):
                 "`cp_size` splits rows over processes, and a callback cannot split the inputs of the trainer's loss. "
                 "Use a trainer of this package, or train without context parallelism."
             )
-        if trainer.args.torch_compile:
+        models = models_of(trainer)
+        if trainer.args.torch_compile or any(model._compiled_call_impl is not None for model in models):
             raise PaddingRemovalError(
-                "`torch_compile` compiles the whole model, which then would not call the packed forward. Set it to "
-                "`False`, or use a trainer of this package (`padding_free_trainer`), which compiles single layers."
+                "The whole model is compiled (`torch_compile`, `model.compile()`), and would not call the packed "
+                "forward. Leave it uncompiled, or use a trainer of this package (`padding_free_trainer`), which "
+                "compiles single layers."
             )
         with in_words(self.words):
             self._prefix_sharing = prefix_sharing_with_neftune(self.prefix_sharing, trainer.args)
         self.handles, self.reports, self._trainer = [], [], trainer
-        self._attach_to(models_of(trainer))
+        self._attach_to(models)
         self._counters = {"train": TokenCounter(), "eval": TokenCounter()}
         self._counted = PaddingStats()
         self._is_evaluating, self._has_stepped = False, False
