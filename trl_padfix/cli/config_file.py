@@ -176,7 +176,7 @@ def _whole(name: str, known: Iterable[str]) -> str:
 
 
 def _check_value(value: Any, place: str, declared: list[ast.AnnAssign]) -> None:
-    """Raise a `ValueError` for a value that is no number of a field, as far as the source says."""
+    """Raise a `ValueError` for a flag without its value, and for a word where the source declares a number."""
     types = {kind for node in declared for kind in ast.unparse(node.annotation).split(" | ")} - {"None"}
     if value is True and place.startswith("--") and types == {"str"}:
         raise ValueError(f"{place} needs a value after it.")

@@ -142,7 +142,7 @@ class CompiledLayerPatch(ForwardPatch):
         if call is None or (segments := _segments(call, kwargs.get("attention_mask"))) is None:
             return self.wrapped(*args, **kwargs)
         states = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        if not is_half_on_gpu(*in_attention_dtype(states)):
+        if not is_half_on_gpu(*in_attention_dtype(states[:0])):  # an empty slice: a cast would copy the states
             self.attachment.say_once("Layers run uncompiled: their attention needs half precision on a CUDA GPU.")
             return self.wrapped(*args, **kwargs)
         arguments = {**kwargs, "attention_mask": None, LAYOUT: segments}
