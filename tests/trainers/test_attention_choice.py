@@ -28,8 +28,7 @@ from zoo.vision_families import build_vision
 import trl_padfix
 from trl_padfix import DPOConfig, remove_padding
 from trl_padfix.core.anatomy import restore_attention, set_attention
-from trl_padfix.core.attention.availability import Backend
-from trl_padfix.trainers.parts.attention_choice import _workload
+from trl_padfix.trainers.parts.attention_choice import _attention_dtype, load_model_config
 
 
 ON_CPU = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -74,9 +73,8 @@ def ran(monkeypatch):
 
 
 @pytest.fixture
-def flash(monkeypatch):
+def flash():
     """FlashAttention 2 runs on this CPU, as far as transformers and the package can tell."""
-    monkeypatch.setattr("trl_padfix.core.attention.availability._flash_package", lambda name, workload: Backend(name))
     with flash_attention_stand_in():
         yield
 
@@ -160,16 +158,16 @@ OF_REFERENCE = {"ref_attn_implementation": "eager"}
 LORA = {"peft_config": lora(task_type="CAUSAL_LM")}
 SHARED = "`ref_attn_implementation='eager'` is for a reference.*"
 BEFORE_WEIGHTS = [
-    ({"attn_implementation": "flash_attention_2"}, "`attn_implementation='flash_attention_2'` cannot run on this CPU"),
-    ({"ref_attn_implementation": "flash_attention_3"}, "`ref_attn_implementation='flash_attention_3'` cannot run"),
-    (
-        {"attn_implementation": "flex_attention", "padding_free": True},
-        "padding cannot be removed with it.*Usable: ",
-    ),
+    ({"attn_implementation": {"text_config": "sdpa"}}, "names .'text_config'.*parts of a Qwen2Config are: none"),
     (
         {"attn_implementation": "eager", "model_init_kwargs": {"attn_implementation": "sdpa"}},
         "`attn_implementation='eager'` and `model_init_kwargs.*'sdpa'.* disagree",
     ),
+]
+BY_TRANSFORMERS = [
+    ({"attn_implementation": "flash_attention_2"}, "(?i)flash.?att"),
+    ({"ref_attn_implementation": "flash_attention_3"}, "(?i)flash.?att"),
+    ({"attn_implementation": "flex_attention", "padding_free": True}, "would need a block mask per layout"),
 ]
 WITHOUT_WEIGHTS = [
     ("DPO", OF_REFERENCE | LORA, f"{SHARED}adapter"),
@@ -185,6 +183,10 @@ def test_what_cannot_run_is_refused_before_weights_are_loaded(make, monkeypatch)
         with pytest.raises(ValueError, match=f"(?s){message}"):
             make("DPO", config)
     assert not loaded
+    monkeypatch.undo()
+    for config, message in BY_TRANSFORMERS:
+        with pytest.raises((ImportError, ValueError, trl_padfix.PaddingRemovalError), match=message):
+            make("DPO", config)
 
 
 def test_a_reference_without_weights_of_its_own_takes_no_other_attention(make, saved):
@@ -218,4 +220,5 @@ def test_what_runs_is_judged_in_the_precision_that_attention_is_computed_in(save
         ({"model_init_kwargs": {"dtype": "auto"}}, torch.float32),
         ({"model_init_kwargs": {"dtype": torch.float16}}, torch.float16),
     ):
-        assert _workload(saved, DPOConfig(output_dir=str(tmp_path), **ON_CPU | config)).dtype == dtype
+        config = DPOConfig(output_dir=str(tmp_path), **ON_CPU | config)
+        assert _attention_dtype(saved, load_model_config(saved, config), config, "") == dtype

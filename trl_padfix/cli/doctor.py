@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,7 @@ def doctor(
         from ..tools.doctor import diagnose
 
         diagnosis = diagnose(model, attn, dtype)
-    typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else "\n".join(describe(diagnosis)))
+    typer.echo(json.dumps(asdict(diagnosis), indent=2) if as_json else "\n".join(describe(diagnosis)))
     raise typer.Exit(1 if diagnosis.problems else 0)
 
 
@@ -47,47 +48,43 @@ def describe(diagnosis: Diagnosis) -> list[str]:
     """The printed lines of a diagnosis, of at most 80 characters, the verdict first."""
     system, machine, versions = diagnosis.system, diagnosis.machine, diagnosis.versions
     count = Counter(f"{gpu['name']} ({gpu['memory_gib']:.0f} GiB)" for gpu in system["gpus"])
-    gpus = ", ".join(f"{n} x {name}" for name, n in count.items()) or f"{machine.name} ({system['cores']} cores)"
+    gpus = (
+        ", ".join(f"{n} x {name}" for name, n in count.items())
+        or f"{machine.device.upper()} ({system['cores']} cores)"
+    )
     capability = f", compute capability {'.'.join(map(str, c))}" if (c := machine.capability) else ""
-    precisions = ", ".join(f"{name} ({word})" for name, word in diagnosis.dtypes.items())
     tested = "" if diagnosis.tested else "; tested: " + ", ".join(f"{t.transformers} with {t.trl}" for t in TESTED)
     pair = f"transformers and TRL are {'not ' if tested else ''}a pair that is tested together{tested}"
     lines = [
         *(("", text) for text in _verdict(diagnosis)),
         ("", ""),
-        ("machine", f"{gpus}{capability}; {precisions}"),
+        ("machine", f"{gpus}{capability}"),
         ("packages", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("absent", ", ".join(name for name, version in versions.items() if not version)),
         ("stack", pair if versions["trl"] else "no TRL: `remove_padding` and the callback run, no trainer"),
         ("", ""),
-        ("", f"attention in {diagnosis.dtype}:"),
+        ("", f"packed attention in {diagnosis.dtype}:"),
         *_attention(diagnosis),
     ]
-    # Commands are not wrapped, so that they can be copied.
-    to_install = [f"{'to install':12}{command}" for command in diagnosis.to_install()]
-    return _wrapped(lines) + to_install + ([] if diagnosis.model is None else ["", *_wrapped(_model(diagnosis.model))])
+    return _wrapped(lines + ([] if diagnosis.model is None else [("", ""), *_model(diagnosis.model)]))
 
 
 def _verdict(diagnosis: Diagnosis) -> list[str]:
     if diagnosis.problems:
         return ["NOT READY.", *diagnosis.problems]
-    attention = f"`{diagnosis.auto.name}` attention"
+    attention = f"`{diagnosis.auto}` attention"
     if diagnosis.model is None:
         return [f"READY. Padding can be removed here, with {attention}."]
     return [f"READY. {diagnosis.model.architecture}: padding is removed exactly, with {attention}."]
 
 
 def _attention(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    groups: dict[tuple[str, str], list[str]] = {}
-    for backend in diagnosis.backends:
-        state = "runs" if backend.usable and backend.packs else "padded only" if backend.usable else "cannot run"
-        # With a model print names only; without one also the first obstacle. The JSON has all obstacles.
-        reason = "" if diagnosis.model is not None else backend.obstacles[0] if backend.obstacles else backend.note
-        groups.setdefault((state, reason), []).append(backend.name)
-    states = ("runs", "padded only", "cannot run")
+    groups: dict[str | None, list[str]] = {None: []}
+    for name, obstacle in diagnosis.attention.items():
+        groups.setdefault(obstacle, []).append(name)
     return [
-        (state, ", ".join(names) + (f": {reason}" if reason else ""))
-        for (state, reason), names in sorted(groups.items(), key=lambda group: states.index(group[0][0]))
+        ("cannot run" if obstacle else "runs", ", ".join(names) + (f": {obstacle}" if obstacle else ""))
+        for obstacle, names in groups.items()
     ]
 
 

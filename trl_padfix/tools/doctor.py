@@ -1,5 +1,5 @@
 """
-Diagnosis of a machine and of a model for `trl-padfix doctor`: packages, attention backends, mode of each mixer.
+Diagnosis of a machine and of a model for `trl-padfix doctor`: packages, attention, mode of each mixer.
 
 Only the configuration of the model is read, and the model is built without weights.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ..core.anatomy import Anatomy
 from ..core.attention.attention import torch_varlen_is_complete
-from ..core.attention.availability import Backend, Machine, Workload, assess, best_backend, list_backends, model_class
+from ..core.attention.availability import ATTENTIONS, Machine, attention_obstacle, fastest_attention, model_class
 from ..core.refusals import refusal
 from ..versions import BOUNDS, INSTEAD, TESTED, installed_versions
 
@@ -52,28 +51,11 @@ class Diagnosis:
     versions: dict[str, str | None]  # of Python and of packages; `None` where one is not installed
     tested: bool  # whether these versions of transformers and TRL are tested together
     machine: Machine
-    dtypes: dict[str, str]  # precisions, and whether they run here
-    dtype: str  # the precision for which backends and model are checked
-    backends: list[Backend]
-    auto: Backend  # the one that `"auto"` chooses
+    dtype: str  # the precision of attention
+    attention: dict[str, str | None]  # implementations, and why one cannot run packed
+    auto: str  # the one that `"auto"` chooses
     model: ModelReport | None
     problems: list[str]  # reasons why the requested model, attention or precision cannot run
-
-    def to_install(self) -> list[str]:
-        """Install commands of backends for which only a package is missing."""
-        if platform.system() != "Linux":
-            return []
-        # With a second obstacle the backend would not run after the installation either.
-        commands = [b.install for b in self.backends if b.install and len(b.obstacles) == 1]
-        # A package from git is compiled, which needs the CUDA compiler.
-        return list(dict.fromkeys(c for c in commands if "git+" not in c or shutil.which("nvcc")))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The findings for JSON, with the properties of each backend, which `asdict` leaves out."""
-        figures = asdict(self)
-        for entry, backend in zip([*figures["backends"], figures["auto"]], [*self.backends, self.auto], strict=True):
-            entry |= {"usable": backend.usable, "packs": backend.packs, "reason": backend.reason}
-        return figures
 
 
 def diagnose(model: str | None = None, attn: str | None = None, dtype: str | None = None) -> Diagnosis:
@@ -92,8 +74,8 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
         [`Diagnosis`], whose `problems` name everything that cannot be read or cannot run.
     """
     machine = Machine.of()
-    dtypes = _dtypes(machine)
-    dtype = dtype or ("bfloat16" if dtypes.get("bfloat16") == "yes" and machine.device != "cpu" else "float32")
+    has_bf16 = machine.device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = dtype or ("bfloat16" if has_bf16 else "float32")
     versions = installed_versions(PACKAGES)
     tested = (versions["transformers"], versions["trl"]) in TESTED
     problems = [
@@ -114,19 +96,16 @@ def diagnose(model: str | None = None, attn: str | None = None, dtype: str | Non
                 f"{model}: there is no configuration of a transformers model in a folder of this name, on the Hub or "
                 f"in its cache ({error})"
             )
-    workload = Workload(machine, getattr(torch, dtype), config)
-    backends = list_backends(workload)
-    if attn is not None:
-        requested = best_backend(workload) if attn == "auto" else assess(attn, workload)
-        if requested.name not in [backend.name for backend in backends]:
-            backends.append(requested)
-        if not requested.usable:
-            problems.append(f"`{attn}` cannot run: {requested.reason}")
+    run = machine, getattr(torch, dtype), config
+    auto, _ = fastest_attention(*run)
+    names = ATTENTIONS if attn in (None, "auto", *ATTENTIONS) else (*ATTENTIONS, attn)
+    attention = {name: attention_obstacle(name, *run) for name in names}
+    if reason := attention.get(attn or auto):
+        problems.append(f"`{attn}` cannot run: {reason}")
     report = None if config is None else _report(model, config)
     if report is not None and report.refusal is not None:
         problems.append(f"Padding cannot be removed from {report.architecture}: {report.refusal}")
-    auto = best_backend(workload)
-    return Diagnosis(describe_system(), versions, tested, machine, dtypes, dtype, backends, auto, report, problems)
+    return Diagnosis(describe_system(), versions, tested, machine, dtype, attention, auto, report, problems)
 
 
 def _report(name: str, config: PretrainedConfig) -> ModelReport:
@@ -170,12 +149,3 @@ def describe_system() -> dict[str, Any]:
         ],
         "torch_varlen": torch_varlen_is_complete(),
     }
-
-
-def _dtypes(machine: Machine) -> dict[str, str]:
-    if machine.device == "cuda":
-        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
-        return {"float32": "yes", "float16": "yes", "bfloat16": "emulated: use float16" if emulated else "yes"}
-    if machine.device == "cpu":
-        return {"float32": "yes", "float16": "slow: use bfloat16 or float32", "bfloat16": "yes"}
-    return {"float32": "yes", "float16": "yes", "bfloat16": "depends on the device"}

@@ -2,9 +2,9 @@
 The attention implementations of the models of a trainer.
 
 In a configuration `attn_implementation` is for the policy, `ref_attn_implementation` for the reference and
-`teacher_attn_implementation` for the teacher. Implementations that cannot run are refused before weights are loaded.
-TRL loads the policy with the chosen one. All other models are switched after loading, by `set_attn_implementation` of
-transformers: models passed in, the teacher, and the reference, which TRL loads like the policy.
+`teacher_attn_implementation` for the teacher. TRL loads the policy with the chosen one. All other models are switched
+after loading, by `set_attn_implementation` of transformers: models passed in, the teacher, and the reference, which
+TRL loads like the policy. transformers refuses implementations that cannot run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from ...core.anatomy import find_pretrained, restore_attention, set_attention
-from ...core.attention.availability import Implementation, Machine, Workload, best_backend, require_usable, spread
+from ...core.attention.availability import Implementation, Machine, fastest_attention
 from ..field_types import parse_implementation
 from ..settings import Settings
 from ..temporary_attributes import temporarily_set
@@ -54,8 +54,7 @@ class AttentionChoice(Part):
             if (requested := _requested_implementation(config, self.settings, prefix)) is None:
                 continue
             if model is not None:
-                workload = _workload(model, config, self.settings.padding_free, prefix)
-                self._chosen[prefix] = _resolve(requested, workload, f"{prefix}attn_implementation")
+                self._chosen[prefix] = _resolve(requested, model, config, prefix)
             elif prefix == "teacher_":
                 raise ValueError(
                     f"`teacher_attn_implementation={requested!r}` is for a teacher model, and none is given. Leave it "
@@ -77,8 +76,7 @@ class AttentionChoice(Part):
         config = self.trainer.args
         requested = None if "" in self._chosen else _requested_implementation(config, self.settings, "")
         if requested is not None:  # `model_init` makes the model, so there was none to resolve it for
-            workload = _workload(models[""], config, self.settings.padding_free)
-            self._chosen[""] = _resolve(requested, workload, "attn_implementation")
+            self._chosen[""] = _resolve(requested, models[""], config)
         for prefix, implementation in self._chosen.items():
             if models[prefix] is not None:
                 self._undo.callback(restore_attention, set_attention(models[prefix], implementation))
@@ -111,30 +109,42 @@ def _requested_implementation(config: TrainingArguments, settings: Settings, pre
     return ours if ours is not None else theirs
 
 
-def _workload(model: str | nn.Module, config: TrainingArguments, packs: bool = False, prefix: str = "") -> Workload:
-    """Device, precision and model configuration of a run, without loading weights."""
-    if isinstance(model, str):
-        kwargs, model_config = model_init_kwargs(config, prefix), load_model_config(model, config, prefix)
-        dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))  # TRL's default
-        dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
-    else:
-        pretrained = find_pretrained(model)
-        model_config, dtype = pretrained.config, pretrained.dtype
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    autocast = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else dtype
-    return Workload(Machine.of(config.device), autocast, model_config, packs)
-
-
-def _resolve(requested: Implementation, workload: Workload, field: str) -> Implementation:
-    """Replace every `"auto"` of an implementation, and check that all its names can run."""
-    names = dict(spread(requested, workload.config, field))
+def _resolve(
+    requested: Implementation, model: str | nn.Module, config: TrainingArguments, prefix: str = ""
+) -> Implementation:
+    """Replace every `"auto"` of an implementation, and check that the model has the parts that it names."""
+    field = f"{prefix}attn_implementation"
+    model_config = (
+        load_model_config(model, config, prefix) if isinstance(model, str) else find_pretrained(model).config
+    )
+    if isinstance(requested, dict) and (unknown := requested.keys() - {"", *model_config.sub_configs}):
+        parts = ", ".join(map(repr, model_config.sub_configs)) or "none, so name one implementation for all of it"
+        raise ValueError(
+            f"`{field}` names {sorted(unknown)}, and the parts of a {type(model_config).__name__} are: {parts}. "
+            "transformers would ignore parts that it does not know."
+        )
+    names = requested if isinstance(requested, dict) else {"": requested}
     if "auto" in names.values():
-        backend = best_backend(workload)
-        logger.info(f"`{field}='auto'` is {backend.name!r}: {backend.note}.")
-        names = {part: backend.name if name == "auto" else name for part, name in names.items()}
-    implementation = names if isinstance(requested, dict) else names[""]
-    require_usable(implementation, workload, field)
-    return implementation
+        dtype = _attention_dtype(model, model_config, config, prefix)
+        fastest, obstacles = fastest_attention(Machine.of(config.device), dtype, model_config)
+        skipped = "".join(f"; not {name!r}: {reason}" for name, reason in obstacles.items())
+        logger.info(f"`{field}='auto'` is {fastest!r}{skipped}.")
+        names = {part: fastest if name == "auto" else name for part, name in names.items()}
+    return names if isinstance(requested, dict) else names[""]
+
+
+def _attention_dtype(
+    model: str | nn.Module, model_config: PretrainedConfig, config: TrainingArguments, prefix: str
+) -> torch.dtype:
+    """The precision of attention in a run, without loading weights."""
+    if config.bf16 or config.fp16:
+        return torch.bfloat16 if config.bf16 else torch.float16
+    if not isinstance(model, str):
+        return find_pretrained(model).dtype
+    kwargs = model_init_kwargs(config, prefix)
+    dtype = kwargs.get("dtype", kwargs.get("torch_dtype", "float32"))  # TRL's default
+    dtype = (model_config.dtype or torch.float32) if dtype in (None, "auto") else dtype
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 _FOR_CONFIG = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
