@@ -167,7 +167,8 @@ def test_switched_off_it_logs_the_figures_of_the_class_to_the_bit(tmp_path):
     assert ours.padding.handle is None
 
 
-PaddingFreeTrainer = padding_free_trainer(Trainer)
+class PaddingFreeTrainer(padding_free_trainer(Trainer)):
+    """For a launcher that spawns processes."""
 
 
 def test_a_class_of_a_module_can_be_pickled():

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -407,8 +406,8 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
             settings come from the configuration if it has them.
 
     Returns:
-        `type`: a subclass of `trainer_class`, with its signature. You can pickle it, for a launcher that spawns
-        processes, if your module has it under its own name (`PaddingFreeTrainer`).
+        `type`: a subclass of `trainer_class`, with its signature. To pickle it, for a launcher that spawns processes,
+        make a class of your own from it: `class MyTrainer(padding_free_trainer(Trainer)): ...`.
 
     Raises:
         TypeError: For another setting, and for an object that is not a class.
@@ -439,7 +438,6 @@ def padding_free_trainer(trainer_class: type[T], *, task_class: type[Task] = Tas
         raise TypeError(f"{trainer_class.__name__} removes padding already: set `padding_free` in its configuration.")
     members = {
         "__doc__": f"[`{trainer_class.__name__}`] without padding, made by [`padding_free_trainer`].",
-        "__module__": sys._getframe(1).f_globals.get("__name__", __name__),  # pickle looks for the class there
         "task_class": task_class,
         "fixed_settings": {"padding_free": True, **settings},
     }
