@@ -38,8 +38,8 @@ TEXT = """\
 
 <!-- Made by `python tests/core/test_families.py --write`; do not edit. -->
 
-Find your model type (`model.config.model_type`) below. We ran each type of transformers 5.24 as a tiny random model in
-float32. Rows were longer than every window, shared prefixes, and were padded on both sides. *Exact* means that
+Find your model type (`model.config.model_type`) below. We ran each type of transformers 5.24 as a tiny random model
+in float32. Rows were longer than every window, shared prefixes, and were padded on both sides. *Exact* means that
 log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
 *Packed*, *forked* and *rows* are [modes of layers](attention.md#how-layers-other-than-attention-run). Encoders such as
 `roberta` ran as decoders; `bert, is_decoder=False` is the encoder.
