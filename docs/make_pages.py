@@ -72,9 +72,9 @@ METRICS = """
 
 The fractions cover only forwards without padding. In evaluation, each name begins with `eval_`.
 
-GRPO, RLOO and distillation regroup the rows of a step so that completions of a prompt run together, if you set
-`prefix_sharing` and gradient accumulation without a token budget. The step stays the same, but means over batches
-(`entropy`, `kl`, `clip_ratio`) differ from TRL's.
+In GRPO, RLOO and distillation, `prefix_sharing` with gradient accumulation and no token budget regroups the rows of a
+step: completions of a prompt run together. The step stays the same, but means over batches (`entropy`, `kl`,
+`clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
