@@ -38,9 +38,9 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
             gradients stay the same, up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute the shared beginning of rows once, for example the prompt of a pair. Use `'auto'`. `True` also
-            warns if a batch cannot share (with `strict` it raises an error), and forbids NEFTune. Needs
-            `padding_free`.
+            Compute the shared beginning of rows once where that saves time, for example the prompt of a pair. Use
+            `'auto'`. `True` also warns if a batch cannot share (with `strict` it raises an error), and forbids
+            NEFTune. Needs `padding_free`.
         padding_side (`str`, *optional*):
             Side on which the collator pads. Defaults to the tokenizer's side, and to `'right'` for stateful models and
             virtual tokens.
@@ -70,8 +70,8 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
             Token budget: split each batch into sub-batches of at most this many computed tokens, which run one after
             another. Loss and metrics stay the same. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Each epoch
-            draws the groups at random. Needs `prefix_sharing`.
+            Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
+            `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
             Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
             means of batch means, as in TRL. (The loss of DPO's `loss_type="sft"` stays a mean of batch means.)
