@@ -27,9 +27,9 @@ ATTENTION = (  # a flag of TRL's model configuration
     '`None`: transformers chooses. For parts of a vision model: `{"text_config": "sdpa", "vision_config": "eager"}`.'
 )
 OPENING = """
-Our configurations add these fields to TRL's. (TRL's `padding_free` flattens the batch in the collator.) Begin with
-[those that pay in every method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML or as
-flags (`--padding_free true`).
+Our configurations add these fields to TRL's. Begin with [those that pay in every
+method](from_trl.md#settings-that-pay-in-every-method). Set them in Python, in a YAML, or as flags
+(`--padding_free true`).
 
 ## Fields
 """
@@ -61,8 +61,6 @@ TYPES = {
 METRICS = """
 ## Metrics in the log
 
-In evaluation each name begins with `eval_`.
-
 | metric | meaning |
 |---|---|
 | `padfix/pad_fraction` | padding / tokens of the padded batches (with a token budget: of the sub-batches) |
@@ -72,23 +70,27 @@ In evaluation each name begins with `eval_`.
 | `padfix/auto_shared` | share of the forwards that used shared prefixes (with `prefix_sharing="auto"`) |
 | `perf/tokens_per_second` | real tokens per second of wall time, with data loading, optimizer and generation |
 
-The fractions cover packed forwards only.
+The fractions cover only forwards without padding. In evaluation, each name begins with `eval_`.
 
-With `prefix_sharing`, gradient accumulation and no `max_tokens_per_batch`, GRPO, RLOO and distillation regroup the
-rows of a step, so that completions of a prompt run together; the log says so. The step stays the same, but means over
-batches (`entropy`, `kl`, `clip_ratio`) differ from TRL's.
+In GRPO, RLOO and distillation, `prefix_sharing` with gradient accumulation and no token budget regroups the rows of a
+step: completions of a prompt run together. The step stays the same, but means over batches (`entropy`, `kl`,
+`clip_ratio`) differ from TRL's.
 
 ## Flags and environment
 
-- **Training commands**: `--dry_run` [checks the first batch](numbers.md#in-your-run) without a step.
-  `--resume_from_checkpoint` takes `latest` or a folder ([resume](../recipes/README.md#resume)).
-  `--accelerate_config` takes a file, or the name of one of TRL's.
-- **`trl-padfix stats DATA`** takes data of DPO, SFT or KTO. **`trl-padfix COMMAND --help`** lists all flags.
-- **`trl-padfix --debug COMMAND`** (or `TRL_PADFIX_DEBUG=1`) shows the traceback of every error.
-- **`TRL_PADFIX_OFF=1`** in the environment turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`,
-  `packed_multiple_of`, `group_by_prefix` and `pool_last_token`. Fields that choose rows, attention or metrics stay on
-  (`expand_turns`, `padding_side`, `attn_implementation`, `exact_eval_means` and others). `remove_padding` and the
-  callback then change nothing, with a warning.
+| flag or variable | what it does |
+|---|---|
+| `--dry_run` | [checks the first batch](numbers.md#in-your-run) without a step |
+| `--resume_from_checkpoint` | takes `latest` or a folder ([resume](../recipes/README.md#resume)) |
+| `--accelerate_config` | takes a file, or the name of one of TRL's |
+| `trl-padfix COMMAND --help` | lists all flags |
+| `trl-padfix --debug COMMAND` or `TRL_PADFIX_DEBUG=1` | shows the traceback of every error |
+| `TRL_PADFIX_OFF=1` | lets TRL's code compute every step |
+
+`TRL_PADFIX_OFF=1` turns off `padding_free`, `prefix_sharing`, `max_tokens_per_batch`, `packed_multiple_of`,
+`group_by_prefix` and `pool_last_token`. It also turns off `remove_padding` and the callback, with a warning. Fields
+that choose rows, attention or metrics stay on (`expand_turns`, `padding_side`, `attn_implementation`,
+`exact_eval_means` and others).
 """
 
 MADE = "<!-- Made by docs/make_pages.py; do not edit. -->\n\n"

@@ -38,24 +38,22 @@ TEXT = """\
 
 <!-- Made by `python tests/core/test_families.py --write`; do not edit. -->
 
-We ran the causal language model types of transformers 5.24 as tiny random models in float32, with every kind of layer.
-Rows are longer than every window, share prefixes, and are padded on both sides. "Exact": log-probabilities, gradients
-(relative), router logits and auxiliary loss are within 1e-4 of each row computed alone. Lists are grouped by
-[mode](attention.md#how-layers-other-than-attention-run). Encoders such as `roberta` ran as decoders;
-`bert, is_decoder=False` is the encoder.
+Find your model type (`model.config.model_type`) below. We ran each type of transformers 5.24 as a tiny random model
+in float32. Rows were longer than every window, shared prefixes, and were padded on both sides. *Exact* means that
+log-probabilities, gradients (relative), router logits and auxiliary loss are within 1e-4 of each row computed alone.
+*Packed*, *forked* and *rows* are [modes of layers](attention.md#how-layers-other-than-attention-run). Encoders such as
+`roberta` ran as decoders; `bert, is_decoder=False` is the encoder.
 
-In rare cases, modules of transformers depend on the batch. Indexers (DeepSeek V3.2 and V4, `glm_moe_dsa`, `axk2`,
-`hy_v4`) select keys by `topk`, and torch does not define which of two equal scores it takes. `xlstm` depends on the
-batch on some CPUs. With the `rope_type` `dynamic` or `longrope`, rows equal [their padded
-batch](numbers.md#what-exact-means).
+Some results depend on the batch even in transformers: a `topk` between equal scores (DeepSeek V3.2 and V4,
+`glm_moe_dsa`, `axk2`, `hy_v4`), and `xlstm` on some CPUs. With the `rope_type` `dynamic` or `longrope`, rows equal
+[their padded batch](numbers.md#what-exact-means).
 """
 IMAGES = """\
 ## Families with images
 
-We ran the image-text-to-text types of transformers 5.24 on rows with two images, one, or none. Some rows have the same
-ids and another image, and rows are padded left and right. "Exact" includes the gradients of the vision tower. *As
-padded*: packed is within 1e-4 of the model's own padded batch, which differs from its rows alone. For a type that we
-did not run, the refusals and the parity check of your run still apply."""
+We ran these types on rows with two images, one, or none. Some rows had the same ids and another image. *Exact*
+includes the gradients of the vision tower. *As padded* means that packed is within 1e-4 of the model's own padded
+batch, which differs from its rows alone. In a type that we did not run, the parity check of your run still applies."""
 
 pytestmark = pytest.mark.skipif(
     transformers.__version__ != "5.24.0", reason="the record is that of transformers 5.24.0"

@@ -35,46 +35,46 @@ class DPOConfig(ReferenceAttentionConfig, EvaluationConfig, BudgetConfig, Paddin
 
     Args:
         padding_free (`bool`, *optional*, defaults to `False`):
-            Compute no padding: the decoder receives one packed row of real tokens. Loss and gradients stay the same,
-            up to rounding. A model that cannot be packed raises an error.
+            Compute no padding: the decoder receives one packed row, with the real tokens of the batch. Loss and
+            gradients stay the same, up to rounding. A model that cannot be packed raises an error.
         prefix_sharing (`bool` or `"auto"`, *optional*, defaults to `False`):
-            Compute each shared prefix of a batch once, for example the prompt of a pair, where that saves time. Set
-            `'auto'`: rows that cannot share run unshared. With `True` a warning says so (with `strict` an error),
-            and NEFTune is an error. Needs `padding_free`.
+            Compute the shared beginning of rows once where that saves time, for example the prompt of a pair. Use
+            `'auto'`. `True` also warns if a batch cannot share (with `strict` it raises an error), and forbids
+            NEFTune. Needs `padding_free`.
         padding_side (`str`, *optional*):
-            Side on which the collator pads. Defaults to the tokenizer's `padding_side`; with stateful models and
-            virtual tokens, to `'right'`.
+            Side on which the collator pads. Defaults to the tokenizer's side, and to `'right'` for stateful models and
+            virtual tokens.
         parity_check (`bool`, *optional*, defaults to `True`):
-            With `padding_free`: compare packed with padded in the first steps. If the model is wrong, the run ends
-            with a `ParityError`; if only the loss is, it continues padded. Set `False` only to measure time.
+            Compare a few rows with and without padding in the first steps. If the model is wrong, the run stops. If
+            only the loss is wrong, the run continues padded. Set `False` only to measure time.
         strict (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: raise an error if a call cannot be packed, or if the trainer's loss depends on
-            padding. By default both run padded, with a warning.
+            Raise an error if a call cannot be packed, or if the loss depends on padding. By default such calls run
+            padded, with a warning.
         packed_multiple_of (`int` or `list[int]`, *optional*):
-            With `padding_free`: round the length of packed rows up, to a multiple of an int, or to the smallest length
-            of a list that fits. Losses and metrics ignore the filler. Use it for FP8, and for compiled kernels that
-            need few lengths.
+            Round the length of packed rows up: to a multiple of an int, or to the next length in a list. Losses and
+            metrics ignore the filler. Use it for FP8, and for kernels that recompile for each length. Needs
+            `padding_free`.
         attn_implementation (`str` or `dict[str, str]`, *optional*):
             Attention implementation of the model: a name; `'auto'` for an installed FlashAttention, else `sdpa`; or,
             for a vision model, a name for each part. Defaults to transformers' choice.
         ref_attn_implementation (`str` or `dict[str, str]`, *optional*):
             Like `attn_implementation`, but for the reference model. Defaults to the policy's.
         predict_with_generate (`bool`, *optional*, defaults to `False`):
-            Generate answers to the prompts of the evaluation set, and write them to `generations/` in the output
-            directory. As in `Seq2SeqTrainer`, `compute_metrics` receives the generated tokens (`predictions`) and the
-            tokens of the data (`label_ids`, padded with -100).
+            In evaluation, generate answers, and write them to `generations/` in the output directory. As in
+            `Seq2SeqTrainer`, `compute_metrics` gets the generated tokens as `predictions`, and the tokens of the data
+            as `label_ids`, padded with -100.
         generation_max_new_tokens (`int`, *optional*, defaults to `256`):
-            With `predict_with_generate`: maximum number of tokens to generate after a prompt. Set other options in the
-            model's `generation_config`.
+            Maximum number of tokens that `predict_with_generate` generates. Set other options in the model's
+            `generation_config`.
         max_tokens_per_batch (`int`, *optional*):
-            Token budget: split each batch into sub-batches of at most this many computed tokens. They run one after
-            another; loss and metrics stay the same. Set `gradient_accumulation_steps=1`. Needs `padding_free`.
+            Token budget: split each batch into sub-batches of at most this many computed tokens, which run one after
+            another. Loss and metrics stay the same. Needs `padding_free`.
         group_by_prefix (`bool`, *optional*, defaults to `False`):
-            Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Each epoch
-            draws the groups at random. Needs `prefix_sharing`.
+            Put rows with long shared prefixes into the same batch, for example the turns of a conversation. Needs
+            `prefix_sharing`.
         exact_eval_means (`bool`, *optional*, defaults to `False`):
-            Average loss and metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). The default is
-            TRL's mean of batch means. In DPO, the loss of `loss_type="sft"` stays a mean of batches.
+            Average the metrics of an evaluation over all its pairs (DPO) or trained tokens (SFT). By default they are
+            means of batch means, as in TRL. (The loss of DPO's `loss_type="sft"` stays a mean of batch means.)
         **kwargs:
             All fields of [`~trl.DPOConfig`].
 
@@ -105,8 +105,8 @@ class RewardConfig(AttentionConfig, BudgetConfig, PaddingConfig, trl.RewardConfi
         attn_implementation, max_tokens_per_batch, group_by_prefix:
             As in [`DPOConfig`].
         pool_last_token (`bool`, *optional*, defaults to `False`):
-            With `padding_free`: score the last position where `attention_mask` is 1. By default the model scores the
-            last token that is not the pad token. Use it if the pad token also occurs in the text.
+            Score the last position where `attention_mask` is 1. By default the model scores the last token that is
+            not the pad token. Use it if the pad token also occurs in the text. Needs `padding_free`.
         **kwargs:
             All fields of [`~trl.RewardConfig`].
 
@@ -230,8 +230,8 @@ class SFTConfig(AttentionConfig, EvaluationConfig, BudgetConfig, PaddingConfig, 
         predict_with_generate, generation_max_new_tokens:
             As in [`DPOConfig`].
         expand_turns (`bool`, *optional*, defaults to `False`):
-            Make one row for each assistant turn in `messages`, rendered as the conversation stood at that turn. Use
-            it for templates that drop earlier thinking, and for rollouts of agents.
+            Make one row for each assistant turn in `messages`, with the messages before it as the prompt. Use it for
+            rollouts of agents, and for templates that drop earlier thinking.
         **kwargs:
             All fields of [`~trl.SFTConfig`].
 
