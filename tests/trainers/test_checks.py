@@ -12,7 +12,6 @@ import accelerate
 import pytest
 import trl
 from datasets import Dataset, IterableDataset
-from kit.bad_inputs import build_bad_models
 from kit.dpo_cases import build_pairs
 from kit.methods import make_trainer
 from kit.rows import build_examples, build_prompts, build_rows
@@ -114,21 +113,9 @@ OTHER_KEYS = [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]
 TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
 
 
-def row_5(kind: str, good: dict[str, Any], message: str, **change: Any) -> Bad:
-    """Eight rows, of which the fifth is changed."""
-    rows = [good] * 5 + [good | change] + [good] * 2
-    given = {"processing_class": build_tokenizer(chat_template=TEMPLATE)}
-    return Bad(kind, lambda: given | {"train_dataset": Dataset.from_list(rows)}, f"Row 5 .*{message}")
-
-
 def rows(kind: str, row: dict[str, Any], message: str, **given: Any) -> Bad:
     """Eight such rows."""
     return Bad(kind, lambda: {"train_dataset": Dataset.from_list([row] * 8)} | given, message)
-
-
-def labels(*values: Any) -> dict[str, Any]:
-    data = [{"prompt": "w1", "completion": f" w{i}", "label": label} for i, label in enumerate(values, start=2)]
-    return {"train_dataset": Dataset.from_list(data)}
 
 
 def stream(row: dict[str, Any] | None) -> dict[str, Any]:
@@ -158,61 +145,8 @@ BAD = {
     "columns of a stream": Bad(
         "DPO", lambda: stream({"prompt": "w3", "rejected": "w4"}), "train dataset has no .*'chosen'"
     ),
-    "datasets in a list": Bad("SFT", lambda: {"eval_dataset": [build_rows(4)]}, "A list of datasets", TypeError),
     "no columns": rows(
         "SFT", {"story": "w2"}, r"it has \['story'\]. SFT needs `text`, `messages`, `prompt` and `comp"
-    ),
-    "from and value": rows(
-        "SFT", {"messages": OTHER_KEYS}, "keys `from` and `value`, which TRL reads in a column `conv"
-    ),
-    "from and value of pairs": rows(
-        "DPO", CHATS | {"prompt": OTHER_KEYS[:1]}, "Row 0 .* `prompt`, with the keys `from`"
-    ),
-    "role and content": rows(
-        "SFT", {"conversations": [SAID, ANSWER]}, "`conversations` .* have `role`.*, 'messages'\\)"
-    ),
-    "a prompt in text beside messages": rows(
-        "DPO", CHATS | {"prompt": "w3"}, "train dataset has text in column `prompt` and messages in column `chosen`"
-    ),
-    "messages beside text in a stream": Bad(
-        "SFT", lambda: stream({"prompt": [SAID], "completion": "w3"}), "text in column `completion` and messages in"
-    ),
-    "a prompt beside messages": rows(
-        "SFT", {"prompt": "w3"} | CHAT, "has `prompt` and no `completion`.*train on \\['messages'\\], drop it"
-    ),
-    # Rows
-    "no text": row_5("SFT", TEXT, "of the train dataset has None in column `text`", text=None),
-    "a number": rows("SFT", {"text": 3}, "has 3 in column `text`"),
-    "no role": rows("SFT", {"messages": [{"content": "w3"}]}, "Row 0 .*without a `role`"),
-    "no message": row_5("SFT", CHAT, r"has \[\] in column `messages`", messages=[]),
-    "no message in a prompt": row_5("DPO", CHATS, r"has \[\] in column `prompt`", prompt=[]),
-    "no rejected": row_5("DPO", PAIR, "None in column `rejected`", rejected=None),
-    "no completion": row_5("KTO", EXAMPLE, "None in column `completion`", completion=None),
-    "no prompt": row_5("GRPO", {"prompt": "w3 w4"}, "None in column `prompt`", prompt=None),
-    "a label in words": Bad(
-        "KTO", lambda: labels("good", "bad"), "^Row 0 .* has 'good' in column `label`, and `True`"
-    ),
-    # TRL takes -1 for desirable, and fails in a sum with the others.
-    "a label of -1": Bad("KTO", lambda: labels(1, 0, -1), r"^Row 2 .*train dataset has -1 in .*`True` \(desirable\)"),
-    "no label": Bad("KTO", lambda: labels(True, None, False), "^Row 1 .* has None in column `label`"),
-    "nothing to train on": Bad(
-        "DPO", lambda: {"train_dataset": build_pairs(4).select([])}, "train dataset.*(empty|no pair)"
-    ),
-    "nothing to evaluate on": Bad(
-        "SFT", lambda: {"eval_dataset": build_rows(4).select([])}, "The eval dataset is empty"
-    ),
-    "an empty stream": Bad("SFT", lambda: stream(None), "The train dataset is a stream without a row"),
-    "an empty stream of prompts": Bad("GRPO", lambda: stream(None), "The train dataset is a stream without a row"),
-    "only prompts": Bad("DPO", lambda: {"max_length": 2}, "left out all 40 rows .*`max_length=2`.*Raise"),
-    "only prompts, SFT": Bad("SFT", lambda: {"max_length": 2}, "left out all 40 rows of the train dataset"),
-    "nothing is trained": Bad(
-        "SFT",
-        lambda: {"train_dataset": Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}] * 4)},
-        r"left out all 4 rows .* none is trained \(`labels` of -100",
-    ),
-    "no pair is left": Bad("Reward", lambda: {"max_length": 1}, "left out all 40 rows .*`max_length=1`"),
-    "no trained token": rows(
-        "SFT", {"input_ids": [5, 6], "labels": [5, -100]}, "No row of the train dataset has a token to train on"
     ),
     "only pad tokens": Bad(
         "Reward",
@@ -223,14 +157,7 @@ BAD = {
         ),
         "`rejected_ids` of pair 0 of the train dataset has only pad tokens",
     ),
-    # Tokenizers and models
-    "neither pad nor eos": Bad(
-        "DPO",
-        lambda: {"processing_class": build_tokenizer(pad_token=None, eos_token=None)},
-        "neither a pad token nor an EOS token.*Set `tokenizer.pad_token`",
-    ),
-    "no eos to end answers with": Bad("DPO", lambda: WITHOUT_EOS, "EOS.*Set `tokenizer.eos_token`"),
-    "no end, SFT": Bad("SFT", lambda: WITHOUT_EOS, "no EOS token, and TRL ends"),
+    # Models
     "a language model for rewards": Bad(
         "Reward",
         lambda: {"model": build_model("causal", num_labels=1)},
@@ -289,12 +216,6 @@ def test_a_trainer_says_what_is_wrong_and_what_to_do(kind, tmp_path):
         assert re.search(f"(?s){message}", str(raised.value)), (case, str(raised.value))
 
 
-def test_truth_values_and_their_numbers_are_taken(tmp_path):
-    for values in ([True, False], [1, 0]):
-        trainer = make_trainer(trl_padfix, "KTO", tmp_path, **labels(*values))
-        assert list(trainer.train_dataset["label"]) == values
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
@@ -310,15 +231,6 @@ def test_a_field_that_was_set_on_a_finished_configuration_is_checked_too(field, 
         if library is trl_padfix or field == "padding_free":
             with pytest.raises((ValueError, TypeError), match=message):
                 make_trainer(trl_padfix, "SFT", tmp_path, args=args)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "GRPO"])
-def test_a_model_folder_without_a_tokenizer_is_said_to_have_none(kind, tmp_path):
-    build_bad_models(tmp_path / "models")
-    with pytest.raises(ValueError, match=r"has no token but .*its files \(`tokenizer.json`\) are missing"):
-        make_trainer(
-            trl_padfix, kind, tmp_path, model=str(tmp_path / "models" / "no_tokenizer"), processing_class=None, **FREE
-        )
 
 
 PLACES = {"tokenizer": "Write `processing_class=tokenizer`", "beta": "It is a field of `DPOConfig`"}

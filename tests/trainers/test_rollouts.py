@@ -112,7 +112,6 @@ INCOMPARABLE = [
     ([{"task": 0, "reward": 1.0, "text": "w3"}], "no column `messages`"),
     ([*ROWS, ROWS[0] | {"reward": None}], r"1 of 11 rollouts have no number .* row 10"),
     ([row | {"reward": "good"} for row in ROWS], r"10 of 10 .* no number .* row 0 .*: 'good'"),
-    ([*ROWS, ROWS[0] | {"messages": None}], "Row 10 .* has None in column `messages`"),
     ([*ROWS, ROWS[0] | {"task": None}], "1 of 11 rollouts have no `task`.* row 10"),
     (ROWS[9:], "nothing to compare: of 1 tasks most have 1 trial"),
     (ROWS[3:6], "the trials of 1 all have one reward"),

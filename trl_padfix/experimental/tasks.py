@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..trainers.base import PARTS, PaddingFreeMixin
 from ..trainers.batching.row_order import RowOrder
 from ..trainers.checks.arguments import require_teacher
 from ..trainers.data.collators import CompletionMixin
-from ..trainers.data.columns import require_columns
-from ..trainers.distributed import datasets_of
 from ..trainers.field_types import answer_unknown_fields
 from ..trainers.methods.grpo import GRPOTask
 from ..trainers.methods.online import OnlineTask, OnlineTrainer
@@ -52,20 +49,7 @@ class SelfDistillingTrainer(ExperimentalTrainer):
             return super()._compute_rollout_logps(*args, **kwargs)
 
 
-class _SelfPreparedTask(Task):
-    """Task of a trainer of TRL that prepares its data in `__init__` or in its steps: columns are checked before."""
-
-    generates_rows = True
-
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        if init_kwargs.get("data_collator") is not None:
-            return  # a user's collator may take any columns
-        datasets = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
-        for name, dataset in datasets_of(datasets).items():
-            require_columns(dataset, name, self.columns, self.needs)
-
-
-class JoinedPairTask(_SelfPreparedTask):
+class JoinedPairTask(Task):
     """Pairs: the step concatenates chosen and rejected rows."""
 
     columns = [{"chosen", "rejected"}]
@@ -73,18 +57,20 @@ class JoinedPairTask(_SelfPreparedTask):
     generates_rows = False
 
 
-class PromptTask(_SelfPreparedTask):
+class PromptTask(Task):
     """Prompts: the step generates completions."""
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
+    generates_rows = True
 
 
-class MessagesTask(_SelfPreparedTask):
+class MessagesTask(Task):
     """Conversations: a student learns from a teacher, on the last answer or on one that the step generates."""
 
     columns = [{"messages"}, {"prompt", "completion"}]
     needs = "A conversation is in `messages`"
+    generates_rows = True
 
     def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
         super().check(config, init_kwargs)
@@ -105,7 +91,6 @@ class TripleTask(Task):
 
     columns = [{"chosen", "rejected", "reference"}]
     needs = "TPO needs `chosen`, `rejected` and `reference` (and `prompt`, unless all three begin with it)"
-    texts = ("prompt", "chosen", "rejected", "reference")
     generates_rows = False
     rows_per_item = 3
     item = "example"

@@ -76,6 +76,8 @@ def token_rows(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -
     names = ["prompt"] if "prompt" in rows[0] else []
     sides = [side for side in ("chosen", "rejected", "completion", "messages", "text") if side in rows[0]]
     sides = sides[: 2 if trainer == "dpo" else 1]
+    if any(row[name] is None for row in rows for name in [*names, *sides]):
+        raise ValueError(f"a row has no text in one of the columns {', '.join([*names, *sides])}: filter it out.")
     prompts = _token_ids(rows, names, tokenizer) if names else [[]] * len(rows)
     result = []
     for prompt, *sequences in zip(prompts, *(_token_ids(rows, [*names, s], tokenizer) for s in sides), strict=True):

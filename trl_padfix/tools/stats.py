@@ -25,7 +25,6 @@ from ..core.layout.layout import GATHERED_KEYS_PER_TOKEN
 from ..trainers.batching.bin_packing import RowCosts, prefix_costs, sort_by_prefix, text_costs, truncated_tokens
 from ..trainers.batching.row_order import group_rows
 from .data import TokenRow, token_rows
-from .tiny import checked_rows
 
 
 __all__ = ["UNITS", "BatchTokens", "Lengths", "Verdict", "advise", "batch_tokens", "measure"]
@@ -153,7 +152,7 @@ def measure(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Lengths:
         tokenizer (`PreTrainedTokenizerBase`):
             Tokenizer of the model.
     """
-    rows = iter(track(checked_rows(dataset), "Tokenizing", len(dataset), transient=True))
+    rows = iter(track(dataset, "Tokenizing", len(dataset), transient=True))
     chunks = iter(lambda: token_rows([*islice(rows, 1000)], tokenizer), [])  # rows of one call of the tokenizer
     return Lengths.of(chain.from_iterable(chunks))
 

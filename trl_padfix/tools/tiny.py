@@ -20,13 +20,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from ..files import write_whole_folder
-from ..trainers.data.row_checks import TRAINED, check_row
 
 
 __all__ = [
-    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "build_tiny", "built_once", "checked_rows",
-    "fingerprint", "texts_of", "train_tokenizer",
+    "CHAT_TEMPLATE", "RESPONSE_TEMPLATE", "SHAPES", "build_qwen2", "build_tiny", "built_once", "fingerprint",
+    "texts_of", "train_tokenizer",
 ]  # fmt: skip
+
+TRAINED = ("prompt", "chosen", "rejected", "completion", "text", "messages")
+"""Columns that hold text or messages."""
 
 RECORD = "built_from.json"
 """File in the folder of a model with the settings that it was built from."""
@@ -204,22 +206,9 @@ def build_tiny(shape: str, rows: Any, directory: str | Path) -> str:
     return built_once(directory, {"tiny_model": shape, **SHAPES[shape], "texts": data}, build)
 
 
-def checked_rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """
-    Yield the rows of a dataset.
-
-    Raises:
-        ValueError: If a row has no text, see [`check_row`].
-    """
-    for number in range(len(dataset)):
-        row = dataset[number]
-        check_row(row, number)
-        yield row
-
-
 def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
     """All text of a row, plain or conversational."""
-    for value in (row[name] for name in TRAINED if name in row):
+    for value in (row[name] for name in TRAINED if row.get(name)):
         for message in [{"content": value}] if isinstance(value, str) else value:
             content = message.get("content") or ""
             yield from [content] if isinstance(content, str) else [part.get("text") or "" for part in content]
@@ -229,5 +218,5 @@ def texts_of_row(row: dict[str, Any]) -> Iterator[str]:
 def texts_of(dataset: Dataset) -> Iterator[str]:
     """All text of a dataset, plain or conversational, to train a tokenizer on."""
     names = [name for name in dataset.column_names if name in TRAINED]
-    for row in checked_rows(dataset.select_columns(names)):
+    for row in dataset.select_columns(names):
         yield from texts_of_row(row)

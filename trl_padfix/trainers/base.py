@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -129,7 +128,6 @@ class PaddingFreeMixin:
                 if isinstance(config, PackingConfig):
                     config.is_read = True
                 check_arguments(config, padding.settings, padding.task, init_kwargs)
-                padding.checks_columns = padding.task.knows(init_kwargs.get("data_collator"))
                 padding.parts = tuple(part(self) for part in self.part_classes)
                 padding.budget = next(part for part in padding.parts if isinstance(part, TokenBudget))
             else:
@@ -198,19 +196,6 @@ class PaddingFreeMixin:
         self.padding.restore()
 
     # -- data
-
-    @hook
-    def _prepare_dataset(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.padding.settings.are_set:
-            return super()._prepare_dataset(*args, **kwargs)
-        call = inspect.signature(super()._prepare_dataset).bind(*args, **kwargs)
-        task, arguments = self.padding.task, SimpleNamespace(**call.arguments)
-        dataset = next(iter(call.arguments))  # the first parameter, under any name
-        call.arguments[dataset] = checked = task.check_dataset(call.arguments[dataset], arguments)
-        prepared = super()._prepare_dataset(*call.args, **call.kwargs)
-        if isinstance(prepared, Dataset) and self.padding.checks_columns:
-            task.check_prepared(prepared, len(checked), arguments)
-        return prepared
 
     @hook
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:

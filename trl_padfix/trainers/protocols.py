@@ -49,7 +49,6 @@ class TaskPadding(Protocol):
     settings: Settings
     handles: list[PaddingRemoval]
     budget: Budget | None
-    checks_columns: bool
     why_padded: str | None
 
     @property

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from datasets import Dataset
 
 from .checks.user_code import why_padded
-from .data.columns import is_empty, require_columns
-from .data.row_checks import validate_rows
-from .data.tokenizers import check_vocabulary, require_eos
+from .data.columns import require_columns
+from .distributed import datasets_of
 
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ class Task:
 
     needs = ""
     """Beginning of the error about missing columns: what needs them."""
-
-    texts: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-    """Columns with text or messages; no row may lack one of them."""
 
     # Batches
 
@@ -76,34 +73,16 @@ class Task:
 
     def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
         """Raise errors that need no loaded model. `init_kwargs`: the arguments of the trainer's `__init__` by name."""
+        if self.knows(init_kwargs.get("data_collator")):  # a user's collator may take any columns
+            datasets = SimpleNamespace(**{name: init_kwargs.get(name) for name in ("train_dataset", "eval_dataset")})
+            for name, dataset in datasets_of(datasets).items():
+                self.require_columns(dataset, name, config)
 
     @classmethod
-    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
+    def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: Any) -> None:
         """Raise a `ValueError` if a dataset lacks columns of the task."""
         if cls.columns:
             require_columns(dataset, dataset_name, cls.columns, cls.needs)
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        """
-        Return the dataset that TRL prepares, with valid rows only, or raise an error. `arguments` has the arguments of
-        TRL's `_prepare_dataset` as attributes: `dataset_name`, `processing_class`, `args`, ...
-        """
-        if not self.columns or is_empty(dataset, arguments.dataset_name):
-            return dataset
-        require_columns(dataset, arguments.dataset_name, self.columns, self.needs)
-        check_vocabulary(arguments.processing_class)
-        dataset = validate_rows(dataset, arguments.dataset_name, self.texts)
-        require_eos(dataset, arguments.processing_class, self.texts)
-        return dataset
-
-    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        """Raise a `ValueError` if TRL has prepared no training row from `rows` rows. Not called for streams."""
-        if arguments.dataset_name == "train" and not len(prepared):
-            raise ValueError(
-                f"TRL has left out all {rows} rows of the train dataset: no token to train on is left. The trained "
-                f"tokens are beyond `max_length={arguments.args.max_length}`, or none is trained (`labels` of -100, "
-                "masks of 0). Raise `max_length`, shorten the prompts, or correct the labels."
-            )
 
     def on_attached(self) -> None:
         """Raise errors that need both TRL's prepared data and the models with padding removed."""

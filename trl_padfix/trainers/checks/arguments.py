@@ -10,8 +10,6 @@ from accelerate.logging import get_logger
 from ...core.model.older import rope_parameters
 from ...core.model.positions import length_dependent_ropes
 from ...versions import newer_trl
-from ..data.columns import is_empty
-from ..data.tokenizers import check_tokenizer
 from ..settings import Settings, check_settings
 
 
@@ -43,9 +41,6 @@ def check_arguments(
             f"`padding_side={side!r}` is for the default collator, and `data_collator` is your own "
             f"`{type(collator).__name__}`, which chooses the side. Set the side there, and leave `padding_side` out."
         )
-    check_tokenizer(init_kwargs.get("processing_class"))
-    data = init_kwargs.get("train_dataset")
-    is_empty(data, "train")  # then an error
 
 
 def require_teacher(init_kwargs: dict[str, Any]) -> None:

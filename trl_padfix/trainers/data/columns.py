@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 
-__all__ = ["chunks", "column_names", "is_empty", "lists", "require_columns", "values"]
+__all__ = ["column_names", "lists", "require_columns"]
 
 
 def column_names(dataset: Dataset | IterableDataset) -> set[str]:
@@ -36,34 +35,10 @@ def lists(dataset: Dataset, column: str) -> Iterator[np.ndarray]:
         yield from (numbers[begin:end] for begin, end in pairwise(offsets))
 
 
-def values(dataset: Dataset, column: str) -> Iterator[Any]:
-    """The value of each row in `column`, decoded."""
-    for batch in dataset.select_columns([column]).with_format(None).iter(1_000):
-        yield from batch[column]
-
-
-def chunks(dataset: Dataset, column: str) -> Iterator[pa.Array]:
-    """The Arrow arrays of a column. After a filter or shuffle, nearly every row is an array of its own."""
-    for batch in _batches(dataset, column):
-        yield from batch.chunks
-
-
 def _batches(dataset: Dataset, column: str) -> Iterator[pa.ChunkedArray]:
     """A column, 10,000 rows at a time, so that a large one is never in memory at once."""
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
         yield table[column]
-
-
-def is_empty(dataset: Dataset | IterableDataset, dataset_name: str) -> bool:
-    """Whether a dataset has no row; if so, an error unless it is for evaluation and TRL has prepared it."""
-    is_stream = isinstance(dataset, IterableDataset)
-    if not (is_stream and next(iter(dataset), None) is None) and not (isinstance(dataset, Sized) and not len(dataset)):
-        return False
-    is_prepared = any(name.endswith("_ids") for name in column_names(dataset))
-    if dataset_name == "train" or is_stream or not is_prepared:
-        kind = "a stream without a row" if is_stream else "empty"
-        raise ValueError(f"The {dataset_name} dataset is {kind}: check its files, split or filter.")
-    return True
 
 
 def require_columns(
@@ -71,7 +46,7 @@ def require_columns(
 ) -> None:
     """Raise a `ValueError` if a dataset lacks a column of each of the `alternatives`. The error names the first."""
     columns = column_names(dataset)
-    if all(alternative - columns for alternative in alternatives):
+    if columns and all(alternative - columns for alternative in alternatives):
         missing = sorted(alternatives[0] - columns)
         raise ValueError(
             f"The {dataset_name} dataset has no column {' and no column '.join(map(repr, missing))}; it has "

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 
 from ..messages import counted
-from .chat_templates import renderer
-from .row_checks import validate_rows
-from .tokenizers import tokenizer_of
+from .chat_templates import renderer, tokenizer_of
 from .turns import turns_of
 
 
@@ -141,7 +139,6 @@ def _rewards(dataset: Dataset | IterableDataset, reward: str) -> list[float]:
         )
     _require(dataset, "messages", "Rollouts are conversations: rename their column.")
     _require(dataset, reward, "It distinguishes good rollouts: name the column of the rewards with `reward=`.")
-    validate_rows(dataset, "rollouts", ("messages",))
     values = dataset[reward][:]
     numbers = list(map(_as_number, values))
     without = [i for i, number in enumerate(numbers) if not math.isfinite(number)]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import trl
 import trl.trainer.kto_trainer as trl_kto
 from accelerate.utils import reduce
-from datasets import Dataset, IterableDataset
 
 from ...core.context import within
 from ..base import PaddingFreeMixin
 from ..data.collators import SidedCollator, to_padding_side_with_kl
-from ..data.columns import column_names, values
 from ..task import Task
 from ..temporary_attributes import temporarily_set
 
@@ -80,25 +77,12 @@ class KTOTask(Task):
 
     columns = [{"prompt", "completion", "label"}, {"chosen", "rejected"}]
     needs = "KTO needs `prompt`, `completion` and `label`, or pairs with `chosen` and `rejected`"
-    texts = ("prompt", "completion", "chosen", "rejected")
     generates_rows = False
     collators = {
         trl_kto.DataCollatorForUnpairedPreference: DataCollatorForUnpairedPreference,
         trl_kto.DataCollatorForVisionUnpairedPreference: DataCollatorForVisionUnpairedPreference,
     }
     sequences = (("prompt_ids", "completion_ids"),)
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: SimpleNamespace) -> Any:
-        checked = super().check_dataset(dataset, arguments)
-        if "label" in column_names(dataset) and isinstance(dataset, Dataset):
-            for row, label in enumerate(values(dataset, "label")):
-                if label not in (0, 1):  # TRL treats -1 as desirable
-                    raise ValueError(
-                        f"Row {row} (counted from 0) of the {arguments.dataset_name} dataset has {label!r} in column "
-                        "`label`, and `True` (desirable) or `False` is needed. Map it: "
-                        '`dataset.map(lambda row: {"label": row["label"] == "good"})`.'
-                    )
-        return checked
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         batches = super().padded_batches(inputs)

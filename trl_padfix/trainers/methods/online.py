@@ -20,9 +20,6 @@ from ..base import PARTS, PaddingFreeMixin
 from ..batching.row_order import RowOrder
 from ..checks.user_code import custom_batch_name
 from ..data.batch_rows import numbered_images, without_images
-from ..data.columns import column_names
-from ..data.row_checks import validate_rows
-from ..data.tokenizers import check_vocabulary
 from ..messages import say
 from ..metrics.exact_eval_means import ExactMeans
 from ..parts.generation import Generation
@@ -51,25 +48,12 @@ class OnlineTask(Task):
 
     columns = [{"prompt"}]
     needs = "Completions are generated from `prompt`"
-    texts = ("prompt",)
     generates_rows = True
     min_max_metrics = {"clip_ratio/low_min": torch.min, "clip_ratio/high_max": torch.max}
 
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
-        dataset = init_kwargs.get("train_dataset")
-        # An environment brings its own prompts, so its dataset needs no column.
-        if dataset is not None and column_names(dataset) and init_kwargs.get("environment_factory") is None:
-            self.require_columns(dataset, "train", config)
-
-    def on_attached(self) -> None:
-        trainer = self.trainer
-        check_vocabulary(trainer.processing_class)
-        trainer.train_dataset = validate_rows(trainer.train_dataset, "train", self.texts)
-        rows = trainer.eval_dataset
-        if isinstance(rows, dict):
-            trainer.eval_dataset = {name: validate_rows(dataset, name, self.texts) for name, dataset in rows.items()}
-        else:
-            trainer.eval_dataset = validate_rows(rows, "eval", self.texts)
+    def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
+        if init_kwargs.get("environment_factory") is None:  # an environment brings its own prompts
+            super().check(config, init_kwargs)
 
     def padded_batches(self, inputs: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

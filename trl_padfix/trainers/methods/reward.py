@@ -34,7 +34,8 @@ class RewardTask(PairTask):
     sequences = (("chosen_ids",), ("rejected_ids",))
     min_max_metrics = {"min_reward": torch.min, "max_reward": torch.max}
 
-    def check(self, config: TrainingArguments, init_kwargs: dict[str, Any]) -> None:
+    def check(self, config: TrainingArguments | None, init_kwargs: dict[str, Any]) -> None:
+        super().check(config, init_kwargs)
         model = init_kwargs.get("model")
         if isinstance(model, torch.nn.Module) and find_pretrained(model).get_output_embeddings() is not None:
             raise ValueError(

@@ -13,16 +13,13 @@ from datasets import Dataset
 
 from ...core.model.older import silence_packing_warning
 from ..base import PaddingFreeMixin, by_name
-from ..data.chat_templates import check_turns
 from ..data.collators import (
     DataCollatorForLanguageModeling,
     DataCollatorForVisionLanguageModeling,
     SidedCollator,
     pad_right,
 )
-from ..data.columns import column_names, is_empty, lists, require_columns
-from ..data.row_checks import validate_rows
-from ..data.tokenizers import check_vocabulary, require_eos
+from ..data.columns import require_columns
 from ..data.turns import expand_datasets
 from ..settings import Settings
 from ..task import Task
@@ -53,6 +50,8 @@ class SFTTask(Task):
                 f"`packing=True` leaves nothing to pad on the {side}: batches are rows of whole sequences, one after "
                 "the other. Leave `padding_side` out, or set `packing=False`."
             )
+        if init_kwargs.get("formatting_func") is None:  # otherwise any column may hold the text
+            super().check(config, init_kwargs)
 
     @classmethod
     def require_columns(cls, dataset: Dataset | IterableDataset, dataset_name: str, config: TrainingArguments) -> None:
@@ -63,54 +62,6 @@ class SFTTask(Task):
             [{text_column}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {"input_ids"}],
             f"SFT needs `{text_column}`, `messages`, `prompt` and `completion`, or `input_ids`",
         )
-
-    def check_dataset(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        name, processing_class = arguments.dataset_name, arguments.processing_class
-        if is_empty(dataset, name):
-            return dataset
-        if arguments.formatting_func is None:  # otherwise the chat template does not write the rows
-            dataset = self._check_rows(dataset, arguments)
-        if self.trainer.padding.settings.expand_turns:
-            check_turns(dataset, processing_class, name)
-        return dataset
-
-    def _check_rows(self, dataset: Dataset | IterableDataset, arguments: Any) -> Any:
-        """Check columns and rows, and that there is the EOS token that the first row needs."""
-        name, processing_class = arguments.dataset_name, arguments.processing_class
-        text_column = arguments.args.dataset_text_field
-        self.require_columns(dataset, name, arguments.args)
-        columns = column_names(dataset)
-        if "input_ids" in columns:
-            return dataset
-        check_vocabulary(processing_class)
-        if "prompt" in columns and "completion" not in columns:
-            raise ValueError(
-                f"The {name} dataset has `prompt` and no `completion`, and TRL reads these two wherever there is a "
-                f"`prompt`. To train on {sorted(columns & {text_column, 'messages', 'conversations'})}, drop it: "
-                "`dataset.remove_columns('prompt')`."
-            )
-        kinds = [{"prompt", "completion"}, {"messages"}, {"conversations"}, {text_column}]
-        texts = next(kind for kind in kinds if kind <= columns) - {"conversations"}
-        dataset = validate_rows(dataset, name, texts)
-        row = next(iter(dataset))
-        if row.get("conversations") and "role" in row["conversations"][0]:
-            raise ValueError(
-                f"The messages in `conversations` of the {name} dataset have `role` and `content`, and TRL reads such "
-                "messages in `messages`. Rename the column: `dataset.rename_column('conversations', 'messages')`."
-            )
-        require_eos(dataset, processing_class, ("completion" if "completion" in row else text_column,))
-        return dataset
-
-    def check_prepared(self, prepared: Dataset, rows: int, arguments: Any) -> None:
-        super().check_prepared(prepared, rows, arguments)
-        if arguments.packing or "labels" not in prepared.column_names:
-            return
-        # The first token is never predicted.
-        if len(prepared) and not any((labels[1:] != -100).any() for labels in lists(prepared, "labels")):
-            raise ValueError(
-                f"No row of the {arguments.dataset_name} dataset has a token to train on. Look at what is masked: "
-                "`completion_only_loss`, `assistant_only_loss`, the labels."
-            )
 
     def packs_rows(self) -> bool:
         collator, args = self.trainer.data_collator, self.trainer.args

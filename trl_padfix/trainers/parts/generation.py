@@ -20,8 +20,7 @@ from transformers.trainer_utils import denumpify_detensorize
 from trl.data_utils import is_conversational, maybe_apply_chat_template, prepare_multimodal_messages
 
 from ...core.generation import generate
-from ..data.chat_templates import tools_of
-from ..data.tokenizers import tokenizer_of
+from ..data.chat_templates import tokenizer_of, tools_of
 from ..distributed import splitting_parallelism
 from .part import Evaluation, Part
 

@@ -10,8 +10,8 @@ from accelerate.logging import get_logger
 from ...core.anatomy import outermost_pretrained, peft_configs_in
 from ...core.model.patching import Attachment
 from ...core.remove import number_padded_rows
+from ..data.chat_templates import tokenizer_of
 from ..data.collators import SidedCollator
-from ..data.tokenizers import tokenizer_of
 from ..distributed import models_of
 from .part import Part
 

@@ -125,7 +125,6 @@ class Padding:
         self.task: Task
         self.parts: tuple[Part, ...] = ()
         self.budget: Budget | None = None
-        self.checks_columns = True  # of prepared rows; a user's collator may read others
         self.is_attached = False
         self.is_restored = False
         self.is_dry_run = False
